@@ -1,0 +1,171 @@
+// Python's view of the plan and of the machine. Everything is checked here, once; the ops trust what they get.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+
+#include "hardware.h"
+#include "plan.h"
+
+namespace nb = nanobind;
+
+namespace headrace {
+namespace {
+
+template <class T>
+using Array = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
+using Ints = Array<int32_t>;
+
+void require(bool ok, const char* message) {
+  if (!ok) throw std::invalid_argument(message);
+}
+
+Stored stored_from(const std::string& format, int rows, int cols, const Array<uint8_t>& data, const std::optional<Array<int64_t>>& order) {
+  Stored s{format, rows, cols, data.data(), data.size(), {}};
+  if (order) s.row_order = {order->data(), order->size()};
+  return s;
+}
+
+void check_branches(const Step& s, int num_blocks) {
+  require(s.row_start[0] == 0 && s.row_start[s.branches] == s.rows, "row_start must run from 0 to the number of rows");
+  for (int b = 0; b < s.branches; b++) {
+    const int rows = s.row_start[b + 1] - s.row_start[b], context = s.context_len[b];
+    require(rows >= 1 && s.forced_len[b] >= 1 && s.forced_len[b] <= rows && context >= 0, "a branch needs a forced row and no more than its rows");
+    const int blocks = (context + rows + kKvTile - 1) / kKvTile;
+    require(blocks <= s.max_blocks, "a branch needs more blocks than the block table has");
+    for (int i = 0; i < blocks; i++) {
+      const int block = s.block_table[static_cast<size_t>(b) * s.max_blocks + i];
+      require(block >= 0 && block < num_blocks, "the block table names a block that is not there");
+    }
+    for (int row = s.row_start[b]; row < s.row_start[b + 1]; row++) {
+      require(s.positions[row] >= context && s.positions[row] <= context + row - s.row_start[b], "a position lies outside its branch");
+      const int guesses = rows - s.forced_len[b];
+      for (int w = 0; s.ancestors && w < s.ancestor_words; w++) {
+        const uint64_t bits = s.ancestors[static_cast<size_t>(row) * s.ancestor_words + w];
+        const int room = std::clamp(guesses - 64 * w, 0, 64);
+        require(room == 64 || bits >> room == 0, "an ancestor lies outside its branch");
+      }
+    }
+  }
+}
+
+void check_step(const Step& s, const Plan& plan, int vocab) {
+  const int num_blocks = plan.kv().num_blocks();
+  require(s.rows >= 1 && s.branches >= 1, "a step needs a row");
+  check_branches(s, num_blocks);
+  for (int i = 0; i < s.rows; i++) {
+    require(s.tokens[i] >= 0 && s.tokens[i] < vocab, "a token lies outside the vocabulary");
+    require(s.slots[i] >= 0 && s.slots[i] / kKvTile < num_blocks, "a slot lies outside the KV cache");
+  }
+  for (int i = 0; i < s.logit_rows; i++) require(s.logit_row[i] >= 0 && s.logit_row[i] < s.rows, "a logit row lies outside the step");
+}
+
+// tokens, positions, slots [T]; row_start [B + 1]; context_len, forced_len [B]; block_table [B, blocks]; ancestors [T, words]; logit_rows [R]
+void run(Plan& plan, int vocab, const Ints& tokens, const Ints& positions, const Ints& slots, const Ints& row_start, const Ints& context_len,
+         const Ints& forced_len, const Ints& block_table, const std::optional<Array<uint64_t>>& ancestors, const Ints& logit_rows) {
+  Step s{};
+  s.rows = static_cast<int>(tokens.size());
+  s.branches = static_cast<int>(context_len.size());
+  s.logit_rows = static_cast<int>(logit_rows.size());
+  require(block_table.ndim() == 2 && block_table.shape(0) == context_len.size(), "block_table must be [branches, blocks]");
+  require(positions.size() == tokens.size() && slots.size() == tokens.size() && row_start.size() == context_len.size() + 1 &&
+              forced_len.size() == context_len.size(),
+          "the arrays of a step must agree in length");
+  s.max_blocks = static_cast<int>(block_table.shape(1));
+  s.tokens = tokens.data(), s.positions = positions.data(), s.slots = slots.data(), s.row_start = row_start.data();
+  s.context_len = context_len.data(), s.forced_len = forced_len.data(), s.block_table = block_table.data(), s.logit_row = logit_rows.data();
+  if (ancestors) {
+    require(ancestors->ndim() == 2 && ancestors->shape(0) == tokens.size(), "ancestors must be [rows, words]");
+    s.ancestors = ancestors->data();
+    s.ancestor_words = static_cast<int>(ancestors->shape(1));
+  }
+  check_step(s, plan, vocab);
+  nb::gil_scoped_release release;
+  plan.run(s);
+}
+
+void bind_ops(nb::class_<Plan>& c) {
+  c.def("embed", [](Plan& p, int out, int w) { p.add_op(make_embed(out, w)); })
+      .def("rope_angles", [](Plan& p, int out, std::vector<double> f, double scale, int head_dim) { p.add_op(make_rope_angles(out, std::move(f), scale, head_dim)); })
+      .def("norm", [](Plan& p, int out, int x, int w, float eps) { p.add_op(make_norm(out, x, w, eps)); })
+      .def("pack", [](Plan& p, int out, int x) { p.add_op(make_pack(out, x)); })
+      .def("gather_rows", [](Plan& p, int out, int x) { p.add_op(make_gather_rows(out, x)); })
+      .def("add", [](Plan& p, int out, int x, int y) { p.add_op(make_add(out, x, y)); })
+      .def("glu", [](Plan& p, int out, int gate, int up) { p.add_op(make_glu(out, gate, up)); })
+      .def("linear", [](Plan& p, int out, int x, int w, int bias, int residual) {
+        p.reads(x, w);
+        p.add_op(make_linear(out, x, w, bias, residual));
+      })
+      .def("glu_linear", [](Plan& p, int out, int x, int gate, int up, int gate_bias, int up_bias) {
+        p.reads(x, gate);
+        p.reads(x, up);
+        p.add_op(make_glu_linear(out, x, gate, up, gate_bias, up_bias));
+      })
+      .def("qkv_rope_write", [](Plan& p, int out, int x, int angles, std::array<int, 3> weights, std::array<int, 3> biases, int layer) {
+        for (const int w : weights) p.reads(x, w);
+        p.add_op(make_qkv_rope_write({out, x, angles, weights, biases, layer}));
+      })
+      .def("attention", [](Plan& p, int out, int q, int layer, float scale, int window) {
+        for (auto& op : make_attention(out, q, layer, scale, window)) p.add_op(std::move(op));
+      });
+}
+
+nb::object floats_of(Plan& plan, int id, int rows) {
+  const Buffer& b = plan.buffer(id);
+  const size_t shape[] = {static_cast<size_t>(rows), static_cast<size_t>(b.width)};
+  return nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<2>>(b.row(0), 2, shape, nb::find(plan)), nb::rv_policy::reference);
+}
+
+}  // namespace
+
+void bind_plan(nb::module_& m) {
+  nb::class_<Plan> plan(m, "Plan");
+  plan.def(
+          "__init__",
+          [](Plan* self, const std::string& isa, int threads, int layers, int heads, int kv_heads, int head_dim, int blocks, const std::string& kv_dtype) {
+            require(layers > 0 && kv_heads > 0 && blocks > 0 && head_dim > 0 && head_dim % 2 == 0, "a KV cache needs layers, heads, blocks and an even head size");
+            const KvRecord shape{kv_dtype == "bf16" ? KvType::kBf16 : KvType::kF32, head_dim};
+            new (self) Plan(kernels_for(isa), threads, layers, heads, KvCache(layers, kv_heads, blocks, shape));
+          },
+          nb::arg("isa"), nb::arg("threads"), nb::arg("layers"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("blocks"),
+          nb::arg("kv_dtype"))
+      .def("add_weight", [](Plan& p, const std::string& format, int rows, int cols, const Array<uint8_t>& data,
+                            const std::optional<Array<int64_t>>& order) { return p.add_weight(stored_from(format, rows, cols, data, order)); },
+           nb::arg("format"), nb::arg("rows"), nb::arg("cols"), nb::arg("data"), nb::arg("row_order").none())
+      .def("add_weight_pair", [](Plan& p, const std::string& format_a, const Array<uint8_t>& a, const std::string& format_b, const Array<uint8_t>& b, int rows,
+                                 int cols) { return p.add_weight_pair(stored_from(format_a, rows, cols, a, {}), stored_from(format_b, rows, cols, b, {})); })
+      .def("add_vector", [](Plan& p, const Array<float>& data) { return p.add_vector(data.data(), static_cast<int>(data.size())); })
+      .def("add_buffer", &Plan::add_buffer, nb::arg("width"), nb::arg("logit"), nb::arg("packed"))
+      .def("run", &run, nb::arg("vocab"), nb::arg("tokens"), nb::arg("positions"), nb::arg("slots"), nb::arg("row_start"), nb::arg("context_len"),
+           nb::arg("forced_len"), nb::arg("block_table"), nb::arg("ancestors").none(), nb::arg("logit_rows"))
+      .def("floats", &floats_of, "A view of the float rows of a buffer; valid until the next run.")
+      .def("move_slots", [](Plan& p, const Ints& source, const Ints& target) {
+        require(source.size() == target.size(), "moves need as many targets as sources");
+        for (size_t i = 0; i < source.size(); i++)
+          for (const int slot : {source.data()[i], target.data()[i]}) require(slot >= 0 && slot / kKvTile < p.kv().num_blocks(), "a slot lies outside the KV cache");
+        nb::gil_scoped_release release;
+        for (size_t i = 0; i < source.size(); i++) p.kv().move(source.data()[i], target.data()[i]);
+      })
+      .def("set_profiling", &Plan::set_profiling)
+      .def("profile", [](const Plan& p) {
+        const Plan::Profile profile = p.profile();
+        return std::make_pair(profile.seconds, profile.barriers);
+      })
+      .def_prop_ro("isa", [](const Plan& p) { return std::string(p.kernels().name); })
+      .def_prop_ro("threads", &Plan::threads)
+      .def_prop_ro("weight_bytes", &Plan::weight_bytes);
+  bind_ops(plan);
+  m.def("isas", &available_isas, "Instruction sets of this machine, best last.");
+  m.def("isa", [] { return available_isas().back(); }, "The best instruction set of this machine.");
+  m.def("read_bandwidth", &read_bandwidth, nb::call_guard<nb::gil_scoped_release>(), nb::arg("threads"), nb::arg("nbytes"));
+  m.def("dot_rate", &dot_rate, nb::call_guard<nb::gil_scoped_release>(), nb::arg("kind"), nb::arg("threads"));
+}
+
+}  // namespace headrace

@@ -1,0 +1,101 @@
+// Packed weight formats: how a matrix lies in memory once it is loaded.
+//
+// A matrix is cut into tiles of 16 rows, a tile along its columns into units. One 64-byte line of a unit holds, for each of
+// the 16 rows, 4 adjacent bytes: the operand of a byte dot product whose lane is the row. So a tile is one linear stream, no
+// sum ever crosses lanes, and AVX2 or portable code reads the same bytes in two halves or one by one.
+//
+// Quantised units are made of 32-column groups. Of a 4-bit group, line j (0..3) holds column 4j + b in the low nibble of
+// byte b and column 16 + 4j + b in the high one; of an 8-bit group, line j (0..7) holds column 4j + b.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace headrace {
+
+constexpr int kTileRows = 16;
+constexpr int kGroup = 32;
+
+// What the scales of a unit look like. All numbers are those of the file; nothing is rounded on the way.
+enum class Scales {
+  kGroup32,     // f16 scale per 32 columns
+  kGroup32Min,  // and an f16 minimum: w = scale * q + min
+  kSuper32Min,  // per 256 columns f16 d, dmin; per 32 columns 6-bit integers: w = d * sc * q - dmin * mn
+  kSuper16,     // per 256 columns f16 d; per 16 columns a signed integer: w = d * sc * (q - zero)
+  kSuper16Min,  // as kSuper32Min, with integers per 16 columns
+};
+
+// The formats that kernels exist for; index of the kernel tables.
+enum class Format : int {
+  kQ4,        // Q4_0
+  kQ4Min,     // Q4_1
+  kQ4Super,   // Q4_K
+  kQ4Sub,     // Q3_K, widened
+  kQ4SubMin,  // Q2_K, widened
+  kQ8,        // Q8_0, and Q5_0 widened
+  kQ8Min,     // Q5_1, widened
+  kQ8Super,   // Q5_K, widened
+  kQ8Sub,     // Q6_K, widened
+  kBf16,
+  kF16,
+  kF32,
+};
+constexpr int kNumFormats = 12;
+
+// How a kernel wants its activations. An activation buffer holds every form that its readers need.
+enum class Form : int { kQ8, kBf16, kF32 };
+constexpr int kNumForms = 3;
+
+constexpr bool is_super(Scales s) { return s == Scales::kSuper32Min || s == Scales::kSuper16 || s == Scales::kSuper16Min; }
+constexpr bool has_min(Scales s) { return s == Scales::kGroup32Min || s == Scales::kSuper32Min || s == Scales::kSuper16Min; }
+constexpr bool is_sub16(Scales s) { return s == Scales::kSuper16 || s == Scales::kSuper16Min; }
+
+// Geometry of a quantised unit, in bytes, for 16 rows.
+struct Unit {
+  int bits;
+  Scales scales;
+
+  constexpr int columns() const { return is_super(scales) ? 256 : 64; }
+  constexpr int groups() const { return columns() / kGroup; }
+  constexpr int lines_per_group() const { return bits == 4 ? 4 : 8; }
+  // Offsets of the parts. Plain: f16 scale[groups][16], f16 min[groups][16]. Super: f16 d[16], f16 dmin[16] (64 bytes either way),
+  // then s8 scale[n][16] and u8 min[n][16] with n integers per unit.
+  constexpr int num_scales() const { return is_sub16(scales) ? columns() / 16 : groups(); }
+  constexpr int min_offset() const { return is_super(scales) ? 64 + 16 * num_scales() : 32 * groups(); }
+  constexpr int codes_offset() const {
+    return (is_super(scales) ? 64 + 16 * num_scales() : 32 * groups()) + (has_min(scales) ? (is_super(scales) ? 16 : 32) * num_scales() : 0);
+  }
+  constexpr int bytes() const { return codes_offset() + groups() * lines_per_group() * 64; }
+  // The code that stands for zero in formats without minimum: 8 or 128, half of the range.
+  constexpr int zero() const { return has_min(scales) ? 0 : 1 << (bits - 1); }
+};
+
+constexpr bool is_quantised(Format f) { return f < Format::kBf16; }
+
+constexpr Unit unit_of(Format f) {
+  switch (f) {
+    case Format::kQ4: return {4, Scales::kGroup32};
+    case Format::kQ4Min: return {4, Scales::kGroup32Min};
+    case Format::kQ4Super: return {4, Scales::kSuper32Min};
+    case Format::kQ4Sub: return {4, Scales::kSuper16};
+    case Format::kQ4SubMin: return {4, Scales::kSuper16Min};
+    case Format::kQ8: return {8, Scales::kGroup32};
+    case Format::kQ8Min: return {8, Scales::kGroup32Min};
+    case Format::kQ8Super: return {8, Scales::kSuper32Min};
+    default: return {8, Scales::kSuper16};
+  }
+}
+
+// Columns of one unit, and its bytes for 16 rows. bf16 goes in pairs of columns, f16 and f32 column by column.
+constexpr int unit_columns(Format f) { return is_quantised(f) ? unit_of(f).columns() : f == Format::kBf16 ? 2 : 1; }
+constexpr int unit_bytes(Format f) { return is_quantised(f) ? unit_of(f).bytes() : f == Format::kF16 ? 32 : 64; }
+
+// Q8 activations: for a block of n rows and each 32-column group, n x 48 bytes: s8 x[n][32], f32 scale[n],
+// s32 zero_sum[n] = -8 * sum(x), s32 zero_sum_low[n], the same over the first 16 columns, f32 sum[n] = scale * sum(x).
+constexpr int kQ8GroupBytes = 48;
+
+// Bytes of one activation row of `columns`, already padded to the readers' units.
+constexpr size_t form_row_bytes(Form form, size_t columns) {
+  return form == Form::kQ8 ? columns / kGroup * kQ8GroupBytes : form == Form::kBf16 ? columns * 2 : columns * 4;
+}
+
+}  // namespace headrace

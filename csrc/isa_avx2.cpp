@@ -1,0 +1,22 @@
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "kernels.h"
+
+#define HR_INLINE inline __attribute__((always_inline))
+
+namespace headrace {
+namespace {
+#include "simd_avx2.h"
+
+#include "kernels_table.h"
+}  // namespace
+
+const Kernels* kernels_avx2() {
+  static const Kernels* table = make_table("avx2");
+  return table;
+}
+}  // namespace headrace
+#endif

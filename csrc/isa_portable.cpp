@@ -1,0 +1,19 @@
+#include <cstring>
+
+#include "half.h"
+#include "kernels.h"
+
+#define HR_INLINE inline
+
+namespace headrace {
+namespace {
+#include "simd_portable.h"
+
+#include "kernels_table.h"
+}  // namespace
+
+const Kernels* kernels_portable() {
+  static const Kernels* table = make_table("portable");
+  return table;
+}
+}  // namespace headrace

@@ -1,0 +1,71 @@
+// The kernel table: what an instruction set offers to the executor. One unit per instruction set fills one table from the same
+// source; nothing else in the extension is compiled for more than the baseline processor.
+#pragma once
+#include "format.h"
+
+namespace headrace {
+
+enum class KvType : int { kBf16, kF32 };
+constexpr int kKvTile = 32;      // tokens in a KV block
+constexpr int kMaxQueries = 8;   // query vectors that share one pass over a KV block
+constexpr float kNoMax = -1e30f; // maximum of no scores: finite, so that differences of two are numbers
+
+// KV of one head and block: K as [head_dim / per][32 tokens][per], then V as [32 / per][padded head_dim][per], where `per` numbers
+// fill 4 bytes. A line is then 16 tokens (K) or 16 dimensions (V) of one bf16 pair or float.
+struct KvRecord {
+  KvType type;
+  int head_dim;
+
+  constexpr int per() const { return type == KvType::kBf16 ? 2 : 1; }
+  constexpr int padded_dim() const { return (head_dim + 15) / 16 * 16; }
+  constexpr size_t value_offset() const { return static_cast<size_t>(head_dim) / per() * kKvTile * 4; }
+  constexpr size_t bytes() const { return (value_offset() + static_cast<size_t>(kKvTile) / per() * padded_dim() * 4 + 63) / 64 * 64; }
+};
+
+// One KV block against up to kMaxQueries query vectors, added to their running softmax.
+struct AttendBlock {
+  const uint8_t* record;
+  KvRecord shape;
+  float scale;
+  int num;
+  const uint8_t* queries;  // packed by pack_query, query_stride bytes apart
+  size_t query_stride;
+  const int* first;        // [num] visible tokens of the block: first..last-1
+  const int* last;
+  float* max;              // [num] running maximum, sum and weighted values
+  float* sum;
+  float* out;              // [num][padded head_dim]
+};
+
+struct Kernels {
+  const char* name;
+  int max_rows;  // rows of an activation block
+
+  // out[rows][16] = 16 weight rows times a block of activation rows, both `units` units long.
+  using Matmul = void (*)(const uint8_t* tile, int units, const uint8_t* block, float* out);
+  Matmul matmul[kNumFormats][16];  // [format][rows - 1]
+  Form form[kNumFormats];          // the activations that a format's kernel reads
+
+  // Row m of a block of `rows` activation rows, from x[n]; zeros up to `columns`.
+  void (*pack[kNumForms])(const float* x, int n, int columns, uint8_t* block, int rows, int m);
+  void (*norm)(const float* x, const float* weight, float eps, int n, float* out);
+  void (*silu_mul)(const float* gate, const float* up, float* out, int n);
+  void (*add)(const float* x, const float* y, float* out, int n);
+  // x[16] rotated pair by pair: x * cos + swapped x * sin, with the signs in `sin`.
+  void (*rotate)(float* x, const float* cos, const float* sin);
+  void (*pack_query[2])(const float* q, int head_dim, uint8_t* out);
+  void (*attend[2])(const AttendBlock&);
+  // Folds one softmax state into another: a over the context before, b over what follows.
+  void (*merge)(float* max, float* sum, float* out, float max_b, float sum_b, const float* out_b, int n);
+  void (*scale)(const float* x, float factor, float* out, int n);
+  double (*dot_rate)(int kind, int64_t iterations);  // multiply-adds done by a loop of dots: 0 int8, 1 bf16, 2 float32
+};
+
+const Kernels* kernels_portable();
+#if defined(__x86_64__)
+const Kernels* kernels_avx2();
+const Kernels* kernels_avx512();
+const Kernels* kernels_avx512bf16();
+#endif
+
+}  // namespace headrace

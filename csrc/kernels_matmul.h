@@ -1,0 +1,159 @@
+// Tile times activation block, for every packed format. Included inside the namespace of an instruction set.
+//
+// A group's weights are decoded once into registers and the rows of the block stream against them. Integer sums are exact, and
+// the float sum of an output runs over the groups in ascending order in one accumulator, so a row's result does not depend on
+// how many rows share the block (promise 1).
+
+// Scale and minimum of one group of 32 columns; `low` and `high` are the integers of its 16-column halves.
+template <Scales S>
+struct GroupScale {
+  Vf scale, min;
+  Vi low, high, min_low, min_high;
+};
+
+template <Unit U>
+HR_INLINE GroupScale<U.scales> group_scale(const uint8_t* unit, int g) {
+  constexpr Scales S = U.scales;
+  GroupScale<S> r;
+  const auto halves = [unit](int i) { return load_half(reinterpret_cast<const uint16_t*>(unit) + 16 * i); };
+  if constexpr (!is_super(S)) {
+    r.scale = halves(g);
+    if constexpr (has_min(S)) r.min = halves(U.groups() + g);
+  } else {
+    const auto* integers = reinterpret_cast<const int8_t*>(unit + 64);
+    const uint8_t* minima = unit + U.min_offset();
+    r.scale = halves(0);
+    if constexpr (S == Scales::kSuper32Min) {
+      r.scale = mul(r.scale, to_float(load_s8(integers + 16 * g)));
+      r.min = sub(zero(), mul(halves(1), to_float(load_u8(minima + 16 * g))));
+    } else {
+      r.low = load_s8(integers + 32 * g);
+      r.high = load_s8(integers + 32 * g + 16);
+      if constexpr (has_min(S)) {  // zero sums carry a factor -8
+        r.min = mul(halves(1), set1(0.125f));
+        r.min_low = load_u8(minima + 32 * g);
+        r.min_high = load_u8(minima + 32 * g + 16);
+      }
+    }
+  }
+  return r;
+}
+
+template <int Bits>
+HR_INLINE void decode_group(const uint8_t* codes, Vb* w) {
+  for (int j = 0; j < 4; j++) {
+    if constexpr (Bits == 4) {
+      const Vb line = load_bytes(codes + 64 * j);
+      w[j] = low_nibbles(line);
+      w[j + 4] = high_nibbles(line);
+    } else {
+      w[j] = load_bytes(codes + 64 * j);
+      w[j + 4] = load_bytes(codes + 64 * (j + 4));
+    }
+  }
+}
+
+// The sum that a group's integer accumulator starts from: minus the zero code times the sum of the activations.
+template <Unit U>
+HR_INLINE Vi start_sum(int32_t zero_sum) {
+  if constexpr (U.zero() == 0) return set1(0);
+  return U.zero() == 8 ? set1(zero_sum) : shift_left<4>(set1(zero_sum));
+}
+
+template <Unit U>
+HR_INLINE Vf add_group(Vf acc, const Vb* w, const GroupScale<U.scales>& s, const uint8_t* group, int rows, int m) {
+  constexpr Scales S = U.scales;
+  const auto* x = reinterpret_cast<const int8_t*>(group) + kGroup * m;
+  const auto* scales = reinterpret_cast<const float*>(group + kGroup * rows);
+  const auto* zero_sums = reinterpret_cast<const int32_t*>(scales + rows);
+  if constexpr (!is_sub16(S)) {
+    Vi sum = start_sum<U>(zero_sums[m]);
+    for (int j = 0; j < 8; j++) sum = dot<U.bits>(sum, w[j], x + 4 * j);
+    acc = fma(to_float(sum), mul(s.scale, set1(scales[m])), acc);
+    if constexpr (has_min(S)) acc = fma(s.min, set1(scales[3 * rows + m]), acc);
+  } else {
+    const int32_t zero_low = zero_sums[rows + m], zero_high = zero_sums[m] - zero_low;
+    Vi low = start_sum<U>(zero_low), high = start_sum<U>(zero_high);
+    for (int j = 0; j < 4; j++) {
+      low = dot<U.bits>(low, w[j], x + 4 * j);
+      high = dot<U.bits>(high, w[j + 4], x + 16 + 4 * j);
+    }
+    const Vf xs = set1(scales[m]);
+    acc = fma(to_float(add(mul(low, s.low), mul(high, s.high))), mul(s.scale, xs), acc);
+    if constexpr (has_min(S)) {
+      const Vi minima = add(mul(s.min_low, set1(zero_low)), mul(s.min_high, set1(zero_high)));
+      acc = fma(to_float(minima), mul(s.min, xs), acc);
+    }
+  }
+  return acc;
+}
+
+template <Format F, int Rows>
+void matmul_quantised(const uint8_t* tile, int units, const uint8_t* block, float* out) {
+  constexpr Unit U = unit_of(F);
+  Vf acc[Rows];
+  for (int m = 0; m < Rows; m++) acc[m] = zero();
+  for (int u = 0; u < units; u++, tile += U.bytes()) {
+    if constexpr (Rows >= 4) {  // few rows run at the pace of memory, where the hardware prefetcher does better alone
+      for (int i = 0; i < U.bytes(); i += 64) prefetch(tile + 2304 + i);
+    }
+    for (int g = 0; g < U.groups(); g++, block += kQ8GroupBytes * Rows) {
+      Vb w[8];
+      decode_group<U.bits>(tile + U.codes_offset() + g * U.lines_per_group() * 64, w);
+      const auto s = group_scale<U>(tile, g);
+#pragma GCC unroll 16
+      for (int m = 0; m < Rows; m++) acc[m] = add_group<U>(acc[m], w, s, block, Rows, m);
+    }
+  }
+  for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[m]);
+}
+
+// bf16 weights: activations in pairs, bf16 where the processor multiplies them, else float32.
+template <int Rows>
+void matmul_bf16(const uint8_t* tile, int units, const uint8_t* block, float* out) {
+  Vf acc[Rows];
+  for (int m = 0; m < Rows; m++) acc[m] = zero();
+  const auto* x = reinterpret_cast<const Pair*>(block);
+  for (int u = 0; u < units; u++, tile += 64, x += kPairStride * Rows) {
+    const Vb w = load_bytes(tile);
+#pragma GCC unroll 16
+    for (int m = 0; m < Rows; m++) acc[m] = dot_pair(acc[m], w, x + kPairStride * m);
+  }
+  for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[m]);
+}
+
+// f16 and f32 weights: float32 activations, two columns of a row side by side as for bf16.
+template <Format F, int Rows>
+void matmul_float(const uint8_t* tile, int units, const uint8_t* block, float* out) {
+  Vf acc[Rows];
+  for (int m = 0; m < Rows; m++) acc[m] = zero();
+  const auto* x = reinterpret_cast<const float*>(block);
+  for (int u = 0; u < units; u++, tile += unit_bytes(F)) {
+    const Vf w = F == Format::kF16 ? load_half(reinterpret_cast<const uint16_t*>(tile)) : load(reinterpret_cast<const float*>(tile));
+    const float* column = x + (u / 2) * 2 * Rows + u % 2;
+#pragma GCC unroll 16
+    for (int m = 0; m < Rows; m++) acc[m] = fma(w, set1(column[2 * m]), acc[m]);
+  }
+  for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[m]);
+}
+
+template <Format F, int Rows>
+constexpr Kernels::Matmul matmul_for() {
+  if constexpr (is_quantised(F)) return matmul_quantised<F, Rows>;
+  else if constexpr (F == Format::kBf16) return matmul_bf16<Rows>;
+  else return matmul_float<F, Rows>;
+}
+
+template <Format F, int Rows = 1>
+void fill_matmul(Kernels& k) {
+  k.matmul[static_cast<int>(F)][Rows - 1] = matmul_for<F, Rows>();
+  if constexpr (Rows < kMaxRows) fill_matmul<F, Rows + 1>(k);
+}
+
+template <int F = 0>
+void fill_matmuls(Kernels& k) {
+  constexpr auto format = static_cast<Format>(F);
+  k.form[F] = is_quantised(format) ? Form::kQ8 : format == Format::kBf16 && kHasBf16 ? Form::kBf16 : Form::kF32;
+  fill_matmul<format>(k);
+  if constexpr (F + 1 < kNumFormats) fill_matmuls<F + 1>(k);
+}

@@ -1,0 +1,102 @@
+// Row kernels: norm, activation packing, gated unit, rotation. Included inside the namespace of an instruction set.
+// Every reduction has one order, fixed by the length of the row alone.
+
+HR_INLINE uint16_t to_bf16(float x) {
+  uint32_t u = __builtin_bit_cast(uint32_t, x);
+  return static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+// e^x to 4e-6, 0 below -87: 2^n times a polynomial in the remainder (coefficients of 2^r on [-1/2, 1/2]).
+HR_INLINE Vf exp(Vf x) {
+  const Vf t = mul(max(x, set1(-87.0f)), set1(1.44269504f));
+  const Vf n = round(t), r = sub(t, n);
+  Vf p = set1(1.3333558e-3f);
+  constexpr float coefficients[] = {9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f};
+  for (const float c : coefficients) p = fma(p, r, set1(c));
+  return keep_if_ge(scale_by_power(p, n), x, -87.0f);
+}
+
+void norm(const float* x, const float* weight, float eps, int n, float* out) {
+  Vf squares = zero();
+  for (int i = 0; i < n; i += 16) {
+    const Vf v = load_partial(x + i, n - i);
+    squares = fma(v, v, squares);
+  }
+  const Vf factor = set1(1.0f / __builtin_sqrtf(reduce_add(squares) / static_cast<float>(n) + eps));
+  for (int i = 0; i < n; i += 16)
+    store_partial(out + i, mul(mul(load_partial(x + i, n - i), factor), load_partial(weight + i, n - i)), n - i < 16 ? n - i : 16);
+}
+
+// Symmetric int8 per 32 columns: scale = max |x| / 127, codes rounded to nearest even.
+void pack_q8(const float* x, int n, int columns, uint8_t* block, int rows, int m) {
+  for (int k = 0; k < columns; k += kGroup, block += kQ8GroupBytes * rows) {
+    const Vf a = load_partial(x + k, n - k), b = load_partial(x + k + 16, n - k - 16);
+    const float top = reduce_max(max(abs(a), abs(b)));
+    const Vf inverse = set1(top > 0 ? 127.0f / top : 0.0f);
+    const Vi low = round_to_int(mul(a, inverse)), high = round_to_int(mul(b, inverse));
+    auto* codes = reinterpret_cast<int8_t*>(block) + kGroup * m;
+    store_s8(codes, low);
+    store_s8(codes + 16, high);
+    const int32_t sum_low = reduce_add(low), sum = sum_low + reduce_add(high);
+    auto* scales = reinterpret_cast<float*>(block + kGroup * rows);
+    auto* sums = reinterpret_cast<int32_t*>(scales + rows);
+    scales[m] = top / 127.0f;
+    sums[m] = -8 * sum;
+    sums[rows + m] = -8 * sum_low;
+    scales[3 * rows + m] = scales[m] * static_cast<float>(sum);
+  }
+}
+
+// Two columns of a row side by side: x[columns / 2][rows][2].
+void pack_f32(const float* x, int n, int columns, uint8_t* block, int rows, int m) {
+  auto* out = reinterpret_cast<float*>(block);
+  for (int k = 0; k < columns; k++) out[(k / 2 * rows + m) * 2 + k % 2] = k < n ? x[k] : 0.0f;
+}
+
+void pack_bf16(const float* x, int n, int columns, uint8_t* block, int rows, int m) {
+  auto* out = reinterpret_cast<uint16_t*>(block);
+  for (int k = 0; k < columns; k++) out[(k / 2 * rows + m) * 2 + k % 2] = k < n ? to_bf16(x[k]) : 0;
+}
+
+void silu_mul(const float* gate, const float* up, float* out, int n) {
+  for (int i = 0; i < n; i += 16) {
+    const Vf g = load_partial(gate + i, n - i);
+    const Vf silu = div(g, add(set1(1.0f), exp(max(sub(zero(), g), set1(-80.0f)))));
+    store_partial(out + i, mul(silu, load_partial(up + i, n - i)), n - i < 16 ? n - i : 16);
+  }
+}
+
+void add_rows(const float* x, const float* y, float* out, int n) {
+  for (int i = 0; i < n; i += 16) store_partial(out + i, add(load_partial(x + i, n - i), load_partial(y + i, n - i)), n - i < 16 ? n - i : 16);
+}
+
+void rotate(float* x, const float* cos, const float* sin) {
+  const Vf v = load(x);
+  store(x, fma(v, load(cos), mul(swap_pairs(v), load(sin))));
+}
+
+void scale(const float* x, float factor, float* out, int n) {
+  for (int i = 0; i < n; i += 16) store_partial(out + i, mul(load_partial(x + i, n - i), set1(factor)), n - i < 16 ? n - i : 16);
+}
+
+// Multiply-adds done by `iterations` rounds of twelve independent dots, to measure what the processor can do.
+double dot_rate(int kind, int64_t iterations) {
+  alignas(64) static const int8_t x[64] = {1, 2, 3, 4, 5, 6, 7, 8};
+  const Vb w = load_bytes(reinterpret_cast<const uint8_t*>(x));
+  Vi sums[12];
+  Vf floats[12];
+  for (int i = 0; i < 12; i++) sums[i] = set1(i), floats[i] = zero();
+  const Vf f = set1(0.5f);
+  for (int64_t n = 0; n < iterations; n++)
+#pragma GCC unroll 12
+    for (int i = 0; i < 12; i++) {
+      if (kind == 0) sums[i] = dot<4>(sums[i], w, x + 4 * (i & 3));
+      else if (kind == 1) floats[i] = dot_pair(floats[i], w, reinterpret_cast<const Pair*>(x));
+      else floats[i] = fma(f, f, floats[i]);
+    }
+  int32_t total = 0;
+  for (int i = 0; i < 12; i++) total += reduce_add(add(sums[i], round_to_int(floats[i])));
+  [[maybe_unused]] static volatile int32_t sink = 0;  // keeps the loop alive
+  sink = total;
+  return static_cast<double>(iterations) * 12 * (kind == 0 ? 64 : kind == 1 ? 32 : 16);
+}

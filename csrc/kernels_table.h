@@ -1,0 +1,29 @@
+// The source of every kernel, compiled once per instruction set: a unit includes its simd header, then this file, inside its
+// own namespace. Nothing from the standard library is called here: an inline function of it compiled for AVX-512 might be the
+// copy that the linker keeps for everybody.
+#include "kernels_rows.h"
+
+#include "kernels_attention.h"
+#include "kernels_matmul.h"
+
+const Kernels* make_table(const char* name) {
+  static Kernels k;
+  k.name = name;
+  k.max_rows = kMaxRows;
+  fill_matmuls(k);
+  k.pack[static_cast<int>(Form::kQ8)] = pack_q8;
+  k.pack[static_cast<int>(Form::kBf16)] = pack_bf16;
+  k.pack[static_cast<int>(Form::kF32)] = pack_f32;
+  k.norm = norm;
+  k.silu_mul = silu_mul;
+  k.add = add_rows;
+  k.rotate = rotate;
+  k.pack_query[0] = pack_query<KvBf16>;
+  k.pack_query[1] = pack_query<KvF32>;
+  k.attend[0] = attend<KvBf16>;
+  k.attend[1] = attend<KvF32>;
+  k.merge = merge;
+  k.scale = scale;
+  k.dot_rate = dot_rate;
+  return &k;
+}

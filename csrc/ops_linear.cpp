@@ -1,0 +1,169 @@
+// Linear ops: tiles of 16 outputs, each over all blocks of activation rows, with the epilogue while they are in the L1 cache.
+#include <algorithm>
+#include <cstring>
+
+#include "plan.h"
+
+namespace headrace {
+namespace {
+
+constexpr int kMaxBlockRows = 16;
+
+// Tile `t` of a weight times block `b` of its input: out[rows][16], plus the bias.
+void multiply(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, const Weight& w, int t, const float* bias, float* out) {
+  const int format = static_cast<int>(w.format), rows = blocks.rows(b);
+  plan.kernels().matmul[format][rows - 1](w.tile(t), w.units, x.block(plan.kernels().form[format], blocks, b), out);
+  if (!bias) return;
+  for (int m = 0; m < rows; m++) plan.kernels().add(out + 16 * m, bias + 16 * t, out + 16 * m, 16);
+}
+
+class Linear : public Op {
+ public:
+  Linear(int out, int x, int weight, int bias, int residual)
+      : Op(residual >= 0 ? "linear_add" : "linear"), out_(out), x_(x), weight_(weight), bias_(bias), residual_(residual) {}
+
+  int items(const Plan& plan, const Step&) override { return plan.weight(weight_).tiles(); }
+
+  void run(const Plan& plan, const Step&, int begin, int end, int) override {
+    const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
+    const Weight& w = plan.weight(weight_);
+    const Blocks& blocks = plan.blocks_of(x);
+    alignas(64) float tile[kMaxBlockRows * 16];
+    for (int t = begin; t < end; t++) {
+      const int n = std::min(16, w.rows - 16 * t);
+      for (int b = 0; b < blocks.count; b++) {
+        multiply(plan, x, blocks, b, w, t, plan.vector(bias_), tile);
+        for (int m = 0; m < blocks.rows(b); m++) {
+          float* to = out.row(blocks.first(b) + m) + 16 * t;
+          if (residual_ >= 0) plan.kernels().add(tile + 16 * m, plan.buffer(residual_).row(blocks.first(b) + m) + 16 * t, to, n);
+          else std::memcpy(to, tile + 16 * m, static_cast<size_t>(n) * 4);
+        }
+      }
+    }
+  }
+
+ private:
+  const int out_, x_, weight_, bias_, residual_;
+};
+
+// Two tiles of gate and up make one 32-column group of the packed result.
+class GluLinear : public Op {
+ public:
+  GluLinear(int out, int x, int gate, int up, int gate_bias, int up_bias)
+      : Op("glu_linear"), out_(out), x_(x), gate_(gate), up_(up), gate_bias_(gate_bias), up_bias_(up_bias) {}
+
+  int items(const Plan& plan, const Step&) override {
+    const Buffer& out = plan.buffer(out_);
+    return ((out.packed ? out.columns : out.width) + kGroup - 1) / kGroup;
+  }
+
+  void run(const Plan& plan, const Step&, int begin, int end, int) override {
+    const Buffer& x = plan.buffer(x_);
+    const Blocks& blocks = plan.blocks_of(x);
+    alignas(64) float rows[kMaxBlockRows * kGroup];
+    for (int pair = begin; pair < end; pair++)
+      for (int b = 0; b < blocks.count; b++) {
+        compute(plan, x, blocks, b, pair, rows);
+        write(plan, blocks, b, pair, rows);
+      }
+  }
+
+ private:
+  // rows[m][32]: columns 32 pair .. of the gated product; zeros beyond the width.
+  void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int pair, float* rows) const {
+    const Weight &gate = plan.weight(gate_), &up = plan.weight(up_);
+    alignas(64) float g[kMaxBlockRows * 16], u[kMaxBlockRows * 16];
+    for (int half = 0; half < 2; half++) {
+      const int t = 2 * pair + half;
+      if (t < gate.tiles()) {
+        multiply(plan, x, blocks, b, gate, t, plan.vector(gate_bias_), g);
+        multiply(plan, x, blocks, b, up, t, plan.vector(up_bias_), u);
+      } else {
+        std::fill(g, g + kMaxBlockRows * 16, 0.0f);
+        std::fill(u, u + kMaxBlockRows * 16, 0.0f);
+      }
+      for (int m = 0; m < blocks.rows(b); m++) plan.kernels().silu_mul(g + 16 * m, u + 16 * m, rows + kGroup * m + 16 * half, 16);
+    }
+  }
+
+  void write(const Plan& plan, const Blocks& blocks, int b, int pair, const float* rows) const {
+    const Buffer& out = plan.buffer(out_);
+    const int first = kGroup * pair, n = std::clamp(out.width - first, 0, kGroup);
+    for (int m = 0; m < blocks.rows(b); m++) {
+      if (!out.packed) {
+        std::memcpy(out.row(blocks.first(b) + m) + first, rows + kGroup * m, static_cast<size_t>(n) * 4);
+        continue;
+      }
+      for (int f = 0; f < kNumForms; f++) {  // in every form the columns before `first` fill whole units of the block
+        if (!out.wanted[f]) continue;
+        const auto form = static_cast<Form>(f);
+        uint8_t* block = out.block(form, blocks, b) + form_row_bytes(form, first) * blocks.rows(b);
+        plan.kernels().pack[f](rows + kGroup * m, n, kGroup, block, blocks.rows(b), m);
+      }
+    }
+  }
+
+  const int out_, x_, gate_, up_, gate_bias_, up_bias_;
+};
+
+// q, k and v of the same rows. Queries and keys are rotated in place, keys and values go straight to the KV cache.
+class QkvRopeWrite : public Op {
+ public:
+  explicit QkvRopeWrite(const QkvArgs& args) : Op("qkv_rope_write"), a_(args) {}
+
+  int items(const Plan& plan, const Step&) override {
+    int tiles = 0;
+    for (const int w : a_.weights) tiles += plan.weight(w).tiles();
+    return tiles;
+  }
+
+  void run(const Plan& plan, const Step& step, int begin, int end, int) override {
+    const Buffer& x = plan.buffer(a_.x);
+    const Blocks& blocks = plan.blocks_of(x);
+    alignas(64) float tile[kMaxBlockRows * 16];
+    for (int item = begin; item < end; item++) {
+      int part = 0, t = item;
+      while (t >= plan.weight(a_.weights[part]).tiles()) t -= plan.weight(a_.weights[part++]).tiles();
+      const Weight& w = plan.weight(a_.weights[part]);
+      for (int b = 0; b < blocks.count; b++) {
+        multiply(plan, x, blocks, b, w, t, plan.vector(a_.biases[part]), tile);
+        for (int m = 0; m < blocks.rows(b); m++) write(plan, step, part, blocks.first(b) + m, 16 * t, std::min(16, w.rows - 16 * t), tile + 16 * m);
+      }
+    }
+  }
+
+ private:
+  void write(const Plan& plan, const Step& step, int part, int row, int first, int n, float* y) const {
+    const KvRecord& shape = plan.kv().shape();
+    if (part < 2) {
+      const Buffer& angles = plan.buffer(a_.angles);
+      const float* cos = angles.row(row) + first % shape.head_dim;
+      plan.kernels().rotate(y, cos, cos + angles.width / 2);
+    }
+    if (part == 0) {
+      std::memcpy(plan.buffer(a_.out).row(row) + first, y, static_cast<size_t>(n) * 4);
+      return;
+    }
+    const int slot = step.slots[row], lane = slot % kKvTile;
+    for (int i = 0; i < n; i++) {
+      const int head = (first + i) / shape.head_dim, d = (first + i) % shape.head_dim;
+      uint8_t* record = plan.kv().record(a_.layer, head, slot / kKvTile);
+      if (part == 1) write_key(record, shape, lane, d, y[i]);
+      else write_value(record, shape, lane, d, y[i]);
+    }
+  }
+
+  const QkvArgs a_;
+};
+
+}  // namespace
+
+std::unique_ptr<Op> make_linear(int out, int x, int weight, int bias, int residual) {
+  return std::make_unique<Linear>(out, x, weight, bias, residual);
+}
+std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias) {
+  return std::make_unique<GluLinear>(out, x, gate, up, gate_bias, up_bias);
+}
+std::unique_ptr<Op> make_qkv_rope_write(const QkvArgs& args) { return std::make_unique<QkvRopeWrite>(args); }
+
+}  // namespace headrace

@@ -1,0 +1,133 @@
+// Ops that work row by row.
+#include <cmath>
+#include <cstring>
+
+#include "plan.h"
+
+namespace headrace {
+namespace {
+
+class RowOp : public Op {
+ public:
+  RowOp(std::string kind, int out) : Op(std::move(kind)), out_(out) {}
+  int items(const Plan& plan, const Step& step) override { return Plan::rows_of(plan.buffer(out_), step); }
+  void run(const Plan& plan, const Step& step, int begin, int end, int) override {
+    for (int row = begin; row < end; row++) run_row(plan, step, row);
+  }
+
+ protected:
+  virtual void run_row(const Plan& plan, const Step& step, int row) = 0;
+  const int out_;
+};
+
+class Embed : public RowOp {
+ public:
+  Embed(int out, int weight) : RowOp("embed", out), weight_(weight) {}
+
+ protected:
+  void run_row(const Plan& plan, const Step& step, int row) override {
+    unpack_row(plan.weight(weight_), step.tokens[row], plan.buffer(out_).row(row));
+  }
+  const int weight_;
+};
+
+// A row holds cosines, then signed sines, one for each dimension of a head and 16 more from the start: whatever dimension a
+// tile of 16 outputs begins with, its angles are 16 adjacent numbers.
+class RopeAngles : public RowOp {
+ public:
+  RopeAngles(int out, std::vector<double> inverse_frequencies, double scale, int head_dim)
+      : RowOp("rope_angles", out), inverse_frequencies_(std::move(inverse_frequencies)), scale_(scale), head_dim_(head_dim) {}
+
+ protected:
+  void run_row(const Plan& plan, const Step& step, int row) override {
+    float* cos = plan.buffer(out_).row(row);
+    float* sin = cos + plan.buffer(out_).width / 2;
+    for (int d = 0; d < head_dim_; d++) {
+      const size_t pair = d / 2;
+      const bool rotated = pair < inverse_frequencies_.size();
+      const double angle = rotated ? step.positions[row] * inverse_frequencies_[pair] : 0.0;
+      cos[d] = static_cast<float>(rotated ? std::cos(angle) * scale_ : 1.0);
+      sin[d] = static_cast<float>(rotated ? std::sin(angle) * scale_ * (d % 2 ? 1 : -1) : 0.0);
+    }
+    for (int d = head_dim_; d < plan.buffer(out_).width / 2; d++) cos[d] = cos[d - head_dim_], sin[d] = sin[d - head_dim_];
+  }
+  const std::vector<double> inverse_frequencies_;
+  const double scale_;
+  const int head_dim_;
+};
+
+class Norm : public RowOp {
+ public:
+  Norm(int out, int x, int weight, float eps) : RowOp("norm", out), x_(x), weight_(weight), eps_(eps) {}
+
+ protected:
+  void run_row(const Plan& plan, const Step&, int row) override {
+    const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
+    thread_local std::vector<float> scratch;
+    scratch.resize(x.width);
+    float* y = out.packed ? scratch.data() : out.row(row);
+    plan.kernels().norm(x.row(row), plan.vector(weight_), eps_, x.width, y);
+    if (out.packed) plan.pack_row(out, row, y);
+  }
+  const int x_, weight_;
+  const float eps_;
+};
+
+class Pack : public RowOp {
+ public:
+  Pack(int out, int x) : RowOp("pack", out), x_(x) {}
+
+ protected:
+  void run_row(const Plan& plan, const Step&, int row) override { plan.pack_row(plan.buffer(out_), row, plan.buffer(x_).row(row)); }
+  const int x_;
+};
+
+class GatherRows : public RowOp {
+ public:
+  GatherRows(int out, int x) : RowOp("gather_rows", out), x_(x) {}
+
+ protected:
+  void run_row(const Plan& plan, const Step& step, int row) override {
+    const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
+    const float* from = x.row(step.logit_row[row]);
+    if (out.packed) plan.pack_row(out, row, from);
+    else std::memcpy(out.row(row), from, static_cast<size_t>(x.width) * 4);
+  }
+  const int x_;
+};
+
+class Add : public RowOp {
+ public:
+  Add(int out, int x, int y) : RowOp("add", out), x_(x), y_(y) {}
+
+ protected:
+  void run_row(const Plan& plan, const Step&, int row) override {
+    plan.kernels().add(plan.buffer(x_).row(row), plan.buffer(y_).row(row), plan.buffer(out_).row(row), plan.buffer(out_).width);
+  }
+  const int x_, y_;
+};
+
+class Glu : public RowOp {
+ public:
+  Glu(int out, int gate, int up) : RowOp("glu", out), gate_(gate), up_(up) {}
+
+ protected:
+  void run_row(const Plan& plan, const Step&, int row) override {
+    plan.kernels().silu_mul(plan.buffer(gate_).row(row), plan.buffer(up_).row(row), plan.buffer(out_).row(row), plan.buffer(out_).width);
+  }
+  const int gate_, up_;
+};
+
+}  // namespace
+
+std::unique_ptr<Op> make_embed(int out, int weight) { return std::make_unique<Embed>(out, weight); }
+std::unique_ptr<Op> make_rope_angles(int out, std::vector<double> inverse_frequencies, double scale, int head_dim) {
+  return std::make_unique<RopeAngles>(out, std::move(inverse_frequencies), scale, head_dim);
+}
+std::unique_ptr<Op> make_norm(int out, int x, int weight, float eps) { return std::make_unique<Norm>(out, x, weight, eps); }
+std::unique_ptr<Op> make_pack(int out, int x) { return std::make_unique<Pack>(out, x); }
+std::unique_ptr<Op> make_gather_rows(int out, int x) { return std::make_unique<GatherRows>(out, x); }
+std::unique_ptr<Op> make_add(int out, int x, int y) { return std::make_unique<Add>(out, x, y); }
+std::unique_ptr<Op> make_glu(int out, int gate, int up) { return std::make_unique<Glu>(out, gate, up); }
+
+}  // namespace headrace

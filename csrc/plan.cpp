@@ -1,0 +1,142 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+
+namespace headrace {
+namespace {
+
+constexpr size_t kArenaBytes = size_t{64} << 20;
+// The prefetch of many-row kernels runs past the end of a matrix by less than this.
+constexpr size_t kTail = 4096;
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+}  // namespace
+
+Plan::Plan(const Kernels* kernels, int threads, int num_layers, int num_heads, KvCache kv)
+    : kernels_(kernels), pool_(std::make_unique<Pool>(threads)), num_heads_(num_heads), kv_(std::move(kv)), deal_(pool_->threads()) {
+  if (num_layers <= 0 || num_heads <= 0 || num_heads % kv_.heads()) throw std::invalid_argument("query heads must be a multiple of KV heads");
+}
+
+uint8_t* Plan::allocate(size_t bytes) {
+  bytes = (bytes + 63) / 64 * 64;
+  weight_bytes_ += bytes;
+  if (arenas_.empty() || arena_used_ + bytes + kTail > arenas_.back().size()) {
+    arenas_.emplace_back(std::max(bytes + kTail, kArenaBytes));
+    arena_used_ = 0;
+  }
+  arena_used_ += bytes;
+  return arenas_.back().data() + arena_used_ - bytes;
+}
+
+int Plan::add_weight(const Stored& stored) {
+  const size_t bytes = packed_bytes(stored), tiles = (stored.rows + kTileRows - 1) / kTileRows;
+  weights_.push_back(pack(stored, allocate(bytes), bytes / tiles, *pool_));
+  return static_cast<int>(weights_.size()) - 1;
+}
+
+std::pair<int, int> Plan::add_weight_pair(const Stored& a, const Stored& b) {
+  if (packed_format(a.format) != packed_format(b.format) || a.rows != b.rows || a.cols != b.cols) {
+    const int first = add_weight(a);
+    return {first, add_weight(b)};
+  }
+  const size_t bytes = packed_bytes(a), tile = bytes / ((a.rows + kTileRows - 1) / kTileRows);
+  uint8_t* to = allocate(2 * bytes);
+  weights_.push_back(pack(a, to, 2 * tile, *pool_));
+  weights_.push_back(pack(b, to + tile, 2 * tile, *pool_));
+  return {static_cast<int>(weights_.size()) - 2, static_cast<int>(weights_.size()) - 1};
+}
+
+int Plan::add_vector(const float* data, int n) {
+  std::vector<float> v(data, data + n);
+  v.resize((n + 15) / 16 * 16);  // kernels read whole lines
+  vectors_.push_back(std::move(v));
+  return static_cast<int>(vectors_.size()) - 1;
+}
+
+int Plan::add_buffer(int width, bool logit, bool packed) {
+  Buffer buffer;
+  buffer.width = width;
+  buffer.logit = logit;
+  buffer.packed = packed;
+  buffers_.push_back(std::move(buffer));
+  return static_cast<int>(buffers_.size()) - 1;
+}
+
+void Plan::reads(int buffer, int weight) {
+  Buffer& b = buffers_[buffer];
+  const Weight& w = weights_[weight];
+  if (!b.packed || b.width != w.cols) throw std::invalid_argument("a linear op reads a packed buffer as wide as its weight");
+  b.wanted[static_cast<int>(kernels_->form[static_cast<int>(w.format)])] = true;
+  // Readers of different formats share the buffer: the longest padding serves all, since each reads its own units from the start.
+  const int unit = std::max({unit_columns(w.format), kGroup});
+  b.columns = std::max(b.columns, (w.cols + unit - 1) / unit * unit);
+}
+
+void Plan::reserve(Buffer& buffer, int rows) {
+  if (!buffer.packed) {
+    buffer.floats = Arena(static_cast<size_t>(rows) * buffer.width * 4 + 64);
+    return;
+  }
+  for (int f = 0; f < kNumForms; f++)
+    if (buffer.wanted[f]) buffer.forms[f] = Arena(rows * form_row_bytes(static_cast<Form>(f), buffer.columns) + 64);
+}
+
+void Plan::pack_row(const Buffer& buffer, int row, const float* x) const {
+  const Blocks& blocks = blocks_of(buffer);
+  const int b = blocks.of_row(row);
+  for (int f = 0; f < kNumForms; f++)
+    if (buffer.wanted[f])
+      kernels_->pack[f](x, buffer.width, buffer.columns, buffer.block(static_cast<Form>(f), blocks, b), blocks.rows(b), row - blocks.first(b));
+}
+
+void Plan::run(const Step& step) {
+  row_blocks_ = Blocks(step.rows, kernels_->max_rows);
+  logit_blocks_ = Blocks(step.logit_rows, kernels_->max_rows);
+  if (step.rows > capacity_rows_ || step.logit_rows > capacity_logit_rows_) {
+    capacity_rows_ = std::max(capacity_rows_, step.rows);
+    capacity_logit_rows_ = std::max(capacity_logit_rows_, step.logit_rows);
+    for (Buffer& b : buffers_) reserve(b, b.logit ? capacity_logit_rows_ : capacity_rows_);
+  }
+  const int n = static_cast<int>(ops_.size());
+  const auto prepare = [&](int i) {
+    if (i < n) deal_.reset(ops_[i]->items(*this, step), ops_[i]->min_chunk());
+  };
+  prepare(0);
+  double started = now();
+  pool_->run([&](int thread) {
+    for (int i = 0; i < n; i++) {
+      int begin, end;
+      while (deal_.next(thread, begin, end)) ops_[i]->run(*this, step, begin, end, thread);
+      pool_->barrier([&] {
+        if (profiling_) {
+          const double t = now();
+          add_time(*ops_[i], t - started);
+          started = t;
+        }
+        prepare(i + 1);
+      });
+    }
+  });
+}
+
+void Plan::set_profiling(bool on) {
+  profiling_ = on;
+  profile_ = {};
+}
+
+void Plan::add_time(const Op& op, double seconds) {
+  profile_.barriers++;
+  for (auto& [kind, total] : profile_.seconds)
+    if (kind == op.kind) {
+      total += seconds;
+      return;
+    }
+  profile_.seconds.emplace_back(op.kind, seconds);
+}
+
+Plan::Profile Plan::profile() const { return profile_; }
+
+}  // namespace headrace

@@ -1,0 +1,148 @@
+// A compiled program: ops over buffers, run by all threads of a pool, one barrier between ops. A step is one call of run().
+#pragma once
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "kv.h"
+#include "memory.h"
+#include "pool.h"
+#include "weights.h"
+
+namespace headrace {
+
+// One ragged batch, as in headrace/batch.py. Validated before it gets here.
+struct Step {
+  int rows, branches, logit_rows, max_blocks, ancestor_words;
+  const int32_t *tokens, *positions, *slots, *row_start, *context_len, *forced_len, *block_table;
+  const uint64_t* ancestors;  // null: every guess tree is a chain
+  const int32_t* logit_row;
+};
+
+// `count` rows cut into blocks of at most max_rows whose sizes differ by one at most: no block is left with a slow tail.
+struct Blocks {
+  int count = 0, base = 0, extra = 0;
+
+  Blocks() = default;
+  Blocks(int rows, int max_rows) : count((rows + max_rows - 1) / max_rows) {
+    if (count) base = rows / count, extra = rows % count;
+  }
+  int rows(int block) const { return base + (block < extra); }
+  int first(int block) const { return block * base + (block < extra ? block : extra); }
+  int of_row(int row) const { return row < extra * (base + 1) ? row / (base + 1) : (row - extra) / base; }
+};
+
+// Rows of numbers between two ops: float32, or packed in each form that a reader wants (and then not as float32).
+struct Buffer {
+  int width;
+  bool logit;   // one row for each logit row of the step, else one for each row
+  bool packed;
+  int columns = 0;  // padded to the units of the readers
+  std::array<bool, kNumForms> wanted{};
+  Arena floats;
+  std::array<Arena, kNumForms> forms;
+
+  float* row(int i) const { return reinterpret_cast<float*>(floats.data()) + static_cast<size_t>(i) * width; }
+  uint8_t* block(Form form, const Blocks& blocks, int b) const {
+    return forms[static_cast<int>(form)].data() + blocks.first(b) * form_row_bytes(form, columns);
+  }
+};
+
+class Plan;
+
+class Op {
+ public:
+  explicit Op(std::string kind) : kind(std::move(kind)) {}
+  virtual ~Op() = default;
+  // Items of work in this step; called by one thread before the region, so it may also prepare.
+  virtual int items(const Plan& plan, const Step& step) = 0;
+  virtual int min_chunk() const { return 1; }
+  virtual void run(const Plan& plan, const Step& step, int begin, int end, int thread) = 0;
+
+  const std::string kind;
+};
+
+class Plan {
+ public:
+  Plan(const Kernels* kernels, int threads, int num_layers, int num_heads, KvCache kv);
+
+  int add_weight(const Stored& stored);
+  // Two matrices of one format, tile by tile in turn, so that a gated unit reads one stream.
+  std::pair<int, int> add_weight_pair(const Stored& a, const Stored& b);
+  int add_vector(const float* data, int n);
+  int add_buffer(int width, bool logit, bool packed);
+  void add_op(std::unique_ptr<Op> op) { ops_.push_back(std::move(op)); }
+  // Declares that a linear op reads `buffer` through `weight`.
+  void reads(int buffer, int weight);
+
+  void run(const Step& step);
+
+  const Kernels& kernels() const { return *kernels_; }
+  const Weight& weight(int id) const { return weights_[id]; }
+  const float* vector(int id) const { return id < 0 ? nullptr : vectors_[id].data(); }
+  const Buffer& buffer(int id) const { return buffers_[id]; }
+  Buffer& buffer(int id) { return buffers_[id]; }
+  const KvCache& kv() const { return kv_; }
+  KvCache& kv() { return kv_; }
+  int num_heads() const { return num_heads_; }
+  int threads() const { return pool_->threads(); }
+  Pool& pool() const { return *pool_; }
+  // Rows of a buffer in a step, and the blocks that they are packed in.
+  static int rows_of(const Buffer& buffer, const Step& step) { return buffer.logit ? step.logit_rows : step.rows; }
+  const Blocks& blocks_of(const Buffer& buffer) const { return buffer.logit ? logit_blocks_ : row_blocks_; }
+  // Writes row x[width] of a packed buffer in all wanted forms.
+  void pack_row(const Buffer& buffer, int row, const float* x) const;
+
+  // Nanoseconds and calls of each op kind since the last call, and barriers passed; measured when `profile` is set.
+  struct Profile {
+    std::vector<std::pair<std::string, double>> seconds;
+    int64_t barriers = 0;
+  };
+  void set_profiling(bool on);
+  Profile profile() const;
+  size_t weight_bytes() const { return weight_bytes_; }
+
+ private:
+  uint8_t* allocate(size_t bytes);
+  void reserve(Buffer& buffer, int rows);
+  void add_time(const Op& op, double seconds);
+
+  const Kernels* kernels_;
+  std::unique_ptr<Pool> pool_;
+  const int num_heads_;
+  KvCache kv_;
+  std::vector<Arena> arenas_;
+  size_t arena_used_ = 0, weight_bytes_ = 0;
+  std::vector<Weight> weights_;
+  std::vector<std::vector<float>> vectors_;
+  std::vector<Buffer> buffers_;
+  std::vector<std::unique_ptr<Op>> ops_;
+  Blocks row_blocks_, logit_blocks_;
+  int capacity_rows_ = 0, capacity_logit_rows_ = 0;
+  Deal deal_;
+  bool profiling_ = false;
+  Profile profile_;
+};
+
+// The ops. Buffers, weights and vectors by id; -1 is none.
+std::unique_ptr<Op> make_embed(int out, int weight);
+std::unique_ptr<Op> make_rope_angles(int out, std::vector<double> inverse_frequencies, double scale, int head_dim);
+std::unique_ptr<Op> make_norm(int out, int x, int weight, float eps);
+std::unique_ptr<Op> make_pack(int out, int x);
+std::unique_ptr<Op> make_gather_rows(int out, int x);
+std::unique_ptr<Op> make_add(int out, int x, int y);
+std::unique_ptr<Op> make_glu(int out, int gate, int up);
+std::unique_ptr<Op> make_linear(int out, int x, int weight, int bias, int residual);
+std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias);
+struct QkvArgs {
+  int out, x, angles;
+  std::array<int, 3> weights, biases;
+  int layer;
+};
+std::unique_ptr<Op> make_qkv_rope_write(const QkvArgs& args);
+// Attention, and the op after it that merges contexts split over threads.
+std::array<std::unique_ptr<Op>, 2> make_attention(int out, int q, int layer, float scale, int window);
+
+}  // namespace headrace

@@ -1,0 +1,96 @@
+#include "pool.h"
+
+#include <algorithm>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace headrace {
+namespace {
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
+constexpr int kSpins = 2000;      // about 20-50 us: longer than any wait inside a step on a quiet machine
+constexpr int kChunksPerThread = 8;
+
+}  // namespace
+
+void Deal::reset(int items, int min_chunk) {
+  const int n = static_cast<int>(ranges_.size());
+  for (int t = 0; t < n; t++) {
+    ranges_[t].next.store(static_cast<int>(static_cast<int64_t>(items) * t / n), std::memory_order_relaxed);
+    ranges_[t].end = static_cast<int>(static_cast<int64_t>(items) * (t + 1) / n);
+  }
+  chunk_ = std::max(min_chunk, items / (n * kChunksPerThread));
+}
+
+bool Deal::next(int thread, int& begin, int& end) {
+  const int n = static_cast<int>(ranges_.size());
+  for (int i = 0; i < n; i++) {
+    Range& range = ranges_[(thread + i) % n];
+    if (range.next.load(std::memory_order_relaxed) >= range.end) continue;
+    begin = range.next.fetch_add(chunk_, std::memory_order_relaxed);
+    end = std::min(begin + chunk_, range.end);
+    if (begin < end) return true;
+  }
+  return false;
+}
+
+Pool::Pool(int threads) : threads_(std::max(1, threads)) {
+  for (int t = 1; t < threads_; t++) workers_.emplace_back([this, t] { work(t); });
+}
+
+Pool::~Pool() {
+  stop_ = true;
+  job_number_.fetch_add(1, std::memory_order_release);
+  job_number_.notify_all();
+  for (auto& worker : workers_) worker.join();
+}
+
+void Pool::wait_change(const std::atomic<uint32_t>& value, uint32_t old) {
+  int spins = 0;
+  while (value.load(std::memory_order_acquire) == old) {
+    if (++spins < kSpins) pause_cpu();
+    else std::this_thread::yield();
+  }
+}
+
+void Pool::work(int thread) {
+  uint32_t seen = 0;
+  for (;;) {
+    for (int spins = 0; spins < kSpins && job_number_.load(std::memory_order_acquire) == seen; spins++) pause_cpu();
+    job_number_.wait(seen, std::memory_order_acquire);
+    seen = job_number_.load(std::memory_order_acquire);
+    if (stop_) return;
+    (*job_)(thread);
+    running_.fetch_sub(1, std::memory_order_release);
+  }
+}
+
+void Pool::run(const std::function<void(int)>& job) {
+  if (threads_ == 1) return job(0);
+  job_ = &job;
+  running_.store(threads_ - 1, std::memory_order_relaxed);
+  job_number_.fetch_add(1, std::memory_order_release);
+  job_number_.notify_all();
+  job(0);
+  for (int spins = 0; running_.load(std::memory_order_acquire) != 0; spins++) {
+    if (spins < kSpins) pause_cpu();
+    else std::this_thread::yield();
+  }
+}
+
+void Pool::parallel(int items, int min_chunk, const std::function<void(int, int, int)>& body) {
+  Deal deal(threads_);
+  deal.reset(items, min_chunk);
+  run([&](int thread) {
+    int begin, end;
+    while (deal.next(thread, begin, end)) body(begin, end, thread);
+  });
+}
+
+}  // namespace headrace

@@ -1,0 +1,71 @@
+// The thread pool: n - 1 workers and the calling thread. Workers spin between the regions of a step and park between steps.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <thread>
+#include <vector>
+
+namespace headrace {
+
+// Items 0..n of one parallel region, dealt in chunks: each thread has a contiguous range (one linear stream through the weights)
+// and helps the others when its own is done, so that a preempted thread does not hold up the rest.
+class Deal {
+ public:
+  explicit Deal(int threads) : ranges_(static_cast<size_t>(threads)) {}
+  void reset(int items, int min_chunk);
+  // The next chunk for `thread`, or false when nothing is left.
+  bool next(int thread, int& begin, int& end);
+
+ private:
+  struct alignas(64) Range {
+    std::atomic<int> next{0};
+    int end = 0;
+  };
+  std::vector<Range> ranges_;
+  int chunk_ = 1;
+};
+
+class Pool {
+ public:
+  explicit Pool(int threads);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int threads() const { return threads_; }
+
+  // Runs job(thread) on every thread and returns when all are done. One caller at a time.
+  void run(const std::function<void(int)>& job);
+
+  // Waits for all threads; the last to arrive runs `between` before any goes on. Called by every thread inside run().
+  template <class F>
+  void barrier(F&& between) {
+    const uint32_t generation = generation_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
+      between();
+      arrived_.store(0, std::memory_order_relaxed);
+      generation_.store(generation + 1, std::memory_order_release);
+    } else {
+      wait_change(generation_, generation);
+    }
+  }
+
+  // parallel_for over `items` in chunks of at least min_chunk: body(begin, end, thread).
+  void parallel(int items, int min_chunk, const std::function<void(int, int, int)>& body);
+
+ private:
+  static void wait_change(const std::atomic<uint32_t>& value, uint32_t old);
+  void work(int thread);
+
+  const int threads_;
+  std::vector<std::thread> workers_;
+  const std::function<void(int)>* job_ = nullptr;
+  alignas(64) std::atomic<uint32_t> job_number_{0};
+  alignas(64) std::atomic<int> running_{0};
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<uint32_t> generation_{0};
+  bool stop_ = false;
+};
+
+}  // namespace headrace

@@ -1,0 +1,139 @@
+// 16-lane vectors as two AVX2 halves. Included inside the namespace of an instruction set.
+struct Vf {
+  __m256 a, b;
+};
+struct Vi {
+  __m256i a, b;
+};
+using Vb = Vi;
+constexpr int kMaxRows = 4;
+constexpr bool kHasBf16 = false;
+
+HR_INLINE Vf zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+HR_INLINE Vf set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+HR_INLINE Vf load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+HR_INLINE void store(float* p, Vf x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+HR_INLINE Vi lane_numbers() { return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)}; }
+HR_INLINE Vi lanes_below(int n) {
+  const Vi i = lane_numbers();
+  const __m256i bound = _mm256_set1_epi32(n);
+  return {_mm256_cmpgt_epi32(bound, i.a), _mm256_cmpgt_epi32(bound, i.b)};
+}
+HR_INLINE Vf load_partial(const float* p, int n) {
+  const Vi m = lanes_below(n);
+  return {_mm256_maskload_ps(p, m.a), _mm256_maskload_ps(p + 8, m.b)};
+}
+HR_INLINE void store_partial(float* p, Vf x, int n) {
+  const Vi m = lanes_below(n);
+  _mm256_maskstore_ps(p, m.a, x.a);
+  _mm256_maskstore_ps(p + 8, m.b, x.b);
+}
+HR_INLINE Vf add(Vf x, Vf y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+HR_INLINE Vf sub(Vf x, Vf y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+HR_INLINE Vf mul(Vf x, Vf y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+HR_INLINE Vf div(Vf x, Vf y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+HR_INLINE Vf fma(Vf x, Vf y, Vf z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+HR_INLINE Vf max(Vf x, Vf y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+HR_INLINE Vf abs(Vf x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+HR_INLINE Vf swap_pairs(Vf x) { return {_mm256_permute_ps(x.a, 0xB1), _mm256_permute_ps(x.b, 0xB1)}; }
+HR_INLINE Vf keep_lanes(Vf x, int first, int last, float other) {
+  const Vi below_first = lanes_below(first), below_last = lanes_below(last);
+  const __m256i ma = _mm256_andnot_si256(below_first.a, below_last.a), mb = _mm256_andnot_si256(below_first.b, below_last.b);
+  const __m256 o = _mm256_set1_ps(other);
+  return {_mm256_blendv_ps(o, x.a, _mm256_castsi256_ps(ma)), _mm256_blendv_ps(o, x.b, _mm256_castsi256_ps(mb))};
+}
+HR_INLINE Vf keep_if_ge(Vf v, Vf x, float bound) {
+  const __m256 b = _mm256_set1_ps(bound);
+  return {_mm256_and_ps(v.a, _mm256_cmp_ps(x.a, b, _CMP_GE_OQ)), _mm256_and_ps(v.b, _mm256_cmp_ps(x.b, b, _CMP_GE_OQ))};
+}
+HR_INLINE Vi set1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+HR_INLINE Vi add(Vi x, Vi y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+HR_INLINE Vi sub(Vi x, Vi y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+HR_INLINE Vi mul(Vi x, Vi y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+template <int N>
+HR_INLINE Vi shift_left(Vi x) { return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)}; }
+HR_INLINE Vf to_float(Vi x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+HR_INLINE Vi round_to_int(Vf x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+HR_INLINE Vf round(Vf x) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
+}
+HR_INLINE Vf scale_by_power(Vf x, Vf n) {
+  const Vi e = shift_left<23>(add(round_to_int(n), set1(127)));
+  return mul(x, {_mm256_castsi256_ps(e.a), _mm256_castsi256_ps(e.b)});
+}
+HR_INLINE void store_s8(int8_t* p, Vi x) {
+  const __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xD8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
+}
+HR_INLINE int32_t reduce_add(Vi x) {
+  const __m256i s = _mm256_add_epi32(x.a, x.b);
+  __m128i t = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+  t = _mm_add_epi32(t, _mm_shuffle_epi32(t, 0x4E));
+  return _mm_cvtsi128_si32(_mm_add_epi32(t, _mm_shuffle_epi32(t, 0xB1)));
+}
+HR_INLINE float reduce_add(Vf x) {
+  const __m256 s = _mm256_add_ps(x.a, x.b);
+  __m128 t = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  t = _mm_add_ps(t, _mm_movehl_ps(t, t));
+  return _mm_cvtss_f32(_mm_add_ss(t, _mm_movehdup_ps(t)));
+}
+HR_INLINE float reduce_max(Vf x) {
+  const __m256 s = _mm256_max_ps(x.a, x.b);
+  __m128 t = _mm_max_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  t = _mm_max_ps(t, _mm_movehl_ps(t, t));
+  return _mm_cvtss_f32(_mm_max_ss(t, _mm_movehdup_ps(t)));
+}
+HR_INLINE Vf load_half(const uint16_t* p) {
+  const __m128i* q = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+HR_INLINE Vi load_s8(const int8_t* p) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))};
+}
+HR_INLINE Vi load_u8(const uint8_t* p) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))};
+}
+HR_INLINE Vb load_bytes(const uint8_t* p) {
+  const __m256i* q = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+HR_INLINE __m256i nibble_mask() { return _mm256_set1_epi8(15); }
+HR_INLINE Vb low_nibbles(Vb x) { return {_mm256_and_si256(x.a, nibble_mask()), _mm256_and_si256(x.b, nibble_mask())}; }
+HR_INLINE Vb high_nibbles(Vb x) { return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
+// vpmaddubsw saturates at 16 bits: codes up to 127 are safe, and the top bit of an 8-bit code is added apart.
+template <int Bits>
+HR_INLINE __m256i dot_half(__m256i acc, __m256i w, __m256i x) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  if constexpr (Bits == 4) return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), ones));
+  const __m256i low = _mm256_and_si256(w, _mm256_set1_epi8(127));
+  const __m256i top = _mm256_and_si256(_mm256_srli_epi16(w, 7), _mm256_set1_epi8(1));
+  const __m256i a = _mm256_madd_epi16(_mm256_maddubs_epi16(low, x), ones);
+  const __m256i b = _mm256_madd_epi16(_mm256_maddubs_epi16(top, x), _mm256_set1_epi16(128));
+  return _mm256_add_epi32(acc, _mm256_add_epi32(a, b));
+}
+template <int Bits>
+HR_INLINE Vi dot(Vi acc, Vb w, const int8_t* x) {
+  int32_t quad;
+  memcpy(&quad, x, 4);
+  const __m256i xx = _mm256_set1_epi32(quad);
+  return {dot_half<Bits>(acc.a, w.a, xx), dot_half<Bits>(acc.b, w.b, xx)};
+}
+using Pair = float;
+constexpr int kPairStride = 2;
+HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
+  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  const Vf even = {_mm256_castsi256_ps(_mm256_slli_epi32(w.a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(w.b, 16))};
+  const Vf odd = {_mm256_castsi256_ps(_mm256_and_si256(w.a, high)), _mm256_castsi256_ps(_mm256_and_si256(w.b, high))};
+  return fma(odd, set1(x[1]), fma(even, set1(x[0]), acc));
+}
+HR_INLINE void store_pairs(Pair* p, Vf x) { store(p, x); }
+HR_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }

@@ -1,0 +1,80 @@
+// 16-lane vectors as one AVX-512 register. Included inside the namespace of an instruction set.
+// The dot products are inline assembly: with intrinsics GCC 12 neither folds the broadcast into the instruction nor keeps the
+// accumulators of a 16-row block in registers.
+using Vf = __m512;
+struct Vi {
+  __m512i v;
+};
+using Vb = Vi;
+constexpr int kMaxRows = 16;
+
+HR_INLINE Vf zero() { return _mm512_setzero_ps(); }
+HR_INLINE Vf set1(float x) { return _mm512_set1_ps(x); }
+HR_INLINE Vf load(const float* p) { return _mm512_loadu_ps(p); }
+HR_INLINE void store(float* p, Vf x) { _mm512_storeu_ps(p, x); }
+HR_INLINE __mmask16 lanes_below(int n) { return static_cast<__mmask16>(n >= 16 ? 0xffffu : n <= 0 ? 0u : (1u << n) - 1); }
+HR_INLINE Vf load_partial(const float* p, int n) { return _mm512_maskz_loadu_ps(lanes_below(n), p); }
+HR_INLINE void store_partial(float* p, Vf x, int n) { _mm512_mask_storeu_ps(p, lanes_below(n), x); }
+HR_INLINE Vf add(Vf x, Vf y) { return _mm512_add_ps(x, y); }
+HR_INLINE Vf sub(Vf x, Vf y) { return _mm512_sub_ps(x, y); }
+HR_INLINE Vf mul(Vf x, Vf y) { return _mm512_mul_ps(x, y); }
+HR_INLINE Vf div(Vf x, Vf y) { return _mm512_div_ps(x, y); }
+HR_INLINE Vf fma(Vf x, Vf y, Vf z) { return _mm512_fmadd_ps(x, y, z); }
+HR_INLINE Vf max(Vf x, Vf y) { return _mm512_max_ps(x, y); }
+HR_INLINE Vf abs(Vf x) { return _mm512_abs_ps(x); }
+HR_INLINE Vf swap_pairs(Vf x) { return _mm512_permute_ps(x, 0xB1); }
+HR_INLINE Vf keep_lanes(Vf x, int first, int last, float other) {
+  return _mm512_mask_mov_ps(_mm512_set1_ps(other), static_cast<__mmask16>(lanes_below(last) & ~lanes_below(first)), x);
+}
+HR_INLINE Vf keep_if_ge(Vf v, Vf x, float bound) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(bound), _CMP_GE_OQ), v); }
+HR_INLINE Vi set1(int32_t x) { return {_mm512_set1_epi32(x)}; }
+HR_INLINE Vi add(Vi x, Vi y) { return {_mm512_add_epi32(x.v, y.v)}; }
+HR_INLINE Vi sub(Vi x, Vi y) { return {_mm512_sub_epi32(x.v, y.v)}; }
+HR_INLINE Vi mul(Vi x, Vi y) { return {_mm512_mullo_epi32(x.v, y.v)}; }
+template <int N>
+HR_INLINE Vi shift_left(Vi x) { return {_mm512_slli_epi32(x.v, N)}; }
+HR_INLINE Vf to_float(Vi x) { return _mm512_cvtepi32_ps(x.v); }
+HR_INLINE Vi round_to_int(Vf x) { return {_mm512_cvtps_epi32(x)}; }
+HR_INLINE Vf round(Vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+HR_INLINE Vf scale_by_power(Vf x, Vf n) { return _mm512_mul_ps(x, _mm512_castsi512_ps(shift_left<23>(add(round_to_int(n), set1(127))).v)); }
+HR_INLINE void store_s8(int8_t* p, Vi x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x.v)); }
+HR_INLINE int32_t reduce_add(Vi x) { return _mm512_reduce_add_epi32(x.v); }
+HR_INLINE float reduce_add(Vf x) {
+  const __m256 s = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  __m128 t = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  t = _mm_add_ps(t, _mm_movehl_ps(t, t));
+  return _mm_cvtss_f32(_mm_add_ss(t, _mm_movehdup_ps(t)));
+}
+HR_INLINE float reduce_max(Vf x) { return _mm512_reduce_max_ps(x); }
+HR_INLINE Vf load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+HR_INLINE Vi load_s8(const int8_t* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+HR_INLINE Vi load_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+HR_INLINE Vb load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+HR_INLINE Vb low_nibbles(Vb x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(15))}; }
+HR_INLINE Vb high_nibbles(Vb x) { return {_mm512_and_si512(_mm512_srli_epi16(x.v, 4), _mm512_set1_epi8(15))}; }
+template <int Bits>
+HR_INLINE Vi dot(Vi acc, Vb w, const int8_t* x) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*reinterpret_cast<const int32_t*>(x)));
+  return acc;
+}
+#ifdef __AVX512BF16__
+constexpr bool kHasBf16 = true;
+using Pair = uint32_t;  // two bf16
+constexpr int kPairStride = 1;
+HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
+  asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w.v), "m"(*x));
+  return acc;
+}
+HR_INLINE void store_pairs(Pair* p, Vf x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x))); }
+#else
+constexpr bool kHasBf16 = false;
+using Pair = float;
+constexpr int kPairStride = 2;
+HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
+  const Vf even = _mm512_castsi512_ps(_mm512_slli_epi32(w.v, 16));
+  const Vf odd = _mm512_castsi512_ps(_mm512_and_si512(w.v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+  return fma(odd, set1(x[1]), fma(even, set1(x[0]), acc));
+}
+HR_INLINE void store_pairs(Pair* p, Vf x) { store(p, x); }
+#endif
+HR_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }

@@ -1,0 +1,259 @@
+#include "weights.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "half.h"
+
+namespace headrace {
+namespace {
+
+// Codes and scales of 32 columns of one row, in the terms of the packed unit that they go to.
+struct Group {
+  uint8_t codes[32];
+  uint16_t scale, min;          // f16, plain formats
+  int8_t scales[2];             // integers of super formats: one per 32 columns or one per 16
+  uint8_t mins[2];
+  uint16_t d, dmin;             // f16, super formats
+};
+
+uint16_t read16(const uint8_t* p) {
+  uint16_t v;
+  std::memcpy(&v, p, 2);
+  return v;
+}
+
+void nibbles(const uint8_t* q, uint8_t* codes) {
+  for (int i = 0; i < 16; i++) {
+    codes[i] = q[i] & 15;
+    codes[i + 16] = q[i] >> 4;
+  }
+}
+
+void add_fifth_bits(const uint8_t* high, uint8_t* codes) {
+  uint32_t bits;
+  std::memcpy(&bits, high, 4);
+  for (int i = 0; i < 32; i++) codes[i] |= static_cast<uint8_t>((bits >> i & 1) << 4);
+}
+
+// 6-bit scale and minimum number j of a Q4_K or Q5_K block.
+void scale_min_k4(const uint8_t* s, int j, int8_t* scale, uint8_t* min) {
+  if (j < 4) {
+    *scale = static_cast<int8_t>(s[j] & 63);
+    *min = s[j + 4] & 63;
+  } else {
+    *scale = static_cast<int8_t>((s[j + 4] & 15) | (s[j - 4] >> 6) << 4);
+    *min = static_cast<uint8_t>((s[j + 4] >> 4) | (s[j] >> 6) << 4);
+  }
+}
+
+// Each reader takes the block that holds group g (counted inside the block) and fills what its packed format needs.
+void read_q4_0(const uint8_t* b, int, Group& r) {
+  r.scale = read16(b);
+  nibbles(b + 2, r.codes);
+}
+
+void read_q4_1(const uint8_t* b, int, Group& r) {
+  r.scale = read16(b);
+  r.min = read16(b + 2);
+  nibbles(b + 4, r.codes);
+}
+
+void read_q5_0(const uint8_t* b, int, Group& r) {
+  r.scale = read16(b);
+  nibbles(b + 6, r.codes);
+  add_fifth_bits(b + 2, r.codes);
+  for (auto& c : r.codes) c = static_cast<uint8_t>(c + 112);  // zero 16 becomes 128
+}
+
+void read_q5_1(const uint8_t* b, int, Group& r) {
+  r.scale = read16(b);
+  r.min = read16(b + 2);
+  nibbles(b + 8, r.codes);
+  add_fifth_bits(b + 4, r.codes);
+}
+
+void read_q8_0(const uint8_t* b, int, Group& r) {
+  r.scale = read16(b);
+  for (int i = 0; i < 32; i++) r.codes[i] = b[2 + i] ^ 0x80;
+}
+
+void read_q2_k(const uint8_t* b, int g, Group& r) {  // scales[16], codes[64], d, dmin
+  const uint8_t* q = b + 16 + 32 * (g / 4);
+  for (int i = 0; i < 32; i++) r.codes[i] = q[i] >> 2 * (g % 4) & 3;
+  for (int h = 0; h < 2; h++) {
+    r.scales[h] = static_cast<int8_t>(b[2 * g + h] & 15);
+    r.mins[h] = b[2 * g + h] >> 4;
+  }
+  r.d = read16(b + 80);
+  r.dmin = read16(b + 82);
+}
+
+void read_q3_k(const uint8_t* b, int g, Group& r) {  // high bits[32], low bits[64], scales[12], d
+  const uint8_t* q = b + 32 + 32 * (g / 4);
+  for (int i = 0; i < 32; i++) r.codes[i] = static_cast<uint8_t>((q[i] >> 2 * (g % 4) & 3) + (b[i] >> g & 1) * 4 + 4);  // zero 4 becomes 8
+  const uint8_t* s = b + 96;
+  for (int h = 0; h < 2; h++) {
+    const int j = 2 * g + h, low = j < 8 ? s[j] & 15 : s[j - 8] >> 4, high = s[8 + j % 4] >> 2 * (j / 4) & 3;
+    r.scales[h] = static_cast<int8_t>((low | high << 4) - 32);
+  }
+  r.d = read16(b + 108);
+}
+
+void read_q4_k(const uint8_t* b, int g, Group& r) {  // d, dmin, scales[12], codes[128]
+  r.d = read16(b);
+  r.dmin = read16(b + 2);
+  scale_min_k4(b + 4, g, &r.scales[0], &r.mins[0]);
+  const uint8_t* q = b + 16 + 32 * (g / 2);
+  for (int i = 0; i < 32; i++) r.codes[i] = q[i] >> 4 * (g % 2) & 15;
+}
+
+void read_q5_k(const uint8_t* b, int g, Group& r) {  // d, dmin, scales[12], high bits[32], codes[128]
+  r.d = read16(b);
+  r.dmin = read16(b + 2);
+  scale_min_k4(b + 4, g, &r.scales[0], &r.mins[0]);
+  const uint8_t *high = b + 16, *q = b + 48 + 32 * (g / 2);
+  for (int i = 0; i < 32; i++) r.codes[i] = static_cast<uint8_t>((q[i] >> 4 * (g % 2) & 15) | (high[i] >> g & 1) << 4);
+}
+
+void read_q6_k(const uint8_t* b, int g, Group& r) {  // low bits[128], high bits[64], scales[16], d
+  const uint8_t *low = b + 64 * (g / 4) + 32 * (g % 2), *high = b + 128 + 32 * (g / 4);
+  const int shift = 4 * (g % 4 / 2);
+  for (int i = 0; i < 32; i++) r.codes[i] = static_cast<uint8_t>(((low[i] >> shift & 15) | (high[i] >> 2 * (g % 4) & 3) << 4) + 96);
+  for (int h = 0; h < 2; h++) r.scales[h] = static_cast<int8_t>(b[192 + 2 * g + h]);
+  r.d = read16(b + 208);
+}
+
+// What a file calls a format, the bytes of its blocks, and the way from there to the packed one.
+struct Source {
+  const char* name;
+  Format format;
+  int block_columns, block_bytes;
+  void (*read)(const uint8_t* block, int group, Group& out);
+};
+
+constexpr Source kSources[] = {
+    {"Q4_0", Format::kQ4, 32, 18, read_q4_0},          {"Q4_1", Format::kQ4Min, 32, 20, read_q4_1},
+    {"Q5_0", Format::kQ8, 32, 22, read_q5_0},          {"Q5_1", Format::kQ8Min, 32, 24, read_q5_1},
+    {"Q8_0", Format::kQ8, 32, 34, read_q8_0},          {"Q2_K", Format::kQ4SubMin, 256, 84, read_q2_k},
+    {"Q3_K", Format::kQ4Sub, 256, 110, read_q3_k},     {"Q4_K", Format::kQ4Super, 256, 144, read_q4_k},
+    {"Q5_K", Format::kQ8Super, 256, 176, read_q5_k},   {"Q6_K", Format::kQ8Sub, 256, 210, read_q6_k},
+    {"BF16", Format::kBf16, 1, 2, nullptr},            {"F16", Format::kF16, 1, 2, nullptr},
+    {"F32", Format::kF32, 1, 4, nullptr},
+};
+
+const Source& source_of(const std::string& name) {
+  for (const Source& s : kSources)
+    if (name == s.name) return s;
+  throw std::invalid_argument("no kernel reads weights stored as " + name);
+}
+
+int units_of(Format f, int cols) { return (cols + unit_columns(f) - 1) / unit_columns(f); }
+
+// Row r (of 16) of group g of a quantised unit.
+void place(uint8_t* unit, Unit shape, int g, int r, const Group& group) {
+  if (is_super(shape.scales)) {
+    std::memcpy(unit + 2 * r, &group.d, 2);
+    const int n = is_sub16(shape.scales) ? 2 : 1;
+    if (has_min(shape.scales)) std::memcpy(unit + 32 + 2 * r, &group.dmin, 2);
+    for (int h = 0; h < n; h++) {
+      unit[64 + 16 * (n * g + h) + r] = static_cast<uint8_t>(group.scales[h]);
+      if (has_min(shape.scales)) unit[shape.min_offset() + 16 * (n * g + h) + r] = group.mins[h];
+    }
+  } else {
+    std::memcpy(unit + 32 * g + 2 * r, &group.scale, 2);
+    if (has_min(shape.scales)) std::memcpy(unit + shape.min_offset() + 32 * g + 2 * r, &group.min, 2);
+  }
+  uint8_t* lines = unit + shape.codes_offset() + g * shape.lines_per_group() * 64 + 4 * r;
+  for (int j = 0; j < shape.lines_per_group(); j++) {
+    uint8_t quad[4];
+    for (int b = 0; b < 4; b++) {
+      const int k = 4 * j + b;
+      quad[b] = shape.bits == 4 ? static_cast<uint8_t>(group.codes[k] | group.codes[k + 16] << 4) : group.codes[k];
+    }
+    std::memcpy(lines + 64 * j, quad, 4);
+  }
+}
+
+void pack_quantised_row(const Source& source, const uint8_t* row, int cols, uint8_t* tile, int r) {
+  const Unit shape = unit_of(source.format);
+  const int block_groups = source.block_columns / kGroup;
+  Group group{};
+  for (int i = 0; i < cols / kGroup; i++) {
+    source.read(row + static_cast<size_t>(i / block_groups) * source.block_bytes, i % block_groups, group);
+    place(tile + static_cast<size_t>(i / shape.groups()) * shape.bytes(), shape, i % shape.groups(), r, group);
+  }
+}
+
+// bf16: [columns / 2][16][2]; f16 and f32: [columns][16].
+void pack_float_row(Format f, const uint8_t* row, int cols, uint8_t* tile, int r) {
+  const size_t size = f == Format::kF32 ? 4 : 2;
+  for (int k = 0; k < cols; k++) {
+    const size_t at = f == Format::kBf16 ? static_cast<size_t>(k / 2 * 16 + r) * 2 + k % 2 : static_cast<size_t>(k) * 16 + r;
+    std::memcpy(tile + at * size, row + k * size, size);
+  }
+}
+
+float unpack_quantised(const Weight& w, const uint8_t* tile, int r, int k) {
+  const Unit shape = unit_of(w.format);
+  const uint8_t* unit = tile + static_cast<size_t>(k / shape.columns()) * shape.bytes();
+  const int g = k % shape.columns() / kGroup, i = k % kGroup;
+  const uint8_t* lines = unit + shape.codes_offset() + g * shape.lines_per_group() * 64;
+  const uint8_t byte = lines[(shape.bits == 4 ? i % 16 : i) / 4 * 64 + 4 * r + i % 4];
+  const int code = (shape.bits == 4 ? (i < 16 ? byte & 15 : byte >> 4) : byte) - shape.zero();
+  const auto half = [&](size_t at) { return half_to_float(read16(unit + at + 2 * r)); };
+  if (!is_super(shape.scales)) return half(32 * g) * static_cast<float>(code) + (has_min(shape.scales) ? half(shape.min_offset() + 32 * g) : 0.0f);
+  const int n = is_sub16(shape.scales) ? 2 * g + i / 16 : g;
+  const float scale = half(0) * static_cast<float>(static_cast<int8_t>(unit[64 + 16 * n + r]));
+  return scale * static_cast<float>(code) - (has_min(shape.scales) ? half(32) * static_cast<float>(unit[shape.min_offset() + 16 * n + r]) : 0.0f);
+}
+
+}  // namespace
+
+Format packed_format(const std::string& stored) { return source_of(stored).format; }
+
+size_t packed_bytes(const Stored& stored) {
+  const Format f = packed_format(stored.format);
+  return static_cast<size_t>((stored.rows + kTileRows - 1) / kTileRows) * units_of(f, stored.cols) * unit_bytes(f);
+}
+
+Weight pack(const Stored& stored, uint8_t* to, size_t stride, Pool& pool) {
+  const Source& source = source_of(stored.format);
+  const size_t row_bytes = static_cast<size_t>(stored.cols) / source.block_columns * source.block_bytes;
+  if (stored.rows <= 0 || stored.cols <= 0 || stored.cols % source.block_columns || row_bytes * stored.rows != stored.bytes)
+    throw std::invalid_argument("a weight's bytes do not match its shape and format");
+  if (!stored.row_order.empty() && stored.row_order.size() != static_cast<size_t>(stored.rows))
+    throw std::invalid_argument("a weight's row order has the wrong length");
+  for (const int64_t row : stored.row_order)
+    if (row < 0 || row >= stored.rows) throw std::invalid_argument("a weight's row order names a row that is not there");
+  const Weight w{source.format, stored.rows, stored.cols, units_of(source.format, stored.cols), stride, to};
+  pool.parallel(w.tiles(), 1, [&](int begin, int end, int) {
+    for (int row = begin * kTileRows; row < std::min(end * kTileRows, w.rows); row++) {
+      const int64_t from = stored.row_order.empty() ? row : stored.row_order[row];
+      const uint8_t* bytes = stored.data + from * row_bytes;
+      uint8_t* tile = to + static_cast<size_t>(row / kTileRows) * stride;
+      if (source.read) pack_quantised_row(source, bytes, w.cols, tile, row % kTileRows);
+      else pack_float_row(source.format, bytes, w.cols, tile, row % kTileRows);
+    }
+  });
+  return w;
+}
+
+void unpack_row(const Weight& w, int row, float* out) {
+  const uint8_t* tile = w.tile(row / kTileRows);
+  const int r = row % kTileRows;
+  for (int k = 0; k < w.cols; k++) {
+    if (is_quantised(w.format)) {
+      out[k] = unpack_quantised(w, tile, r, k);
+    } else if (w.format == Format::kBf16) {
+      out[k] = bf16_to_float(read16(tile + (static_cast<size_t>(k / 2 * 16 + r) * 2 + k % 2) * 2));
+    } else if (w.format == Format::kF16) {
+      out[k] = half_to_float(read16(tile + (static_cast<size_t>(k) * 16 + r) * 2));
+    } else {
+      std::memcpy(&out[k], tile + (static_cast<size_t>(k) * 16 + r) * 4, 4);
+    }
+  }
+}
+
+}  // namespace headrace

@@ -1,0 +1,36 @@
+"""Backends by name. Each is a module with `compile(program, weights, kv, threads) -> Executable`."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Protocol
+
+from headrace.batch import Ints, RaggedBatch, StepRows
+from headrace.config import KvConfig
+from headrace.errors import RequestError
+from headrace.program.trace import Program
+from headrace.quant.formats import StoredTensor
+
+BACKENDS = ("cpu", "reference")
+
+
+class Executable(Protocol):
+    """A compiled program with its weights and KV storage."""
+
+    def run(self, batch: RaggedBatch) -> StepRows:
+        """One forward over all rows of the batch."""
+
+    def move_slots(self, source: Ints, target: Ints) -> None:
+        """Copy the KV of slots `source[i]` to `target[i]`, in order, all layers and heads."""
+
+    def close(self) -> None:
+        """Give the memory back; the executable is not used afterwards."""
+
+
+def compile_program(
+    backend: str, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int
+) -> Executable:
+    """Compile for the named backend. Raises RequestError for a name that is not in BACKENDS."""
+    if backend not in BACKENDS:
+        raise RequestError(f"unknown backend {backend!r}; there are: {', '.join(BACKENDS)}")
+    executable: Executable = import_module(f"headrace.backend.{backend}").compile(program, weights, kv, threads)
+    return executable

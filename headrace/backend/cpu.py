@@ -1,0 +1,192 @@
+"""The CPU backend: lowers a program to a native plan. A step is one native call with the GIL released."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from headrace import _native
+from headrace.batch import Ints, RaggedBatch, StepRows
+from headrace.config import KvConfig
+from headrace.errors import RequestError, UnsupportedModelError
+from headrace.program import ops
+from headrace.program.fuse import fuse
+from headrace.program.trace import Program
+from headrace.quant.formats import StoredTensor
+
+BLOCK_SIZE = 32
+
+
+def compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int) -> "CpuExecutable":
+    """Compile for this processor; `threads` 0 means all that the process may use, HEADRACE_ISA can lower the instruction set."""
+    if kv.block_size != BLOCK_SIZE:
+        raise RequestError(f"the cpu backend stores KV in blocks of {BLOCK_SIZE} tokens, not {kv.block_size}")
+    return CpuExecutable(program, weights, kv, threads or len(os.sched_getaffinity(0)), os.environ.get("HEADRACE_ISA", ""))
+
+
+class CpuExecutable:
+    """A native plan with its weights (packed once) and KV cache."""
+
+    def __init__(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int, isa: str) -> None:
+        self.program = fuse(program)
+        layers, kv_heads, head_dim = program.kv_shape
+        heads = next(op.num_heads for op in program.ops if isinstance(op, ops.Attention))
+        try:
+            self.plan = _native.Plan(isa, threads, layers, heads, kv_heads, head_dim, kv.num_blocks, kv.dtype)
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+        self.vocab = next(op.weight.rows for op in program.ops if isinstance(op, ops.Embed))
+        self._logits = _Lowering(self.plan, self.program, weights).lower()
+
+    def run(self, batch: RaggedBatch) -> StepRows:
+        self.plan.run(self.vocab, *batch[:8], batch.logit_rows)
+        return StepRows(self.plan.floats(self._logits, len(batch.logit_rows)), None)
+
+    def move_slots(self, source: Ints, target: Ints) -> None:
+        self.plan.move_slots(np.ascontiguousarray(source, np.int32), np.ascontiguousarray(target, np.int32))
+
+    def close(self) -> None:
+        del self.plan
+
+
+class _Lowering:
+    """Turns ops into native ops, values into buffers that are reused once their value is dead, and tensors into packed weights."""
+
+    def __init__(self, plan: _native.Plan, program: Program, weights: Mapping[str, StoredTensor]) -> None:
+        self.plan = plan
+        self.program = program
+        self.tensors = weights
+        self.packed: dict[str, int] = {}
+        self.vectors: dict[str, int] = {}
+        self.buffers: dict[int, int] = {}  # of values that are alive
+        self.free: dict[tuple[int, str, bool], list[int]] = {}
+        self.angles = -1  # a buffer of a shape of its own, never reused
+
+    def lower(self) -> int:
+        """Fills the plan; returns the buffer of the logits."""
+        last_use = self.program.last_use()
+        for index, op in enumerate(self.program.ops):
+            if type(op) not in _LOWER:
+                raise UnsupportedModelError(f"the cpu backend has no kernel for {type(op).__name__}")
+            _LOWER[type(op)](self, op)
+            for value in {v.id: v for v in op.inputs()}.values():
+                if last_use[value.id] == index:
+                    self.release(value)
+        return self.buffers[self.program.logits.id]
+
+    def buffer(self, value: ops.Value) -> int:
+        """The buffer of a value, a free one of the same shape if it has none yet."""
+        if value.id not in self.buffers:
+            free = self.free.get((value.width, value.rows, value.packed))
+            self.buffers[value.id] = free.pop() if free else self.plan.add_buffer(value.width, value.rows == "logit", value.packed)
+        return self.buffers[value.id]
+
+    def release(self, value: ops.Value) -> None:
+        for v in (value, _packed_copy(value)):
+            if v.id in self.buffers and self.buffers[v.id] != self.angles:
+                self.free.setdefault((v.width, v.rows, v.packed), []).append(self.buffers.pop(v.id))
+
+    def write(self, out: ops.Value, lower: Callable[[int], None]) -> None:
+        """Lowers an op that can only write float32; where the value is to be packed, packs the result."""
+        if not out.packed:
+            return lower(self.buffer(out))
+        loose = replace(out, id=-1, packed=False)
+        lower(self.buffer(loose))
+        self.plan.pack(self.buffer(out), self.buffer(loose))
+        self.release(loose)
+        return None
+
+    def packed_input(self, x: ops.Value) -> int:
+        """The packed form of a linear op's input; a value that others read as float32 too is packed here."""
+        if x.packed:
+            return self.buffer(x)
+        packed = _packed_copy(x)
+        if packed.id not in self.buffers:
+            self.plan.pack(self.buffer(packed), self.buffer(x))
+        return self.buffers[packed.id]
+
+    def weight(self, weight: ops.Weight) -> int:
+        if weight.name not in self.packed:
+            t = self.tensors[weight.name]
+            self.packed[weight.name] = self.plan.add_weight(t.format.name, t.rows, t.cols, t.data, t.row_order)
+        return self.packed[weight.name]
+
+    def vector(self, weight: ops.Weight | None) -> int:
+        if weight is None:
+            return -1
+        if weight.name not in self.vectors:
+            self.vectors[weight.name] = self.plan.add_vector(self.tensors[weight.name].dequantise().reshape(-1))
+        return self.vectors[weight.name]
+
+
+def _packed_copy(value: ops.Value) -> ops.Value:
+    return replace(value, id=-2 - value.id, packed=True)
+
+
+def _embed(lo: _Lowering, op: ops.Embed) -> None:
+    lo.write(op.out, lambda out: lo.plan.embed(out, lo.weight(op.weight)))
+
+
+def _rope_angles(lo: _Lowering, op: ops.RopeAngles) -> None:
+    head_dim = lo.program.kv_shape[2]  # the native rows hold the angles of a whole head, and 16 more (csrc/ops_rows.cpp)
+    lo.buffers[op.out.id] = lo.angles = lo.plan.add_buffer(2 * (head_dim + 16), False, False)
+    lo.plan.rope_angles(lo.angles, list(op.inverse_frequencies), op.scale, head_dim)
+
+
+def _norm(lo: _Lowering, op: ops.Norm) -> None:
+    lo.plan.norm(lo.buffer(op.out), lo.buffer(op.x), lo.vector(op.weight), op.eps)
+
+
+def _linear(lo: _Lowering, op: ops.Linear) -> None:
+    x, weight, bias = lo.packed_input(op.x), lo.weight(op.weight), lo.vector(op.bias)
+    lo.write(op.out, lambda out: lo.plan.linear(out, x, weight, bias, -1))
+
+
+def _linear_add(lo: _Lowering, op: ops.LinearAdd) -> None:
+    x, weight, bias, residual = lo.packed_input(op.x), lo.weight(op.weight), lo.vector(op.bias), lo.buffer(op.residual)
+    lo.write(op.out, lambda out: lo.plan.linear(out, x, weight, bias, residual))
+
+
+def _qkv_rope_write(lo: _Lowering, op: ops.QkvRopeWrite) -> None:
+    weights = [lo.weight(w) for w in (op.q, op.k, op.v)]
+    biases = [lo.vector(b) for b in (op.q_bias, op.k_bias, op.v_bias)]
+    lo.plan.qkv_rope_write(lo.buffer(op.out), lo.packed_input(op.x), lo.buffer(op.angles), weights, biases, op.layer)
+
+
+def _glu_linear(lo: _Lowering, op: ops.GluLinear) -> None:
+    pair = [lo.tensors[op.gate.name], lo.tensors[op.up.name]]
+    gate, up = lo.plan.add_weight_pair(*(item for t in pair for item in (t.format.name, t.data)), op.gate.rows, op.gate.cols)
+    lo.plan.glu_linear(lo.buffer(op.out), lo.packed_input(op.x), gate, up, lo.vector(op.gate_bias), lo.vector(op.up_bias))
+
+
+def _attention(lo: _Lowering, op: ops.Attention) -> None:
+    lo.write(op.out, lambda out: lo.plan.attention(out, lo.buffer(op.q), op.layer, op.scale, op.window))
+
+
+def _gather_rows(lo: _Lowering, op: ops.GatherRows) -> None:
+    lo.plan.gather_rows(lo.buffer(op.out), lo.buffer(op.x))
+
+
+def _add(lo: _Lowering, op: ops.Add) -> None:
+    lo.write(op.out, lambda out: lo.plan.add(out, lo.buffer(op.x), lo.buffer(op.y)))
+
+
+def _glu(lo: _Lowering, op: ops.Glu) -> None:
+    lo.write(op.out, lambda out: lo.plan.glu(out, lo.buffer(op.gate), lo.buffer(op.up)))
+
+
+_LOWER: dict[type[ops.Op], Callable[[_Lowering, Any], None]] = {
+    ops.Embed: _embed,
+    ops.RopeAngles: _rope_angles,
+    ops.Norm: _norm,
+    ops.Linear: _linear,
+    ops.LinearAdd: _linear_add,
+    ops.QkvRopeWrite: _qkv_rope_write,
+    ops.GluLinear: _glu_linear,
+    ops.Attention: _attention,
+    ops.GatherRows: _gather_rows,
+    ops.Add: _add,
+    ops.Glu: _glu,
+}

@@ -1,0 +1,202 @@
+"""The reference backend: NumPy, op by op, readable. It is the truth that every other backend is held to in tests."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.batch import Ints, RaggedBatch, StepRows
+from headrace.config import KvConfig
+from headrace.program import ops
+from headrace.program.trace import Program
+from headrace.quant.formats import StoredTensor
+
+Floats = NDArray[np.float64]
+_DTYPE = np.float64
+
+
+def compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int) -> "ReferenceExecutable":
+    """Compile for NumPy; `threads` is NumPy's own affair."""
+    return ReferenceExecutable(program, weights, kv)
+
+
+def round_bf16(x: Floats) -> Floats:
+    """Nearest bfloat16, ties to even."""
+    bits = x.astype(np.float32).view(np.uint32)
+    bits = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32).astype(_DTYPE)
+
+
+class ReferenceExecutable:
+    """Interprets a program in float64."""
+
+    def __init__(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig) -> None:
+        self.program = program
+        self.kv = kv
+        names = {w.name for op in program.ops for w in op.weights()}
+        self.weights: dict[str, Floats] = {name: weights[name].dequantise().astype(_DTYPE) for name in names}
+        layers, heads, head_dim = program.kv_shape
+        slots = kv.num_blocks * kv.block_size
+        self.keys = np.zeros((layers, slots, heads, head_dim), _DTYPE)
+        self.values = np.zeros_like(self.keys)
+
+    def run(self, batch: RaggedBatch) -> StepRows:
+        step = _Step(self, batch)
+        for op in self.program.ops:
+            out = op.output()
+            result = _RUN[type(op)](step, op)
+            if out is not None:
+                step.rows[out.id] = result
+        return StepRows(step.rows[self.program.logits.id].astype(np.float32), None)
+
+    def move_slots(self, source: Ints, target: Ints) -> None:
+        for cache in (self.keys, self.values):
+            for s, t in zip(source, target, strict=True):
+                cache[:, t] = cache[:, s]
+
+    def close(self) -> None:
+        self.weights.clear()
+
+
+class _Step:
+    """The values of one step: a matrix for each value id."""
+
+    def __init__(self, executable: ReferenceExecutable, batch: RaggedBatch) -> None:
+        self.executable = executable
+        self.batch = batch
+        self.rows: dict[int, Floats] = {}
+
+    def x(self, value: ops.Value) -> Floats:
+        return self.rows[value.id]
+
+    def w(self, weight: ops.Weight) -> Floats:
+        return self.executable.weights[weight.name]
+
+    def matmul(self, x: ops.Value, weight: ops.Weight, bias: ops.Weight | None) -> Floats:
+        y = self.x(x) @ self.w(weight).T
+        return y if bias is None else y + self.w(bias)
+
+    @cached_property
+    def visible(self) -> list[Ints]:
+        """Slots that each row sees, in position order: the context, then its ancestors in the step and itself."""
+        batch, block = self.batch, self.executable.kv.block_size
+        result = []
+        for b, first in enumerate(batch.row_start[:-1]):
+            index = np.arange(batch.context_len[b] + batch.row_start[b + 1] - first)
+            slots = batch.block_table[b, index // block] * block + index % block
+            for row in range(first, batch.row_start[b + 1]):
+                result.append(slots[self._seen_indices(b, row - first, row)])
+        return result
+
+    def _seen_indices(self, b: int, local: int, row: int) -> Ints:
+        context, forced = int(self.batch.context_len[b]), int(self.batch.forced_len[b])
+        if local < forced or self.batch.ancestors is None:
+            return np.arange(context + local + 1, dtype=np.int32)
+        words = self.batch.ancestors[row]
+        nodes = [i for i in range(64 * len(words)) if int(words[i // 64]) >> (i % 64) & 1]
+        return np.array([*range(context + forced), *(context + forced + i for i in nodes)], dtype=np.int32)
+
+
+def _embed(s: _Step, op: ops.Embed) -> Floats:
+    return s.w(op.weight)[s.batch.tokens]
+
+
+def _rope_angles(s: _Step, op: ops.RopeAngles) -> Floats:
+    angles = s.batch.positions[:, None] * np.array(op.inverse_frequencies)
+    return np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * op.scale
+
+
+def _norm(s: _Step, op: ops.Norm) -> Floats:
+    x = s.x(op.x)
+    return x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + op.eps) * s.w(op.weight)
+
+
+def _linear(s: _Step, op: ops.Linear) -> Floats:
+    return s.matmul(op.x, op.weight, op.bias)
+
+
+def _linear_add(s: _Step, op: ops.LinearAdd) -> Floats:
+    return s.x(op.residual) + s.matmul(op.x, op.weight, op.bias)
+
+
+def _rotate(x: Floats, angles: Floats, head_dim: int) -> Floats:
+    half = angles.shape[1] // 2
+    cos, sin = angles[:, None, :half], angles[:, None, half:]
+    heads = x.reshape(len(x), -1, head_dim).copy()
+    even, odd = heads[..., : 2 * half : 2].copy(), heads[..., 1 : 2 * half : 2].copy()
+    heads[..., : 2 * half : 2] = even * cos - odd * sin
+    heads[..., 1 : 2 * half : 2] = even * sin + odd * cos
+    return heads.reshape(x.shape)
+
+
+def _rope(s: _Step, op: ops.Rope) -> Floats:
+    return _rotate(s.x(op.x), s.x(op.angles), op.head_dim)
+
+
+def _write(s: _Step, layer: int, k: Floats, v: Floats) -> None:
+    executable = s.executable
+    heads = executable.keys.shape[2:]
+    store = round_bf16 if executable.kv.dtype == "bf16" else np.asarray
+    executable.keys[layer, s.batch.slots] = store(k).reshape(-1, *heads)
+    executable.values[layer, s.batch.slots] = store(v).reshape(-1, *heads)
+
+
+def _kv_write(s: _Step, op: ops.KvWrite) -> None:
+    _write(s, op.layer, s.x(op.k), s.x(op.v))
+
+
+def _qkv_rope_write(s: _Step, op: ops.QkvRopeWrite) -> Floats:
+    q, k, v = (s.matmul(op.x, w, b) for w, b in ((op.q, op.q_bias), (op.k, op.k_bias), (op.v, op.v_bias)))
+    angles = s.x(op.angles)
+    _write(s, op.layer, _rotate(k, angles, op.head_dim), v)
+    return _rotate(q, angles, op.head_dim)
+
+
+def _attention(s: _Step, op: ops.Attention) -> Floats:
+    q = s.x(op.q).reshape(len(s.batch.tokens), op.num_kv_heads, -1, op.head_dim)
+    out = np.empty_like(q)
+    for row, slots in enumerate(s.visible):
+        seen = slots[-op.window :] if op.window else slots
+        k, v = s.executable.keys[op.layer, seen], s.executable.values[op.layer, seen]  # [seen, kv heads, head_dim]
+        scores = np.einsum("hgd,shd->hgs", q[row], k) * op.scale
+        weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+        out[row] = np.einsum("hgs,shd->hgd", weights / weights.sum(axis=2, keepdims=True), v)
+    return out.reshape(len(q), -1)
+
+
+def _silu_mul(gate: Floats, up: Floats) -> Floats:
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def _glu(s: _Step, op: ops.Glu) -> Floats:
+    return _silu_mul(s.x(op.gate), s.x(op.up))
+
+
+def _glu_linear(s: _Step, op: ops.GluLinear) -> Floats:
+    return _silu_mul(s.matmul(op.x, op.gate, op.gate_bias), s.matmul(op.x, op.up, op.up_bias))
+
+
+def _add(s: _Step, op: ops.Add) -> Floats:
+    return s.x(op.x) + s.x(op.y)
+
+
+def _gather_rows(s: _Step, op: ops.GatherRows) -> Floats:
+    return s.x(op.x)[s.batch.logit_rows]
+
+
+_RUN: dict[type[ops.Op], Callable[[_Step, ops.Op], Floats | None]] = {
+    ops.Embed: _embed,
+    ops.RopeAngles: _rope_angles,
+    ops.Norm: _norm,
+    ops.Linear: _linear,
+    ops.LinearAdd: _linear_add,
+    ops.Rope: _rope,
+    ops.KvWrite: _kv_write,
+    ops.QkvRopeWrite: _qkv_rope_write,
+    ops.Attention: _attention,
+    ops.Glu: _glu,
+    ops.GluLinear: _glu_linear,
+    ops.Add: _add,
+    ops.GatherRows: _gather_rows,
+}  # type: ignore[dict-item]

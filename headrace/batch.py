@@ -1,0 +1,87 @@
+"""The vocabulary of one step: records only, no behaviour.
+
+Every step, whatever it is made of (prompt chunks, plain decoding, guess trees, replays), is one ragged batch of rows.
+Each scheduled branch contributes `forced` rows, decided tokens that have no KV yet, and below the last of them a tree of
+`guess` rows. Rows of a branch are adjacent: forced rows first, then guess rows, parents before children.
+Shapes: T rows, B branches, R rows that need logits.
+"""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+
+
+class Guess(NamedTuple):
+    """One branch's guess tree: `parents[i] < i`, and -1 is the branch's last forced row."""
+
+    tokens: list[int]
+    parents: list[int]
+
+
+NO_GUESS = Guess([], [])
+
+
+class RaggedBatch(NamedTuple):
+    """All that a program ever sees of a step."""
+
+    tokens: Ints  # [T]
+    positions: Ints  # [T] position in the sequence: computed + depth
+    slots: Ints  # [T] KV slot that the row writes
+    row_start: Ints  # [B + 1] first row of each branch
+    context_len: Ints  # [B] tokens with KV before this step
+    forced_len: Ints  # [B] forced rows, at least 1
+    block_table: Ints  # [B, max_blocks]; slot of index i = table[i // block] * block + i % block
+    ancestors: NDArray[np.uint64] | None  # [T, words] bits over the branch's guess rows, self included; None: all chains
+    logit_rows: Ints  # [R] rows whose logits are wanted, ascending
+    branch_of: Ints  # [R] branch of each of them
+
+
+class StepRows(NamedTuple):
+    """What a program gives back."""
+
+    logits: NDArray[np.float32]  # [R, vocab]; valid until the next run
+    hidden: NDArray[np.float32] | None  # [R, dim] final hidden rows, when the executable was asked to keep them
+
+
+class TokenLogprobs(NamedTuple):
+    """Raw-distribution log-probabilities at one position: the token's own, its rank (1 = likeliest), and the top ones."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Commit(NamedTuple):
+    """What one branch keeps of a step. A branch named by k commits is forked k - 1 times; one named by none is freed."""
+
+    source: int  # index of the branch in the step
+    path: list[int]  # accepted guess nodes, from the root down
+    tokens: list[int]  # newly decided tokens: those of the path, then the one drawn at its end; empty inside a prompt
+    logprobs: list[TokenLogprobs]  # one for each new token when asked for, else empty
+
+
+class BranchView(Protocol):
+    """What a proposer may see of a branch."""
+
+    @property
+    def key(self) -> tuple[int, int]: ...  # (request number, branch index): stable over the branch's life
+    @property
+    def known(self) -> list[int]: ...  # all decided tokens, prompt and output; not to be changed
+    @property
+    def prompt_len(self) -> int: ...
+
+
+class Proposer(Protocol):
+    """A way of guessing. Guesses may be wrong in any way; they never change a token."""
+
+    max_nodes: int
+
+    def propose(self, branches: list[BranchView], room: list[int]) -> list[Guess]:
+        """A tree of at most `room[i]` nodes below the end of each branch."""
+
+    def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:
+        """See what became of the step; `branches[commit.source]` already carries the new tokens."""

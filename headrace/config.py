@@ -1,0 +1,44 @@
+"""Configuration records: small, frozen, typed. Every field has a default."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+KvDtype = Literal["bf16", "f32"]
+
+
+@dataclass(frozen=True)
+class KvConfig:
+    """Size and number format of the KV cache that an executable holds."""
+
+    num_blocks: int = 64
+    """Blocks in the pool, shared by all branches."""
+    block_size: int = 32
+    """Token slots in a block."""
+    dtype: KvDtype = "bf16"
+    """Number format of keys and values."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine schedules, independent of model and backend."""
+
+    backend: str = "cpu"
+    """`cpu` (C++ kernels) or `reference` (NumPy, the truth in tests)."""
+    threads: int = 0
+    """Compute threads; 0: as many as the process may use."""
+    kv_dtype: KvDtype = "bf16"
+    """Number format of keys and values."""
+    kv_blocks: int = 0
+    """Blocks in the KV pool; 0: from the context length and the memory at hand."""
+    max_model_len: int = 0
+    """Longest sequence, prompt and output; 0: what the model was trained for."""
+    max_num_seqs: int = 64
+    """Most branches in one step."""
+    max_step_rows: int = 512
+    """Row budget of a step: decode rows first, then prompt chunks."""
+    max_logit_rows: int = 64
+    """Most rows of one branch with logits in one step (prompt log-probabilities are computed in chunks of this size)."""
+    proposer: Literal["off", "ngram"] = "off"
+    """Where guesses come from; never changes a token."""
+    seed: int = 0
+    """Seeds the requests that bring no seed of their own."""

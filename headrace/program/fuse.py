@@ -1,0 +1,96 @@
+"""Rewrites neighbouring ops into fused ones. The result computes the same numbers up to rounding.
+
+Three rules join ops: linear x 3 + rope x 2 + kv_write -> QkvRopeWrite; linear x 2 + glu -> GluLinear; linear + add ->
+LinearAdd. Then every value that only linear ops read becomes packed, so that norm, attention and glu write what the next
+kernel reads.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from headrace.program.ops import Add, Glu, GluLinear, KvWrite, Linear, LinearAdd, Op, QkvRopeWrite, Rope, Value
+from headrace.program.trace import Program
+
+_LINEAR_OPS = (Linear, LinearAdd, QkvRopeWrite, GluLinear)
+
+
+class _Rewrite(NamedTuple):
+    """`new` takes the place of `at`, and the ops `absorbed` go."""
+
+    at: Op
+    new: Op
+    absorbed: list[Op]
+
+
+def fuse(program: Program) -> Program:
+    """The same program in fewer, larger ops."""
+    ops = list(program.ops)
+    for rule in (_qkv, _glu, _add):
+        ops = _apply(ops, rule(ops, _Flow(ops)))
+    return replace(program, ops=tuple(_pack(ops, program.logits)))
+
+
+class _Flow:
+    """Who writes a value and how often it is read."""
+
+    def __init__(self, ops: list[Op]) -> None:
+        self.writer = {out.id: op for op in ops if (out := op.output()) is not None}
+        self.reads = Counter(value.id for op in ops for value in op.inputs())
+
+    def sole_linear(self, value: Value) -> Linear | None:
+        """The linear op that writes a value which is read only once."""
+        op = self.writer[value.id]
+        return op if isinstance(op, Linear) and self.reads[value.id] == 1 else None
+
+
+def _apply(ops: list[Op], rewrites: Iterable[_Rewrite]) -> list[Op]:
+    found = list(rewrites)
+    new = {id(r.at): r.new for r in found}
+    gone = {id(op) for r in found for op in r.absorbed}
+    return [new.get(id(op), op) for op in ops if id(op) not in gone]
+
+
+def _qkv(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
+    ropes: dict[int, list[tuple[Rope, Linear]]] = {}  # by the input of the linear op before the rope
+    for op in ops:
+        if isinstance(op, Rope) and (linear := flow.sole_linear(op.x)):
+            ropes.setdefault(linear.x.id, []).append((op, linear))
+    for write in ops:
+        if not isinstance(write, KvWrite) or not (v := flow.sole_linear(write.v)):
+            continue
+        k = next((pair for pair in ropes.get(v.x.id, []) if pair[0].out == write.k), None)
+        q = next((pair for pair in ropes.get(v.x.id, []) if pair[0].out != write.k), None)
+        if k and q and flow.reads[write.k.id] == 1 and q[0].angles == k[0].angles:
+            weights = (q[1].weight, k[1].weight, v.weight, q[1].bias, k[1].bias, v.bias)
+            fused = QkvRopeWrite(q[0].out, v.x, q[0].angles, *weights, write.layer, q[0].head_dim)
+            yield _Rewrite(write, fused, [*q, *k, v])
+
+
+def _glu(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
+    for op in ops:
+        if isinstance(op, Glu) and (gate := flow.sole_linear(op.gate)) and (up := flow.sole_linear(op.up)) and gate.x == up.x:
+            yield _Rewrite(op, GluLinear(op.out, gate.x, gate.weight, up.weight, gate.bias, up.bias), [gate, up])
+
+
+def _add(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
+    for op in ops:
+        if isinstance(op, Add):
+            for residual, y in ((op.x, op.y), (op.y, op.x)):
+                if linear := flow.sole_linear(y):
+                    yield _Rewrite(op, LinearAdd(op.out, linear.x, residual, linear.weight, linear.bias), [linear])
+                    break
+
+
+def _pack(ops: list[Op], logits: Value) -> list[Op]:
+    """Marks as packed every value that is read only as the `x` of linear ops."""
+    as_x = Counter(op.x.id for op in ops if isinstance(op, _LINEAR_OPS))
+    reads = _Flow(ops).reads
+    packed = {value for value, n in as_x.items() if reads[value] == n and value != logits.id}
+
+    def mark(op: Op) -> Op:
+        values = {name: v for name, v in vars(op).items() if isinstance(v, Value) and v.id in packed}
+        return replace(op, **{name: replace(v, packed=True) for name, v in values.items()}) if values else op
+
+    return [mark(op) for op in ops]

@@ -1,0 +1,250 @@
+"""The op vocabulary: what each op reads, writes and costs.
+
+Every op is one line of equations over row matrices of float32. `flops(load)` counts a multiply-add as two operations;
+`bytes(load)` counts what must come from or go to memory at least once: weights and KV. Activations live in the caches.
+The planner, the profiler and the benchmarks read these figures; there is no other copy of the arithmetic.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+
+class Load(NamedTuple):
+    """What the cost of a step depends on besides the program."""
+
+    branches: tuple[tuple[int, int], ...]  # (context, rows) of each branch
+    logit_rows: int
+    kv_bytes: float  # bytes of one stored key or value number
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for _, rows in self.branches)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A matrix of rows; `rows` says which rows of the step it has. A packed value is read by linear ops alone, so a
+    backend may keep it in the form that its kernels read (quantised, say) and never as float32."""
+
+    id: int
+    width: int
+    rows: Literal["step", "logit"]
+    packed: bool = False
+
+    def num_rows(self, load: Load) -> int:
+        return load.rows if self.rows == "step" else load.logit_rows
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A reference to a stored tensor [rows, cols], or [cols] with rows = 1."""
+
+    name: str
+    rows: int
+    cols: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """Base of all ops. By convention the output field is called `out`."""
+
+    def inputs(self) -> list[Value]:
+        return [v for name, v in vars(self).items() if name != "out" and isinstance(v, Value)]
+
+    def output(self) -> Value | None:
+        return vars(self).get("out")
+
+    def weights(self) -> list[Weight]:
+        return [v for v in vars(self).values() if isinstance(v, Weight)]
+
+    def flops(self, load: Load) -> int:
+        return 0
+
+    def bytes(self, load: Load) -> int:
+        return sum(w.nbytes for w in self.weights())
+
+
+def _matmul_flops(rows: int, *weights: Weight) -> int:
+    return 2 * rows * sum(w.rows * w.cols for w in weights)
+
+
+@dataclass(frozen=True)
+class Embed(Op):
+    """out[t] = weight[token[t]]"""
+
+    out: Value
+    weight: Weight
+
+    def bytes(self, load: Load) -> int:
+        return load.rows * self.weight.nbytes // self.weight.rows
+
+
+@dataclass(frozen=True)
+class RopeAngles(Op):
+    """out[t] = cos and sin of position[t] * inverse_frequencies, times `scale`: dim / 2 cosines, then dim / 2 sines."""
+
+    out: Value
+    inverse_frequencies: tuple[float, ...]
+    scale: float
+
+
+@dataclass(frozen=True)
+class Norm(Op):
+    """RMSNorm (Zhang and Sennrich 2019): out = x / sqrt(mean(x^2) + eps) * weight"""
+
+    out: Value
+    x: Value
+    weight: Weight
+    eps: float
+
+    def flops(self, load: Load) -> int:
+        return 4 * self.x.num_rows(load) * self.x.width
+
+
+@dataclass(frozen=True)
+class Linear(Op):
+    """out = x @ weight.T + bias"""
+
+    out: Value
+    x: Value
+    weight: Weight
+    bias: Weight | None = None
+
+    def flops(self, load: Load) -> int:
+        return _matmul_flops(self.x.num_rows(load), self.weight)
+
+
+@dataclass(frozen=True)
+class LinearAdd(Op):
+    """out = residual + x @ weight.T + bias"""
+
+    out: Value
+    x: Value
+    residual: Value
+    weight: Weight
+    bias: Weight | None = None
+
+    def flops(self, load: Load) -> int:
+        return _matmul_flops(self.x.num_rows(load), self.weight)
+
+
+@dataclass(frozen=True)
+class Rope(Op):
+    """Rotates the pairs (2i, 2i + 1) of every head by the row's angles (Su et al. 2021)."""
+
+    out: Value
+    x: Value
+    angles: Value
+    head_dim: int
+
+    def flops(self, load: Load) -> int:
+        return 6 * self.x.num_rows(load) * self.x.width // 2
+
+
+@dataclass(frozen=True)
+class KvWrite(Op):
+    """KV[layer][slot[t]] = k[t], v[t]"""
+
+    k: Value
+    v: Value
+    layer: int
+
+    def bytes(self, load: Load) -> int:
+        return int(load.rows * 2 * self.k.width * load.kv_bytes)
+
+
+@dataclass(frozen=True)
+class QkvRopeWrite(Op):
+    """out = rope(x @ q.T); KV[layer][slot] = rope(x @ k.T), x @ v.T"""
+
+    out: Value
+    x: Value
+    angles: Value
+    q: Weight
+    k: Weight
+    v: Weight
+    q_bias: Weight | None
+    k_bias: Weight | None
+    v_bias: Weight | None
+    layer: int
+    head_dim: int
+
+    def flops(self, load: Load) -> int:
+        return _matmul_flops(load.rows, self.q, self.k, self.v)
+
+    def bytes(self, load: Load) -> int:
+        return super().bytes(load) + int(load.rows * 2 * self.k.rows * load.kv_bytes)
+
+
+@dataclass(frozen=True)
+class Attention(Op):
+    """Softmax attention of every head over the row's visible slots; `num_heads / num_kv_heads` heads share a KV head.
+
+    `window` > 0: a row sees itself and the window - 1 positions before it.
+    """
+
+    out: Value
+    q: Value
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int = 0
+
+    def _visible(self, position: int) -> int:
+        return min(position + 1, self.window) if self.window else position + 1
+
+    def flops(self, load: Load) -> int:
+        pairs = sum(self._visible(context + r) for context, rows in load.branches for r in range(rows))
+        return 4 * pairs * self.num_heads * self.head_dim
+
+    def bytes(self, load: Load) -> int:
+        """K and V of every visible slot, read once for all rows and heads of a branch."""
+        slots = sum(min(context + rows, self.window + rows - 1 if self.window else context + rows) for context, rows in load.branches)
+        return int(2 * slots * self.num_kv_heads * self.head_dim * load.kv_bytes)
+
+
+@dataclass(frozen=True)
+class Glu(Op):
+    """out = silu(gate) * up (Shazeer 2020)"""
+
+    out: Value
+    gate: Value
+    up: Value
+
+    def flops(self, load: Load) -> int:
+        return 4 * self.out.num_rows(load) * self.out.width
+
+
+@dataclass(frozen=True)
+class GluLinear(Op):
+    """out = silu(x @ gate.T + gate_bias) * (x @ up.T + up_bias)"""
+
+    out: Value
+    x: Value
+    gate: Weight
+    up: Weight
+    gate_bias: Weight | None = None
+    up_bias: Weight | None = None
+
+    def flops(self, load: Load) -> int:
+        return _matmul_flops(self.x.num_rows(load), self.gate, self.up)
+
+
+@dataclass(frozen=True)
+class Add(Op):
+    """out = x + y"""
+
+    out: Value
+    x: Value
+    y: Value
+
+
+@dataclass(frozen=True)
+class GatherRows(Op):
+    """out = the rows of x whose logits are wanted"""
+
+    out: Value
+    x: Value

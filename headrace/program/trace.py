@@ -1,0 +1,129 @@
+"""Running a model function once over symbolic values gives its program."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal
+
+from headrace.errors import FormatError
+from headrace.program.ops import (
+    Add,
+    Attention,
+    Embed,
+    GatherRows,
+    Glu,
+    KvWrite,
+    Linear,
+    Load,
+    Norm,
+    Op,
+    Rope,
+    RopeAngles,
+    Value,
+    Weight,
+)
+from headrace.quant.formats import StoredTensor
+
+
+@dataclass(frozen=True)
+class Program:
+    """A flat list of ops, each value written once and before it is read; the row count is bound at run time."""
+
+    ops: tuple[Op, ...]
+    logits: Value
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """(layers, KV heads, head dim) of the KV that the program reads and writes."""
+        attention = [op for op in self.ops if isinstance(op, Attention)]
+        return len(attention), attention[0].num_kv_heads, attention[0].head_dim
+
+    def flops(self, load: Load) -> int:
+        return sum(op.flops(load) for op in self.ops)
+
+    def bytes(self, load: Load) -> int:
+        return sum(op.bytes(load) for op in self.ops)
+
+    def last_use(self) -> dict[int, int]:
+        """Index of the last op that reads each value (by id); the logits outlive all ops."""
+        last = {value.id: i for i, op in enumerate(self.ops) for value in op.inputs()}
+        return last | {self.logits.id: len(self.ops)}
+
+
+class Tracer:
+    """The op vocabulary as functions. Each call appends an op and returns its symbolic result."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
+        self.ops: list[Op] = []
+        self._tensors = tensors
+        self._ids = count()
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def weight(self, name: str, rows: int, cols: int) -> Weight:
+        """The named tensor, held against the shape that the equations need. Raises FormatError."""
+        if name not in self._tensors:
+            raise FormatError(f"the checkpoint has no tensor {name!r}")
+        tensor = self._tensors[name]
+        if (tensor.rows, tensor.cols) != (rows, cols):
+            raise FormatError(f"tensor {name!r} has shape {tensor.shape}, and the model needs {(rows, cols)}")
+        return Weight(name, rows, cols, tensor.nbytes)
+
+    def _value(self, width: int, rows: Literal["step", "logit"]) -> Value:
+        return Value(next(self._ids), width, rows)
+
+    def embed(self, weight: Weight) -> Value:
+        out = self._value(weight.cols, "step")
+        self.ops.append(Embed(out, weight))
+        return out
+
+    def rope_angles(self, inverse_frequencies: tuple[float, ...], scale: float) -> Value:
+        out = self._value(2 * len(inverse_frequencies), "step")
+        self.ops.append(RopeAngles(out, inverse_frequencies, scale))
+        return out
+
+    def norm(self, x: Value, weight: Weight, eps: float) -> Value:
+        out = self._value(x.width, x.rows)
+        self.ops.append(Norm(out, x, weight, eps))
+        return out
+
+    def linear(self, x: Value, weight: Weight, bias: Weight | None = None) -> Value:
+        out = self._value(weight.rows, x.rows)
+        self.ops.append(Linear(out, x, weight, bias))
+        return out
+
+    def rope(self, x: Value, angles: Value, head_dim: int) -> Value:
+        out = self._value(x.width, x.rows)
+        self.ops.append(Rope(out, x, angles, head_dim))
+        return out
+
+    def kv_write(self, k: Value, v: Value, layer: int) -> None:
+        self.ops.append(KvWrite(k, v, layer))
+
+    def attention(self, q: Value, layer: int, num_kv_heads: int, head_dim: int, window: int = 0) -> Value:
+        out = self._value(q.width, q.rows)
+        self.ops.append(Attention(out, q, layer, q.width // head_dim, num_kv_heads, head_dim, head_dim**-0.5, window))
+        return out
+
+    def glu(self, gate: Value, up: Value) -> Value:
+        out = self._value(gate.width, gate.rows)
+        self.ops.append(Glu(out, gate, up))
+        return out
+
+    def add(self, x: Value, y: Value) -> Value:
+        out = self._value(x.width, x.rows)
+        self.ops.append(Add(out, x, y))
+        return out
+
+    def gather_rows(self, x: Value) -> Value:
+        out = self._value(x.width, "logit")
+        self.ops.append(GatherRows(out, x))
+        return out
+
+
+def trace(forward: Callable[[Tracer], Value], tensors: Mapping[str, StoredTensor]) -> Program:
+    """The program of `forward`, which returns the logits. Raises FormatError for a missing or misshapen tensor."""
+    tracer = Tracer(tensors)
+    logits = forward(tracer)
+    return Program(tuple(tracer.ops), logits)
