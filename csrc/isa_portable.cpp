@@ -3,7 +3,7 @@
 #include "half.h"
 #include "kernels.h"
 
-#define HR_INLINE inline
+#define HR_INLINE inline __attribute__((always_inline))
 
 namespace headrace {
 namespace {

@@ -1,52 +1,59 @@
-// 16-lane vectors in plain C++: correct everywhere, as fast as the compiler's auto-vectoriser makes it.
+// 16-lane vectors in the vector extension of GCC and Clang: any processor, in whatever width it has.
 // Included inside the namespace of an instruction set; simd_avx2.h and simd_avx512.h offer the same names.
-struct Vf {
-  float v[16];
-};
+typedef float Vf __attribute__((vector_size(64)));
+typedef int32_t Vint __attribute__((vector_size(64)));
 struct Vi {
-  int32_t v[16];
+  Vint v;
 };
-struct Vb {
-  uint8_t v[64];
+struct Vb {  // 16 lanes of 4 bytes
+  Vint v;
 };
 constexpr int kMaxRows = 4;
 constexpr bool kHasBf16 = false;
 
-#define LANES(expr)                      \
-  for (int i = 0; i < 16; i++) r.v[i] = expr; \
+#define EACH_LANE(expr)                      \
+  for (int i = 0; i < 16; i++) r[i] = expr; \
   return r
 
 HR_INLINE Vf zero() { return Vf{}; }
-HR_INLINE Vf set1(float x) { Vf r; LANES(x); }
-HR_INLINE Vf load(const float* p) { Vf r; LANES(p[i]); }
-HR_INLINE void store(float* p, Vf a) { for (int i = 0; i < 16; i++) p[i] = a.v[i]; }
-HR_INLINE Vf load_partial(const float* p, int n) { Vf r; LANES(i < n ? p[i] : 0.0f); }
-HR_INLINE void store_partial(float* p, Vf a, int n) { for (int i = 0; i < n; i++) p[i] = a.v[i]; }
-HR_INLINE Vf add(Vf a, Vf b) { Vf r; LANES(a.v[i] + b.v[i]); }
-HR_INLINE Vf sub(Vf a, Vf b) { Vf r; LANES(a.v[i] - b.v[i]); }
-HR_INLINE Vf mul(Vf a, Vf b) { Vf r; LANES(a.v[i] * b.v[i]); }
-HR_INLINE Vf div(Vf a, Vf b) { Vf r; LANES(a.v[i] / b.v[i]); }
-HR_INLINE Vf fma(Vf a, Vf b, Vf c) { Vf r; LANES(a.v[i] * b.v[i] + c.v[i]); }
-HR_INLINE Vf max(Vf a, Vf b) { Vf r; LANES(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
-HR_INLINE Vf abs(Vf a) { Vf r; LANES(a.v[i] < 0 ? -a.v[i] : a.v[i]); }
-HR_INLINE Vf swap_pairs(Vf a) { Vf r; LANES(a.v[i ^ 1]); }
+HR_INLINE Vf set1(float x) { return Vf{} + x; }
+HR_INLINE Vf load(const float* p) {
+  Vf r;
+  memcpy(&r, p, 64);
+  return r;
+}
+HR_INLINE void store(float* p, Vf a) { memcpy(p, &a, 64); }
+HR_INLINE Vf load_partial(const float* p, int n) {
+  if (n >= 16) return load(p);
+  Vf r;
+  EACH_LANE(i < n ? p[i] : 0.0f);
+}
+HR_INLINE void store_partial(float* p, Vf a, int n) { for (int i = 0; i < n; i++) p[i] = a[i]; }
+HR_INLINE Vf add(Vf a, Vf b) { return a + b; }
+HR_INLINE Vf sub(Vf a, Vf b) { return a - b; }
+HR_INLINE Vf mul(Vf a, Vf b) { return a * b; }
+HR_INLINE Vf div(Vf a, Vf b) { return a / b; }
+HR_INLINE Vf fma(Vf a, Vf b, Vf c) { return a * b + c; }
+HR_INLINE Vf max(Vf a, Vf b) { return a > b ? a : b; }
+HR_INLINE Vf abs(Vf a) { return a < 0 ? -a : a; }
+HR_INLINE Vf swap_pairs(Vf a) { Vf r; EACH_LANE(a[i ^ 1]); }
 // Lanes first..last-1 of a, `other` elsewhere.
-HR_INLINE Vf keep_lanes(Vf a, int first, int last, float other) { Vf r; LANES(i >= first && i < last ? a.v[i] : other); }
+HR_INLINE Vf keep_lanes(Vf a, int first, int last, float other) { Vf r; EACH_LANE(i >= first && i < last ? a[i] : other); }
 // a where x >= bound, 0 elsewhere.
-HR_INLINE Vf keep_if_ge(Vf a, Vf x, float bound) { Vf r; LANES(x.v[i] >= bound ? a.v[i] : 0.0f); }
-HR_INLINE Vi set1(int32_t x) { Vi r; LANES(x); }
-HR_INLINE Vi add(Vi a, Vi b) { Vi r; LANES(a.v[i] + b.v[i]); }
-HR_INLINE Vi sub(Vi a, Vi b) { Vi r; LANES(a.v[i] - b.v[i]); }
-HR_INLINE Vi mul(Vi a, Vi b) { Vi r; LANES(a.v[i] * b.v[i]); }
+HR_INLINE Vf keep_if_ge(Vf a, Vf x, float bound) { return x >= bound ? a : Vf{}; }
+HR_INLINE Vi set1(int32_t x) { return {Vint{} + x}; }
+HR_INLINE Vi add(Vi a, Vi b) { return {a.v + b.v}; }
+HR_INLINE Vi sub(Vi a, Vi b) { return {a.v - b.v}; }
+HR_INLINE Vi mul(Vi a, Vi b) { return {a.v * b.v}; }
 template <int N>
-HR_INLINE Vi shift_left(Vi a) { Vi r; LANES(static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << N)); }
-HR_INLINE Vf to_float(Vi a) { Vf r; LANES(static_cast<float>(a.v[i])); }
-HR_INLINE Vi round_to_int(Vf a) { Vi r; LANES(static_cast<int32_t>(__builtin_rintf(a.v[i]))); }
-HR_INLINE Vf round(Vf a) { Vf r; LANES(__builtin_rintf(a.v[i])); }
+HR_INLINE Vi shift_left(Vi a) { return {a.v << N}; }
+HR_INLINE Vf to_float(Vi a) { return __builtin_convertvector(a.v, Vf); }
+HR_INLINE Vf round(Vf a) { Vf r; EACH_LANE(__builtin_rintf(a[i])); }
+HR_INLINE Vi round_to_int(Vf a) { return {__builtin_convertvector(round(a), Vint)}; }
 // a * 2^n for integral n.
 HR_INLINE Vf scale_by_power(Vf a, Vf n) {
-  Vf r;
-  LANES(a.v[i] * __builtin_bit_cast(float, (static_cast<int32_t>(n.v[i]) + 127) << 23));
+  const Vint bits = (__builtin_convertvector(n, Vint) + 127) << 23;
+  return a * reinterpret_cast<Vf>(bits);
 }
 HR_INLINE void store_s8(int8_t* p, Vi a) { for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(a.v[i]); }
 HR_INLINE int32_t reduce_add(Vi a) {
@@ -57,49 +64,49 @@ HR_INLINE int32_t reduce_add(Vi a) {
 // Sums of lanes 8 apart, then 4, 2 and 1.
 HR_INLINE float reduce_add(Vf a) {
   for (int n = 8; n; n /= 2)
-    for (int i = 0; i < n; i++) a.v[i] += a.v[i + n];
-  return a.v[0];
+    for (int i = 0; i < n; i++) a[i] += a[i + n];
+  return a[0];
 }
 HR_INLINE float reduce_max(Vf a) {
-  for (int i = 1; i < 16; i++) a.v[0] = a.v[i] > a.v[0] ? a.v[i] : a.v[0];
-  return a.v[0];
+  float top = a[0];
+  for (int i = 1; i < 16; i++) top = a[i] > top ? a[i] : top;
+  return top;
 }
-HR_INLINE Vf load_half(const uint16_t* p) { Vf r; LANES(half_to_float(p[i])); }
-HR_INLINE Vi load_s8(const int8_t* p) { Vi r; LANES(p[i]); }
-HR_INLINE Vi load_u8(const uint8_t* p) { Vi r; LANES(p[i]); }
+HR_INLINE Vf load_half(const uint16_t* p) { Vf r; EACH_LANE(half_to_float(p[i])); }
+HR_INLINE Vi load_s8(const int8_t* p) {
+  Vint r;
+  for (int i = 0; i < 16; i++) r[i] = p[i];
+  return {r};
+}
+HR_INLINE Vi load_u8(const uint8_t* p) {
+  Vint r;
+  for (int i = 0; i < 16; i++) r[i] = p[i];
+  return {r};
+}
 HR_INLINE Vb load_bytes(const uint8_t* p) {
   Vb r;
-  memcpy(r.v, p, 64);
+  memcpy(&r, p, 64);
   return r;
 }
-HR_INLINE Vb low_nibbles(Vb a) {
-  for (auto& x : a.v) x &= 15;
-  return a;
-}
-HR_INLINE Vb high_nibbles(Vb a) {
-  for (auto& x : a.v) x >>= 4;
-  return a;
-}
-// acc[i] += sum of w[4 i + b] * x[b]; Bits is the width of w.
+HR_INLINE Vb low_nibbles(Vb a) { return {a.v & 0x0f0f0f0f}; }
+HR_INLINE Vb high_nibbles(Vb a) { return {(a.v >> 4) & 0x0f0f0f0f}; }
+// acc[i] += sum of w[4 i + b] * x[b]; Bits is the width of w. Two 16-bit products at a time: a code times an activation fits, and
+// so does the sum of two of a 4-bit code.
 template <int Bits>
-HR_INLINE Vi dot(Vi acc, const Vb& w, const int8_t* x) {
-  for (int i = 0; i < 16; i++)
-    for (int b = 0; b < 4; b++) acc.v[i] += w.v[4 * i + b] * x[b];
-  return acc;
+HR_INLINE Vi dot(Vi acc, Vb w, const int8_t* x) {
+  const Vint sum = (w.v & 255) * static_cast<int32_t>(x[0]) + (w.v >> 8 & 255) * static_cast<int32_t>(x[1]) +
+                   (w.v >> 16 & 255) * static_cast<int32_t>(x[2]) + (w.v >> 24 & 255) * static_cast<int32_t>(x[3]);
+  return {acc.v + sum};
 }
 // A line of 16 bf16 pairs times one activation pair in float32.
 using Pair = float;
 constexpr int kPairStride = 2;
-HR_INLINE Vf dot_pair(Vf acc, const Vb& w, const Pair* x) {
-  uint32_t d[16];
-  memcpy(d, w.v, 64);
-  for (int i = 0; i < 16; i++) {
-    acc.v[i] = __builtin_bit_cast(float, d[i] << 16) * x[0] + acc.v[i];
-    acc.v[i] = __builtin_bit_cast(float, d[i] & 0xffff0000u) * x[1] + acc.v[i];
-  }
-  return acc;
+HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
+  const Vint even = w.v << 16, odd = w.v & static_cast<int32_t>(0xffff0000u);
+  acc = reinterpret_cast<Vf>(even) * x[0] + acc;
+  return reinterpret_cast<Vf>(odd) * x[1] + acc;
 }
 // 16 floats in the form that dot_pair takes: 8 pairs.
 HR_INLINE void store_pairs(Pair* p, Vf a) { store(p, a); }
 HR_INLINE void prefetch(const void*) {}
-#undef LANES
+#undef EACH_LANE

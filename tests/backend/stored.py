@@ -1,0 +1,40 @@
+"""Random tensors in every stored format, with sane scales, and the reference twins of activation packing."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.backend.reference import round_bf16
+from headrace.quant.formats import FORMATS, StoredTensor
+
+# Byte offsets of the float16 scales inside a block: any other bytes may be random.
+_SCALES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+
+
+def random_stored(format_name: str, rows: int, cols: int, seed: int, name: str = "w", scale: float = 0.1) -> StoredTensor:
+    """A [rows, cols] tensor of random codes and scales; values are of the order of `scale`."""
+    rng = np.random.default_rng(seed)
+    form = FORMATS[format_name]
+    if format_name not in _SCALES:
+        values = rng.standard_normal((rows, cols)).astype(np.float32) * np.float32(scale)
+        if format_name == "F32":
+            data = values.view(np.uint8)
+        elif format_name == "F16":
+            data = values.astype(np.float16).view(np.uint8)
+        else:
+            data = (round_bf16(values).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        return StoredTensor(name, form, (rows, cols), data.reshape(-1))
+    blocks = rng.integers(0, 256, (rows * cols // form.block, form.nbytes), dtype=np.uint8)
+    for at in _SCALES[format_name]:
+        scales = (rng.uniform(-1, 1, len(blocks)) * scale / 16).astype(np.float16)
+        blocks[:, at : at + 2] = scales[:, None].view(np.uint8)
+    return StoredTensor(name, form, (rows, cols), blocks.reshape(-1))
+
+
+def quantised_rows(x: NDArray[np.float32]) -> NDArray[np.float64]:
+    """What the int8 activation form stands for: per 32 columns, scale = max |x| / 127 and codes rounded to nearest even."""
+    rows, cols = x.shape
+    groups = np.pad(x, ((0, 0), (0, -cols % 32))).reshape(rows, -1, 32)
+    top = np.abs(groups).max(axis=2, keepdims=True)
+    inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
+    codes = np.rint(groups * inverse)
+    return (codes.astype(np.float64) * (top / np.float32(127))).reshape(rows, -1)[:, :cols]

@@ -1,0 +1,93 @@
+"""Whole programs on the cpu backend against the reference, for every instruction set of this machine.
+
+Weights and KV are float32 here, so that only the order of the sums differs: what quantised formats and bf16 do is tested op by
+op in test_cpu_linear.py and on the real model.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace import _native
+from headrace.backend import cpu, reference
+from headrace.config import KvConfig
+from headrace.model import trace_model
+from headrace.program.fuse import fuse
+from tests.backend.batches import Sequence, batch_of
+from tests.tiny import tiny_model
+
+ISAS = _native.isas()
+BLOCKS = 48
+SHAPES = st.fixed_dictionaries(
+    {
+        "layers": st.integers(1, 3),
+        "heads": st.sampled_from([1, 2, 4, 6]),
+        "groups": st.sampled_from([1, 2]),
+        "head_dim": st.sampled_from([2, 6, 16, 24, 64, 80]),
+        "ffn": st.integers(1, 90),
+        "vocab": st.integers(2, 70),
+        "window": st.sampled_from([0, 0, 1, 7, 40, 300]),
+    }
+)
+
+
+def random_tree(rng: np.random.Generator, nodes: int, vocab: int) -> tuple[list[int], list[int]]:
+    return rng.integers(0, vocab, nodes).tolist(), [int(rng.integers(-1, i)) for i in range(nodes)]
+
+
+def random_steps(rng: np.random.Generator, vocab: int, trees: bool):
+    """A few steps of up to four branches: prompt chunks of all sizes, then single rows; contexts cross blocks and splits."""
+    order = rng.permutation(BLOCKS)
+    sequences = [Sequence([int(b) for b in part], 32) for part in np.array_split(order, rng.integers(1, 5))]
+    for _ in range(3):
+        forced, guesses = [], []
+        for sequence in sequences:
+            room = len(sequence.blocks) * 32 - sequence.computed
+            count = int(rng.choice([1, 1, 5, 33, 140, 300]))
+            forced.append(rng.integers(0, vocab, max(1, min(count, room // 3))).tolist())
+            nodes = int(rng.integers(0, 70)) if trees else 0
+            guesses.append(random_tree(rng, min(nodes, room // 3), vocab))
+        yield batch_of(sequences, forced, guesses, trees)
+        for sequence, decided in zip(sequences, forced, strict=True):
+            sequence.computed += len(decided)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=15, deadline=None)
+@given(shape=SHAPES, trees=st.booleans(), threads=st.sampled_from([1, 2]), seed=st.integers(0, 2**16))
+def test_cpu_equals_reference(isa: str, shape: dict, trees: bool, threads: int, seed: int) -> None:
+    heads = shape["heads"] * shape["groups"]
+    options = {key: shape[key] for key in ("layers", "ffn", "vocab", "window")}
+    spec, tensors = tiny_model(seed, dim=heads * shape["head_dim"], heads=heads, kv_heads=shape["heads"], **options)
+    program = trace_model(spec, tensors)
+    kv = KvConfig(BLOCKS, 32, "f32")
+    truth, fast = reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, threads, isa)
+    for batch in random_steps(np.random.default_rng(seed), spec.vocab_size, trees):
+        want, got = truth.run(batch).logits, fast.run(batch).logits
+        assert np.linalg.norm(got - want) <= 1e-4 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_move_slots(isa: str, dtype: str) -> None:
+    """A context whose slots were moved gives the same bits as the one that was there."""
+    spec, tensors = tiny_model(3, dim=48, heads=6, kv_heads=3)
+    program, kv = trace_model(spec, tensors), KvConfig(8, 32, dtype)
+    executable = cpu.CpuExecutable(program, tensors, kv, 1, isa)
+    tokens = np.random.default_rng(0).integers(0, spec.vocab_size, 45).tolist()
+    home, away = Sequence([0, 1], 32), Sequence([5, 3], 32)
+    executable.run(batch_of([home], [tokens], [([], [])], False))
+    executable.move_slots(np.array(home.slots(0, 45)), np.array(away.slots(0, 45)))
+    home.computed = away.computed = 45
+    here = executable.run(batch_of([home], [[7]], [([], [])], False)).logits.copy()
+    assert np.array_equal(here, executable.run(batch_of([away], [[7]], [([], [])], False)).logits)
+
+
+def test_fused_program_equals_the_traced_one() -> None:
+    spec, tensors = tiny_model(5, layers=3)
+    program, kv = trace_model(spec, tensors), KvConfig(BLOCKS, 32, "f32")
+    plain, fused = (reference.compile(p, tensors, kv, 1) for p in (program, fuse(program)))
+    assert len(fuse(program).ops) == 3 + 7 * spec.num_layers + 3
+    for batch in random_steps(np.random.default_rng(0), spec.vocab_size, trees=True):
+        assert np.allclose(plain.run(batch).logits, fused.run(batch).logits, rtol=1e-12, atol=1e-12)

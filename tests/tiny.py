@@ -1,0 +1,149 @@
+"""Tiny random models, a vocabulary for them, and engines over both: shared by all tests."""
+
+import codecs
+from typing import Any
+
+import numpy as np
+
+from headrace.backend import Executable, compile_program
+from headrace.batch import Proposer
+from headrace.config import EngineConfig, KvConfig
+from headrace.engine.engine import Engine, Limits
+from headrace.model import trace_model
+from headrace.model.names import tensor_shapes
+from headrace.model.spec import ModelSpec, RopeSpec
+from headrace.propose import make_proposer
+from headrace.quant.formats import FORMATS, StoredTensor
+from headrace.request import RequestOutput, SamplingParams, Update
+from tests.backend.stored import random_stored
+
+BLOCK_SIZE = {"cpu": 32}
+"""Slots in a block, where a backend insists."""
+
+Tensors = dict[str, StoredTensor]
+
+
+def tiny_model(
+    seed: int,
+    layers: int = 2,
+    dim: int = 32,
+    heads: int = 4,
+    kv_heads: int = 2,
+    ffn: int = 64,
+    vocab: int = 61,
+    window: int = 0,
+    format: str = "F32",
+    context: int = 128,
+) -> tuple[ModelSpec, Tensors]:
+    """A random Llama with matrices in any stored format, and norms in F32."""
+    head_dim = dim // heads
+    spec = ModelSpec(
+        architecture="llama",
+        name=f"tiny-{seed}",
+        num_layers=layers,
+        dim=dim,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_dim=ffn,
+        vocab_size=vocab,
+        max_context=context,
+        norm_eps=1e-5,
+        rope=RopeSpec(head_dim),
+        windows=(window,) * layers if window else (),
+    )
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for template, shape in tensor_shapes(spec).items():
+        for layer in range(layers if "{i}" in template else 1):
+            name = template.format(i=layer)
+            if len(shape) == 1:
+                tensors[name] = _norm(name, rng, *shape)
+            else:
+                gain = {"embed": shape[1] ** 0.5, "head": 3.0}.get(name, 1.5)  # logits neither flat nor certain
+                scale = gain / shape[1] ** 0.5
+                tensors[name] = random_stored(format, *shape, seed=int(rng.integers(2**32)), name=name, scale=scale)
+    return spec, tensors
+
+
+def _norm(name: str, rng: np.random.Generator, dim: int) -> StoredTensor:
+    values = (1 + 0.1 * rng.standard_normal(dim)).astype(np.float32)
+    return StoredTensor(name, FORMATS["F32"], (dim,), values.view(np.uint8))
+
+
+class TinyVocabulary:
+    """Token i is a letter, a pair of letters, or one byte of a longer character."""
+
+    def __init__(self, size: int, eos_ids: tuple[int, ...] = ()) -> None:
+        letters = "abcdefghijklmnopqrst"
+        pieces = [letter.encode() for letter in letters]
+        pieces += [bytes([byte]) for byte in sorted({*"é€😀".encode()})]
+        pieces += [(a + b).encode() for a in letters for b in letters]
+        self.pieces = pieces[:size]
+        self.eos_ids = frozenset(eos_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.pieces[token_id] if token_id < len(self.pieces) else b""
+
+    def decoder(self, skip_special: bool) -> "_Decoder":
+        return _Decoder(self, self.eos_ids if skip_special else frozenset())
+
+    def decode(self, ids: list[int], skip_special: bool = True) -> str:
+        decoder = self.decoder(skip_special)
+        return "".join(decoder.push(token) for token in ids) + decoder.flush()
+
+
+class _Decoder:
+    def __init__(self, vocabulary: TinyVocabulary, skipped: frozenset[int]) -> None:
+        self._vocabulary = vocabulary
+        self._skipped = skipped
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return "" if token_id in self._skipped else self._utf8.decode(self._vocabulary.token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+def tiny_executable(model: tuple[ModelSpec, Tensors], backend: str, kv: KvConfig, threads: int = 1) -> Executable:
+    """The model, compiled."""
+    spec, tensors = model
+    return compile_program(backend, trace_model(spec, tensors), tensors, kv, threads)
+
+
+def tiny_engine(
+    model: tuple[ModelSpec, Tensors],
+    backend: str = "reference",
+    *,
+    proposer: Proposer | None = None,
+    executable: Executable | None = None,
+    eos_ids: tuple[int, ...] = (),
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_model_len: int = 0,
+    **config: Any,
+) -> Engine:
+    """An engine over the model. Blocks are small where the backend allows, so that little text needs many."""
+    spec, _ = model
+    options = EngineConfig(backend=backend, **config)
+    kv = KvConfig(num_blocks, BLOCK_SIZE.get(backend, block_size), options.kv_dtype)
+    limits = Limits(spec.vocab_size, max_model_len or spec.max_context, kv)
+    executable = executable or tiny_executable(model, backend, kv, options.threads)
+    vocabulary = TinyVocabulary(spec.vocab_size, eos_ids)
+    return Engine(executable, vocabulary, limits, options, proposer or make_proposer(options.proposer))
+
+
+def run_all(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+    """The results of the requests, all added at once, in their order."""
+    ids = [engine.add_request(prompt, params) for prompt, params in requests]
+    results = {update.request_id: update.result for update in drain(engine) if update.result}
+    return [results[request_id] for request_id in ids]
+
+
+def drain(engine: Engine) -> list[Update]:
+    """All updates until there is no more work."""
+    updates = []
+    while engine.has_work:
+        updates += engine.step()
+    return updates
