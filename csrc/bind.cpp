@@ -99,17 +99,17 @@ void bind_ops(nb::class_<Plan>& c) {
       .def("gather_rows", [](Plan& p, int out, int x) { p.add_op(make_gather_rows(out, x)); })
       .def("add", [](Plan& p, int out, int x, int y) { p.add_op(make_add(out, x, y)); })
       .def("glu", [](Plan& p, int out, int gate, int up) { p.add_op(make_glu(out, gate, up)); })
-      .def("linear", [](Plan& p, int out, int x, int w, int bias, int residual) {
-        p.reads(x, w);
-        p.add_op(make_linear(out, x, w, bias, residual));
+      .def("linear", [](Plan& p, int out, int x, int w, int bias, int residual, bool offset) {
+        p.reads(x, w, offset);
+        p.add_op(make_linear(out, x, w, bias, residual, offset));
       })
       .def("glu_linear", [](Plan& p, int out, int x, int gate, int up, int gate_bias, int up_bias) {
-        p.reads(x, gate);
-        p.reads(x, up);
+        p.reads(x, gate, false);
+        p.reads(x, up, false);
         p.add_op(make_glu_linear(out, x, gate, up, gate_bias, up_bias));
       })
       .def("qkv_rope_write", [](Plan& p, int out, int x, int angles, std::array<int, 3> weights, std::array<int, 3> biases, int layer) {
-        for (const int w : weights) p.reads(x, w);
+        for (const int w : weights) p.reads(x, w, true);
         p.add_op(make_qkv_rope_write({out, x, angles, weights, biases, layer}));
       })
       .def("attention", [](Plan& p, int out, int q, int layer, float scale, int window) {

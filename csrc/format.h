@@ -42,8 +42,10 @@ enum class Format : int {
 constexpr int kNumFormats = 12;
 
 // How a kernel wants its activations. An activation buffer holds every form that its readers need.
-enum class Form : int { kQ8, kBf16, kF32 };
-constexpr int kNumForms = 3;
+// kQ8 is symmetric int8 per 32 columns. kQ8Offset puts the range of the codes around the middle of the group's numbers: behind a
+// norm, where single channels stick out to one side, it has a third of the error, for one more multiply-add per group.
+enum class Form : int { kQ8, kQ8Offset, kBf16, kF32 };
+constexpr int kNumForms = 4;
 
 constexpr bool is_super(Scales s) { return s == Scales::kSuper32Min || s == Scales::kSuper16 || s == Scales::kSuper16Min; }
 constexpr bool has_min(Scales s) { return s == Scales::kGroup32Min || s == Scales::kSuper32Min || s == Scales::kSuper16Min; }
@@ -90,12 +92,14 @@ constexpr int unit_columns(Format f) { return is_quantised(f) ? unit_of(f).colum
 constexpr int unit_bytes(Format f) { return is_quantised(f) ? unit_of(f).bytes() : f == Format::kF16 ? 32 : 64; }
 
 // Q8 activations: for a block of n rows and each 32-column group, n x 48 bytes: s8 x[n][32], f32 scale[n],
-// s32 zero_sum[n] = -8 * sum(x), s32 zero_sum_low[n], the same over the first 16 columns, f32 sum[n] = scale * sum(x).
-constexpr int kQ8GroupBytes = 48;
+// s32 zero_sum[n] = -8 * sum(x), s32 zero_sum_low[n], the same over the first 16 columns, f32 sum[n] = scale * sum(x);
+// with offset 4 more: f32 offset[n], to be added to every number of the group.
+constexpr int q8_group_bytes(bool offset) { return offset ? 52 : 48; }
 
 // Bytes of one activation row of `columns`, already padded to the readers' units.
 constexpr size_t form_row_bytes(Form form, size_t columns) {
-  return form == Form::kQ8 ? columns / kGroup * kQ8GroupBytes : form == Form::kBf16 ? columns * 2 : columns * 4;
+  if (form == Form::kQ8 || form == Form::kQ8Offset) return columns / kGroup * q8_group_bytes(form == Form::kQ8Offset);
+  return form == Form::kBf16 ? columns * 2 : columns * 4;
 }
 
 }  // namespace headrace

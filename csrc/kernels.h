@@ -43,8 +43,8 @@ struct Kernels {
 
   // out[rows][16] = 16 weight rows times a block of activation rows, both `units` units long.
   using Matmul = void (*)(const uint8_t* tile, int units, const uint8_t* block, float* out);
-  Matmul matmul[kNumFormats][16];  // [format][rows - 1]
-  Form form[kNumFormats];          // the activations that a format's kernel reads
+  Matmul matmul[2][kNumFormats][16];  // [activations with offset][format][rows - 1]
+  Form form[2][kNumFormats];          // the activations that these kernels read
 
   // Row m of a block of `rows` activation rows, from x[n]; zeros up to `columns`.
   void (*pack[kNumForms])(const float* x, int n, int columns, uint8_t* block, int rows, int m);

@@ -60,6 +60,25 @@ HR_INLINE Vi start_sum(int32_t zero_sum) {
   return U.zero() == 8 ? set1(zero_sum) : shift_left<4>(set1(zero_sum));
 }
 
+constexpr int8_t kOnes[4] = {1, 1, 1, 1};
+
+// Sums of the group's weights, for the offset of the activations.
+template <Unit U>
+HR_INLINE Vf weight_sums(const Vb* w, const GroupScale<U.scales>& s) {
+  Vi low = set1(-16 * U.zero()), high = low;
+  for (int j = 0; j < 4; j++) {
+    low = dot<U.bits>(low, w[j], kOnes);
+    high = dot<U.bits>(high, w[j + 4], kOnes);
+  }
+  if constexpr (!is_sub16(U.scales)) {
+    const Vf codes = mul(to_float(add(low, high)), s.scale);
+    return has_min(U.scales) ? fma(s.min, set1(32.0f), codes) : codes;
+  } else {
+    const Vf codes = mul(to_float(add(mul(low, s.low), mul(high, s.high))), s.scale);
+    return has_min(U.scales) ? fma(to_float(add(s.min_low, s.min_high)), mul(s.min, set1(-8.0f * 16)), codes) : codes;
+  }
+}
+
 template <Unit U>
 HR_INLINE Vf add_group(Vf acc, const Vb* w, const GroupScale<U.scales>& s, const uint8_t* group, int rows, int m) {
   constexpr Scales S = U.scales;
@@ -88,7 +107,7 @@ HR_INLINE Vf add_group(Vf acc, const Vb* w, const GroupScale<U.scales>& s, const
   return acc;
 }
 
-template <Format F, int Rows>
+template <Format F, int Rows, bool Offset>
 void matmul_quantised(const uint8_t* tile, int units, const uint8_t* block, float* out) {
   constexpr Unit U = unit_of(F);
   Vf acc[Rows];
@@ -97,12 +116,18 @@ void matmul_quantised(const uint8_t* tile, int units, const uint8_t* block, floa
     if constexpr (Rows >= 4) {  // few rows run at the pace of memory, where the hardware prefetcher does better alone
       for (int i = 0; i < U.bytes(); i += 64) prefetch(tile + 2304 + i);
     }
-    for (int g = 0; g < U.groups(); g++, block += kQ8GroupBytes * Rows) {
+    for (int g = 0; g < U.groups(); g++, block += q8_group_bytes(Offset) * Rows) {
       Vb w[8];
       decode_group<U.bits>(tile + U.codes_offset() + g * U.lines_per_group() * 64, w);
       const auto s = group_scale<U>(tile, g);
 #pragma GCC unroll 16
       for (int m = 0; m < Rows; m++) acc[m] = add_group<U>(acc[m], w, s, block, Rows, m);
+      if constexpr (Offset) {
+        const Vf sums = weight_sums<U>(w, s);
+        const auto* offsets = reinterpret_cast<const float*>(block + q8_group_bytes(false) * Rows);
+#pragma GCC unroll 16
+        for (int m = 0; m < Rows; m++) acc[m] = fma(sums, set1(offsets[m]), acc[m]);
+      }
     }
   }
   for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[m]);
@@ -137,23 +162,30 @@ void matmul_float(const uint8_t* tile, int units, const uint8_t* block, float* o
   for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[m]);
 }
 
-template <Format F, int Rows>
+template <Format F, int Rows, bool Offset>
 constexpr Kernels::Matmul matmul_for() {
-  if constexpr (is_quantised(F)) return matmul_quantised<F, Rows>;
+  if constexpr (is_quantised(F)) return matmul_quantised<F, Rows, Offset>;
   else if constexpr (F == Format::kBf16) return matmul_bf16<Rows>;
   else return matmul_float<F, Rows>;
 }
 
+constexpr Form form_for(Format f, bool offset) {
+  if (is_quantised(f)) return offset ? Form::kQ8Offset : Form::kQ8;
+  return f == Format::kBf16 && kHasBf16 ? Form::kBf16 : Form::kF32;
+}
+
 template <Format F, int Rows = 1>
 void fill_matmul(Kernels& k) {
-  k.matmul[static_cast<int>(F)][Rows - 1] = matmul_for<F, Rows>();
+  constexpr int format = static_cast<int>(F);
+  k.matmul[0][format][Rows - 1] = matmul_for<F, Rows, false>();
+  k.matmul[1][format][Rows - 1] = matmul_for<F, Rows, true>();
   if constexpr (Rows < kMaxRows) fill_matmul<F, Rows + 1>(k);
 }
 
 template <int F = 0>
 void fill_matmuls(Kernels& k) {
-  constexpr auto format = static_cast<Format>(F);
-  k.form[F] = is_quantised(format) ? Form::kQ8 : format == Format::kBf16 && kHasBf16 ? Form::kBf16 : Form::kF32;
-  fill_matmul<format>(k);
+  k.form[0][F] = form_for(static_cast<Format>(F), false);
+  k.form[1][F] = form_for(static_cast<Format>(F), true);
+  fill_matmul<static_cast<Format>(F)>(k);
   if constexpr (F + 1 < kNumFormats) fill_matmuls<F + 1>(k);
 }

@@ -27,11 +27,21 @@ void norm(const float* x, const float* weight, float eps, int n, float* out) {
     store_partial(out + i, mul(mul(load_partial(x + i, n - i), factor), load_partial(weight + i, n - i)), n - i < 16 ? n - i : 16);
 }
 
-// Symmetric int8 per 32 columns: scale = max |x| / 127, codes rounded to nearest even.
+// int8 per 32 columns: scale = half of the range / 127, codes rounded to nearest even; around 0, or around the middle of the range.
+template <bool Offset>
 void pack_q8(const float* x, int n, int columns, uint8_t* block, int rows, int m) {
-  for (int k = 0; k < columns; k += kGroup, block += kQ8GroupBytes * rows) {
-    const Vf a = load_partial(x + k, n - k), b = load_partial(x + k + 16, n - k - 16);
-    const float top = reduce_max(max(abs(a), abs(b)));
+  for (int k = 0; k < columns; k += kGroup, block += q8_group_bytes(Offset) * rows) {
+    Vf a = load_partial(x + k, n - k), b = load_partial(x + k + 16, n - k - 16);
+    float top, middle = 0;
+    if constexpr (Offset) {
+      const float high = reduce_max(max(a, b)), low = -reduce_max(max(sub(zero(), a), sub(zero(), b)));
+      middle = 0.5f * (high + low);
+      top = 0.5f * (high - low);
+      a = sub(a, set1(middle));
+      b = sub(b, set1(middle));
+    } else {
+      top = reduce_max(max(abs(a), abs(b)));
+    }
     const Vf inverse = set1(top > 0 ? 127.0f / top : 0.0f);
     const Vi low = round_to_int(mul(a, inverse)), high = round_to_int(mul(b, inverse));
     auto* codes = reinterpret_cast<int8_t*>(block) + kGroup * m;
@@ -44,6 +54,7 @@ void pack_q8(const float* x, int n, int columns, uint8_t* block, int rows, int m
     sums[m] = -8 * sum;
     sums[rows + m] = -8 * sum_low;
     scales[3 * rows + m] = scales[m] * static_cast<float>(sum);
+    if constexpr (Offset) scales[4 * rows + m] = middle;
   }
 }
 

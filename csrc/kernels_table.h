@@ -11,7 +11,8 @@ const Kernels* make_table(const char* name) {
   k.name = name;
   k.max_rows = kMaxRows;
   fill_matmuls(k);
-  k.pack[static_cast<int>(Form::kQ8)] = pack_q8;
+  k.pack[static_cast<int>(Form::kQ8)] = pack_q8<false>;
+  k.pack[static_cast<int>(Form::kQ8Offset)] = pack_q8<true>;
   k.pack[static_cast<int>(Form::kBf16)] = pack_bf16;
   k.pack[static_cast<int>(Form::kF32)] = pack_f32;
   k.norm = norm;

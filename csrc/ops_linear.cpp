@@ -10,17 +10,18 @@ namespace {
 constexpr int kMaxBlockRows = 16;
 
 // Tile `t` of a weight times block `b` of its input: out[rows][16], plus the bias.
-void multiply(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, const Weight& w, int t, const float* bias, float* out) {
+void multiply(const Plan& plan, const Buffer& x, bool offset, const Blocks& blocks, int b, const Weight& w, int t, const float* bias, float* out) {
+  const Kernels& k = plan.kernels();
   const int format = static_cast<int>(w.format), rows = blocks.rows(b);
-  plan.kernels().matmul[format][rows - 1](w.tile(t), w.units, x.block(plan.kernels().form[format], blocks, b), out);
+  k.matmul[offset][format][rows - 1](w.tile(t), w.units, x.block(k.form[offset][format], blocks, b), out);
   if (!bias) return;
   for (int m = 0; m < rows; m++) plan.kernels().add(out + 16 * m, bias + 16 * t, out + 16 * m, 16);
 }
 
 class Linear : public Op {
  public:
-  Linear(int out, int x, int weight, int bias, int residual)
-      : Op(residual >= 0 ? "linear_add" : "linear"), out_(out), x_(x), weight_(weight), bias_(bias), residual_(residual) {}
+  Linear(int out, int x, int weight, int bias, int residual, bool offset)
+      : Op(residual >= 0 ? "linear_add" : "linear"), out_(out), x_(x), weight_(weight), bias_(bias), residual_(residual), offset_(offset) {}
 
   int items(const Plan& plan, const Step&) override { return plan.weight(weight_).tiles(); }
 
@@ -32,7 +33,7 @@ class Linear : public Op {
     for (int t = begin; t < end; t++) {
       const int n = std::min(16, w.rows - 16 * t);
       for (int b = 0; b < blocks.count; b++) {
-        multiply(plan, x, blocks, b, w, t, plan.vector(bias_), tile);
+        multiply(plan, x, offset_, blocks, b, w, t, plan.vector(bias_), tile);
         for (int m = 0; m < blocks.rows(b); m++) {
           float* to = out.row(blocks.first(b) + m) + 16 * t;
           if (residual_ >= 0) plan.kernels().add(tile + 16 * m, plan.buffer(residual_).row(blocks.first(b) + m) + 16 * t, to, n);
@@ -44,6 +45,7 @@ class Linear : public Op {
 
  private:
   const int out_, x_, weight_, bias_, residual_;
+  const bool offset_;
 };
 
 // Two tiles of gate and up make one 32-column group of the packed result.
@@ -76,8 +78,8 @@ class GluLinear : public Op {
     for (int half = 0; half < 2; half++) {
       const int t = 2 * pair + half;
       if (t < gate.tiles()) {
-        multiply(plan, x, blocks, b, gate, t, plan.vector(gate_bias_), g);
-        multiply(plan, x, blocks, b, up, t, plan.vector(up_bias_), u);
+        multiply(plan, x, false, blocks, b, gate, t, plan.vector(gate_bias_), g);
+        multiply(plan, x, false, blocks, b, up, t, plan.vector(up_bias_), u);
       } else {
         std::fill(g, g + kMaxBlockRows * 16, 0.0f);
         std::fill(u, u + kMaxBlockRows * 16, 0.0f);
@@ -126,7 +128,7 @@ class QkvRopeWrite : public Op {
       while (t >= plan.weight(a_.weights[part]).tiles()) t -= plan.weight(a_.weights[part++]).tiles();
       const Weight& w = plan.weight(a_.weights[part]);
       for (int b = 0; b < blocks.count; b++) {
-        multiply(plan, x, blocks, b, w, t, plan.vector(a_.biases[part]), tile);
+        multiply(plan, x, true, blocks, b, w, t, plan.vector(a_.biases[part]), tile);
         for (int m = 0; m < blocks.rows(b); m++) write(plan, step, part, blocks.first(b) + m, 16 * t, std::min(16, w.rows - 16 * t), tile + 16 * m);
       }
     }
@@ -158,8 +160,8 @@ class QkvRopeWrite : public Op {
 
 }  // namespace
 
-std::unique_ptr<Op> make_linear(int out, int x, int weight, int bias, int residual) {
-  return std::make_unique<Linear>(out, x, weight, bias, residual);
+std::unique_ptr<Op> make_linear(int out, int x, int weight, int bias, int residual, bool offset) {
+  return std::make_unique<Linear>(out, x, weight, bias, residual, offset);
 }
 std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias) {
   return std::make_unique<GluLinear>(out, x, gate, up, gate_bias, up_bias);

@@ -65,11 +65,11 @@ int Plan::add_buffer(int width, bool logit, bool packed) {
   return static_cast<int>(buffers_.size()) - 1;
 }
 
-void Plan::reads(int buffer, int weight) {
+void Plan::reads(int buffer, int weight, bool offset) {
   Buffer& b = buffers_[buffer];
   const Weight& w = weights_[weight];
   if (!b.packed || b.width != w.cols) throw std::invalid_argument("a linear op reads a packed buffer as wide as its weight");
-  b.wanted[static_cast<int>(kernels_->form[static_cast<int>(w.format)])] = true;
+  b.wanted[static_cast<int>(kernels_->form[offset][static_cast<int>(w.format)])] = true;
   // Readers of different formats share the buffer: the longest padding serves all, since each reads its own units from the start.
   const int unit = std::max({unit_columns(w.format), kGroup});
   b.columns = std::max(b.columns, (w.cols + unit - 1) / unit * unit);

@@ -74,8 +74,8 @@ class Plan {
   int add_vector(const float* data, int n);
   int add_buffer(int width, bool logit, bool packed);
   void add_op(std::unique_ptr<Op> op) { ops_.push_back(std::move(op)); }
-  // Declares that a linear op reads `buffer` through `weight`.
-  void reads(int buffer, int weight);
+  // Declares that a linear op reads `buffer` through `weight`, with offset activations or without.
+  void reads(int buffer, int weight, bool offset);
 
   void run(const Step& step);
 
@@ -134,7 +134,7 @@ std::unique_ptr<Op> make_pack(int out, int x);
 std::unique_ptr<Op> make_gather_rows(int out, int x);
 std::unique_ptr<Op> make_add(int out, int x, int y);
 std::unique_ptr<Op> make_glu(int out, int gate, int up);
-std::unique_ptr<Op> make_linear(int out, int x, int weight, int bias, int residual);
+std::unique_ptr<Op> make_linear(int out, int x, int weight, int bias, int residual, bool offset);
 std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias);
 struct QkvArgs {
   int out, x, angles;

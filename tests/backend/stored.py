@@ -30,11 +30,14 @@ def random_stored(format_name: str, rows: int, cols: int, seed: int, name: str =
     return StoredTensor(name, form, (rows, cols), blocks.reshape(-1))
 
 
-def quantised_rows(x: NDArray[np.float32]) -> NDArray[np.float64]:
-    """What the int8 activation form stands for: per 32 columns, scale = max |x| / 127 and codes rounded to nearest even."""
+def quantised_rows(x: NDArray[np.float32], offset: bool) -> NDArray[np.float64]:
+    """What the int8 activation forms stand for: per 32 columns 255 codes around 0, or around the middle of the group's range."""
     rows, cols = x.shape
     groups = np.pad(x, ((0, 0), (0, -cols % 32))).reshape(rows, -1, 32)
-    top = np.abs(groups).max(axis=2, keepdims=True)
+    high, low = groups.max(axis=2, keepdims=True), groups.min(axis=2, keepdims=True)
+    half = np.float32(0.5)
+    middle = half * (high + low) if offset else np.zeros_like(high)
+    top = half * (high - low) if offset else np.maximum(high, -low)
     inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
-    codes = np.rint(groups * inverse)
-    return (codes.astype(np.float64) * (top / np.float32(127))).reshape(rows, -1)[:, :cols]
+    codes = np.rint((groups - middle) * inverse).astype(np.float64)
+    return (codes * (top / np.float32(127)) + middle).reshape(rows, -1)[:, :cols]

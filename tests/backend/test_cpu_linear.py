@@ -13,18 +13,18 @@ from tests.backend.stored import quantised_rows, random_stored
 ISAS = _native.isas()
 
 
-def linear(isa: str, format_name: str, x: np.ndarray, rows: int, seed: int, threads: int = 1, order: np.ndarray | None = None) -> np.ndarray:
-    return product(isa, random_stored(format_name, rows, x.shape[1], seed), x, threads, order)
+def linear(isa: str, format_name: str, x: np.ndarray, rows: int, seed: int, offset: bool = False, threads: int = 1, order: np.ndarray | None = None) -> np.ndarray:
+    return product(isa, random_stored(format_name, rows, x.shape[1], seed), x, offset, threads, order)
 
 
-def product(isa: str, stored: StoredTensor, x: np.ndarray, threads: int = 1, order: np.ndarray | None = None) -> np.ndarray:
+def product(isa: str, stored: StoredTensor, x: np.ndarray, offset: bool = False, threads: int = 1, order: np.ndarray | None = None) -> np.ndarray:
     """x @ W.T by a native plan; the rows of x come in through an embedding of float32."""
     plan = _native.Plan(isa, threads, 1, 1, 1, 2, 1, "f32")
     num_rows, cols = x.shape
     loose, packed, out = plan.add_buffer(cols, False, False), plan.add_buffer(cols, False, True), plan.add_buffer(stored.rows, False, False)
     plan.embed(loose, plan.add_weight("F32", num_rows, cols, x.astype(np.float32).view(np.uint8).reshape(-1), None))
     plan.pack(packed, loose)
-    plan.linear(out, packed, plan.add_weight(stored.format.name, stored.rows, cols, stored.data, order), -1, -1)
+    plan.linear(out, packed, plan.add_weight(stored.format.name, stored.rows, cols, stored.data, order), -1, -1, offset)
     run_rows(plan, num_rows)
     return np.array(plan.floats(out, num_rows))
 
@@ -37,11 +37,11 @@ def run_rows(plan: _native.Plan, num_rows: int) -> None:
     plan.run(num_rows, i32(rows), i32(zeros), i32(zeros), i32(np.arange(num_rows + 1)), i32(zeros), i32(zeros + 1), table, None, i32([0]))
 
 
-def expected(isa: str, format_name: str, x: np.ndarray, rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def expected(isa: str, format_name: str, x: np.ndarray, rows: int, seed: int, offset: bool) -> tuple[np.ndarray, np.ndarray]:
     """The exact product over the activations as the kernel sees them, and the scale of its rounding error."""
     weight = random_stored(format_name, rows, x.shape[1], seed).dequantise().astype(np.float64)
     if FORMATS[format_name].block > 1:
-        x = quantised_rows(x)
+        x = quantised_rows(x, offset)
     elif format_name == "BF16" and isa == "avx512bf16":
         x = round_bf16(x)
     return x @ weight.T, np.abs(x) @ np.abs(weight).T
@@ -50,24 +50,25 @@ def expected(isa: str, format_name: str, x: np.ndarray, rows: int, seed: int) ->
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format_name", FORMATS)
 @settings(max_examples=12, deadline=None)
-@given(num_rows=st.integers(1, 40), rows=st.integers(1, 70), blocks=st.integers(1, 7), seed=st.integers(0, 2**16))
-def test_linear_matches_the_stored_format(isa: str, format_name: str, num_rows: int, rows: int, blocks: int, seed: int) -> None:
+@given(num_rows=st.integers(1, 40), rows=st.integers(1, 70), blocks=st.integers(1, 7), offset=st.booleans(), seed=st.integers(0, 2**16))
+def test_linear_matches_the_stored_format(isa: str, format_name: str, num_rows: int, rows: int, blocks: int, offset: bool, seed: int) -> None:
     block = FORMATS[format_name].block
     cols = block * min(blocks, 3) if block > 1 else 7 * blocks
-    x = np.random.default_rng(seed).standard_normal((num_rows, cols)).astype(np.float32)
-    got = linear(isa, format_name, x, rows, seed)
-    want, error_scale = expected(isa, format_name, x, rows, seed)
+    x = np.random.default_rng(seed).standard_normal((num_rows, cols)).astype(np.float32) + np.float32(offset)
+    got = linear(isa, format_name, x, rows, seed, offset)
+    want, error_scale = expected(isa, format_name, x, rows, seed, offset)
     assert np.all(np.abs(got - want) <= 2e-6 * error_scale + 1e-7)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_a_row_does_not_depend_on_its_neighbours(isa: str, format_name: str) -> None:
+@pytest.mark.parametrize("offset", [False, True])
+def test_a_row_does_not_depend_on_its_neighbours(isa: str, format_name: str, offset: bool) -> None:
     """Promise 1 in the kernel: bit-equal alone, in any block, on one thread or two."""
     x = np.random.default_rng(1).standard_normal((37, 256)).astype(np.float32)
-    whole = linear(isa, format_name, x, 50, 2, threads=2)
+    whole = linear(isa, format_name, x, 50, 2, offset, threads=2)
     for first, last in ((0, 1), (5, 6), (3, 20), (0, 36), (30, 37)):
-        assert np.array_equal(whole[first:last], linear(isa, format_name, x[first:last], 50, 2))
+        assert np.array_equal(whole[first:last], linear(isa, format_name, x[first:last], 50, 2, offset))
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
@@ -78,7 +79,8 @@ def test_row_order_permutes_outputs(format_name: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_extreme_codes(isa: str) -> None:
+@pytest.mark.parametrize("offset", [False, True])
+def test_extreme_codes(isa: str, offset: bool) -> None:
     """All codes at the ends of their range against all activations at the ends of theirs: no intermediate saturates."""
     for format_name in ("Q8_0", "Q4_0", "Q5_1", "Q6_K"):
         stored = random_stored(format_name, 16, 256, 0)
@@ -91,7 +93,8 @@ def test_extreme_codes(isa: str) -> None:
             stored.data[:] = data.reshape(-1)
             for sign in (1, -1):
                 x = np.full((3, 256), sign, np.float32)
-                got = product(isa, stored, x)
-                want = quantised_rows(x) @ stored.dequantise().astype(np.float64).T
+                x[1, ::2] = -sign
+                got = product(isa, stored, x, offset)
+                want = quantised_rows(x, offset) @ stored.dequantise().astype(np.float64).T
                 assert np.allclose(got, want, rtol=1e-5, atol=1e-5)
 

@@ -1,0 +1,26 @@
+"""Headrace: a transformer inference engine for the hardware you have."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.llm import LLM
+    from headrace.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOME = {"LLM": "llm", "CompletionOutput": "request", "Logprob": "request", "RequestOutput": "request", "SamplingParams": "request"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names when they are first used, so that `import headrace` and the command line start fast."""
+    from importlib import import_module, metadata
+
+    if name == "__version__":
+        return metadata.version("headrace")
+    if name in _HOME:
+        return getattr(import_module(f"headrace.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

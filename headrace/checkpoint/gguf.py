@@ -1,0 +1,298 @@
+"""GGUF v2 and v3 files, memory-mapped and bounds-checked; nothing in the file is trusted.
+
+Layout (ggml, `docs/gguf.md`), little endian: magic, version, tensor count, key-value count; key-values; tensor records
+(name, dimensions, type, offset); padding; tensor data. Sizes in the file are 64-bit and Python integers cannot overflow:
+each is held against the bytes that remain before anything is allocated. Metadata values are decoded when asked for, so
+that opening a file costs one pass over its header and memory stays small whatever the header claims.
+"""
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.checkpoint.files import map_file
+from headrace.errors import FormatError, UnsupportedModelError
+from headrace.quant.formats import FORMATS, StoredTensor
+
+_MAX_RECORDS = 65_536
+"""Most key-values and most tensors in a file."""
+_MAX_KEY_BYTES = 65_535
+_MAX_NAME_BYTES = 64
+_MAX_DIMS = 4
+_MAX_ARRAY_DEPTH = 4
+_MAX_ALIGNMENT = 64 << 10
+_INT64_MAX = 2**63 - 1
+
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "<u1", 10: "<u8", 11: "<i8", 12: "<f8"}
+_SCALAR_BYTES = {kind: np.dtype(name).itemsize for kind, name in _SCALARS.items()}
+
+# By ggml's type number; "-" are numbers that ggml has retired.
+_TENSOR_TYPES = dict(
+    enumerate(
+        "F32 F16 Q4_0 Q4_1 - - Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S "
+        "IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 - - - TQ1_0 TQ2_0 - - - MXFP4 NVFP4".split()
+    )
+)
+
+_U32 = struct.Struct("<I").unpack_from
+_U64 = struct.Struct("<Q").unpack_from
+
+
+class _Cursor:
+    """A position in the map that never passes its end."""
+
+    def __init__(self, data: mmap.mmap, name: str, offset: int = 0) -> None:
+        self.data = data
+        self.name = name
+        self.offset = offset
+
+    def fail(self, message: str) -> NoReturn:
+        raise FormatError(f"{self.name}: {message} (at byte {self.offset:,})")
+
+    def take(self, size: int, what: str) -> int:
+        """Step over `size` bytes and return where they start."""
+        start = self.offset
+        if size > len(self.data) - start:
+            self.fail(f"{what} needs {size:,} bytes, {len(self.data) - start:,} are left")
+        self.offset = start + size
+        return start
+
+    def u32(self, what: str) -> int:
+        value: int = _U32(self.data, self.take(4, what))[0]
+        return value
+
+    def u64(self, what: str) -> int:
+        value: int = _U64(self.data, self.take(8, what))[0]
+        return value
+
+    def text(self, what: str, limit: int, encoding: str) -> str:
+        size = self.u64(what)
+        if size > limit:
+            self.fail(f"{what} of {size:,} bytes, more than {limit:,}")
+        start = self.take(size, what)
+        try:
+            return self.data[start : start + size].decode(encoding)
+        except UnicodeDecodeError:
+            self.fail(f"{what} is not valid {encoding}")
+
+    def skip_strings(self, count: int) -> None:
+        """Step over `count` strings; the one loop here that runs once for each entry of a vocabulary."""
+        data, offset, end, read = self.data, self.offset, len(self.data) - 8, _U64
+        for _ in range(count):
+            if offset > end:
+                self.fail("an array of strings runs past the end of the file")
+            offset += 8 + read(data, offset)[0]
+        if offset > len(data):
+            self.fail("an array of strings runs past the end of the file")
+        self.offset = offset
+
+    def skip_value(self, kind: int, depth: int = 0) -> None:
+        if kind in _SCALAR_BYTES:
+            self.take(_SCALAR_BYTES[kind], "a value")
+        elif kind == _STRING:
+            self.take(self.u64("a string length"), "a string")
+        elif kind == _ARRAY:
+            if depth == _MAX_ARRAY_DEPTH:
+                self.fail(f"arrays nested more than {_MAX_ARRAY_DEPTH} deep")
+            element, count = self.u32("an array type"), self.u64("an array length")
+            if element in _SCALAR_BYTES:
+                self.take(count * _SCALAR_BYTES[element], "an array")
+                return
+            if count > (len(self.data) - self.offset) // 8:  # a string takes at least 8 bytes, an array 12
+                self.fail(f"an array of {count:,} entries does not fit in the file")
+            if element == _STRING:
+                self.skip_strings(count)
+                return
+            for _ in range(count):
+                self.skip_value(element, depth + 1)
+        else:
+            self.fail(f"unknown value type {kind}")
+
+    def value(self, kind: int) -> Any:
+        """Decode the value at the cursor, which `skip_value` has been over already."""
+        if kind == _STRING:
+            size = self.u64("a string length")
+            start = self.take(size, "a string")
+            return self.data[start : start + size].decode()
+        if kind != _ARRAY:
+            scalar = np.frombuffer(self.data, _SCALARS[kind], 1, self.take(_SCALAR_BYTES[kind], "a value"))[0].item()
+            return bool(scalar) if kind == _BOOL else scalar
+        element, count = self.u32("an array type"), self.u64("an array length")
+        if element == _STRING:
+            return self.strings(count)
+        if element == _ARRAY:
+            return [self.value(_ARRAY) for _ in range(count)]
+        return np.frombuffer(self.data, _SCALARS[element], count, self.take(count * _SCALAR_BYTES[element], "an array"))
+
+    def strings(self, count: int) -> list[str]:
+        data, offset, read = self.data, self.offset, _U64
+        result = []
+        for _ in range(count):
+            start = offset + 8
+            offset = start + read(data, offset)[0]
+            result.append(data[start:offset].decode())
+        self.offset = offset
+        return result
+
+
+class Metadata:
+    """The key-values of a GGUF file, by key. The typed getters raise FormatError for a missing key or another type."""
+
+    def __init__(self, data: mmap.mmap, name: str, entries: dict[str, tuple[int, int]]) -> None:
+        self._data = data
+        self._entries = entries  # key -> (type, offset of the value)
+        self.file_name = name
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, key: str) -> Any:
+        """The value: int, float, bool, str, a numeric array (a view of the file), or a list of strings or arrays."""
+        kind, offset = self._entries[key]
+        try:
+            return _Cursor(self._data, self.file_name, offset).value(kind)
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{self.file_name}: {key} is not valid UTF-8 (at byte {offset:,})") from error
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value: int = self._get(key, default, int, "an integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = float(self._get(key, default, (int, float), "a number"))
+        if not math.isfinite(value):
+            raise FormatError(f"{self.file_name}: {key} is {value}")
+        return value
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        value: bool = self._get(key, default, bool, "true or false")
+        return value
+
+    def string(self, key: str, default: str | None = None) -> str:
+        value: str = self._get(key, default, str, "a string")
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        value: list[str] = self._get(key, None, list, "an array of strings")
+        if value and not isinstance(value[0], str):
+            raise FormatError(f"{self.file_name}: {key} must be an array of strings")
+        return value
+
+    def numbers(self, key: str) -> NDArray[Any]:
+        value: NDArray[Any] = self._get(key, None, np.ndarray, "an array of numbers")
+        return value
+
+    def _get(self, key: str, default: Any, kind: type | tuple[type, ...], what: str) -> Any:
+        if key not in self:
+            if default is None:
+                raise FormatError(f"{self.file_name}: the key {key} is missing")
+            return default
+        value = self[key]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise FormatError(f"{self.file_name}: {key} must be {what}, found {type(value).__name__}")
+        return value
+
+
+@dataclass(frozen=True, eq=False)
+class GgufFile:
+    """An open GGUF file: its metadata and its tensors by name."""
+
+    path: Path
+    version: int
+    metadata: Metadata
+    tensors: dict[str, StoredTensor]
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Open a GGUF file.
+
+    Raises FormatError, with the file's name and the offset, for anything that breaks the format, and
+    UnsupportedModelError for a tensor of a type that is not in `FORMATS`.
+    """
+    cursor = _Cursor(map_file(path), path.name)
+    start = cursor.take(4, "the magic number")
+    if cursor.data[start : start + 4] != b"GGUF":
+        cursor.fail("not a GGUF file")
+    version = cursor.u32("the version")
+    if version not in (2, 3):
+        big_endian = version & 0xFFFF == 0 and version != 0
+        cursor.fail("a big-endian GGUF file; only little-endian ones can be read" if big_endian else f"GGUF version {version}")
+    num_tensors, num_entries = cursor.u64("the tensor count"), cursor.u64("the key-value count")
+    for count, what in ((num_tensors, "tensors"), (num_entries, "key-values")):
+        if count > _MAX_RECORDS:
+            cursor.fail(f"{count:,} {what}, more than {_MAX_RECORDS:,}")
+    entries: dict[str, tuple[int, int]] = {}
+    for _ in range(num_entries):
+        key = cursor.text("a key", _MAX_KEY_BYTES, "ASCII")
+        if key in entries:
+            cursor.fail(f"the key {key} appears twice")
+        kind = cursor.u32("a value type")
+        entries[key] = (kind, cursor.offset)
+        cursor.skip_value(kind)
+    metadata = Metadata(cursor.data, path.name, entries)
+    return GgufFile(path, version, metadata, _read_tensors(cursor, num_tensors, metadata))
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    name: str
+    type: int
+    shape: tuple[int, ...]  # NumPy order
+    offset: int  # from the start of the tensor data
+
+
+def _read_tensors(cursor: _Cursor, count: int, metadata: Metadata) -> dict[str, StoredTensor]:
+    records = {record.name: record for record in (_read_record(cursor) for _ in range(count))}
+    if len(records) != count:
+        cursor.fail("two tensors have the same name")
+    alignment = metadata.integer("general.alignment", 32)
+    if not 8 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+        cursor.fail(f"alignment {alignment:,} is not a power of two from 8 to {_MAX_ALIGNMENT:,}")
+    base = -(-cursor.offset // alignment) * alignment
+    data = np.frombuffer(cursor.data, np.uint8)
+    tensors: dict[str, StoredTensor] = {}
+    end, last = base, "the header"
+    for record in sorted(records.values(), key=lambda record: record.offset):
+        type_name = _TENSOR_TYPES.get(record.type, "unknown")
+        if type_name not in FORMATS:
+            known = ", ".join(FORMATS)
+            raise UnsupportedModelError(f"{cursor.name}: tensor {record.name} has type {record.type} ({type_name}); known: {known}")
+        stored = FORMATS[type_name]
+        if record.shape[-1] % stored.block:
+            cursor.fail(f"tensor {record.name} has {record.shape[-1]:,} columns, not a multiple of {type_name}'s {stored.block}")
+        nbytes = math.prod(record.shape) // stored.block * stored.nbytes
+        start = base + record.offset
+        if record.offset % alignment:
+            cursor.fail(f"tensor {record.name} starts at {record.offset:,}, not a multiple of the alignment {alignment}")
+        if start < end:
+            cursor.fail(f"tensor {record.name} overlaps {last}")
+        if nbytes > len(data) - start:
+            cursor.fail(f"tensor {record.name} ends at {start + nbytes:,}, the file at {len(data):,}")
+        tensors[record.name] = StoredTensor(record.name, stored, record.shape, data[start : start + nbytes])
+        end, last = start + nbytes, record.name
+    return tensors
+
+
+def _read_record(cursor: _Cursor) -> _Record:
+    name = cursor.text("a tensor name", _MAX_NAME_BYTES, "UTF-8")
+    num_dims = cursor.u32("a dimension count")
+    if not 1 <= num_dims <= _MAX_DIMS:
+        cursor.fail(f"tensor {name} has {num_dims:,} dimensions, not 1 to {_MAX_DIMS}")
+    shape = tuple(cursor.u64("a dimension") for _ in range(num_dims))[::-1]
+    if 0 in shape or math.prod(shape) > _INT64_MAX // 8:
+        cursor.fail(f"tensor {name} has shape {list(shape)}: empty, or too large to address")
+    return _Record(name, cursor.u32("a tensor type"), shape, cursor.u64("a tensor offset"))

@@ -1,0 +1,63 @@
+"""How text is cut into words before byte-level BPE, by the name in `tokenizer.ggml.pre`.
+
+GGUF files name the rule and do not carry it. The names and the settings that hang on them are llama.cpp's table
+(`llama-vocab.cpp`); the expressions are those of the models' own `tokenizer.json`. Names whose rule we cannot hold to
+that standard are refused: a wrong cut shifts token ids without any error.
+"""
+
+from dataclasses import dataclass
+
+from tokenizers import Regex, pre_tokenizers
+
+from headrace.errors import UnsupportedModelError
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """Expressions that cut the text one after the other, and what else goes with the name."""
+
+    expressions: tuple[str, ...]
+    whole_words: bool = False
+    """A word that is a token becomes that token without merging (`ignore_merges`)."""
+    adds_bos: bool = False
+    """Whether prompts start with BOS unless the file says otherwise."""
+    composes: bool = False
+    """Text is brought to Unicode form NFC first."""
+
+    def build(self) -> pre_tokenizers.PreTokenizer:
+        splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in self.expressions]
+        return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+_RULES: dict[str, PreTokenizer] = {
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "gpt-2 phi-2 mpt olmo jais trillion exaone4": PreTokenizer((_GPT2,)),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b": PreTokenizer((r"\p{N}", _GPT2)),
+    "llama3 llama-v3 llama-bpe falcon3 pixtral midm-2.0": PreTokenizer(
+        (_CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _REST,), whole_words=True, adds_bos=True
+    ),
+    "dbrx smaug-bpe": PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _REST,)),
+    "qwen2": PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}" + _REST,), composes=True),
+    "deepseek-r1-qwen megrez stablelm2 hunyuan": PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}" + _REST,)),
+    "tekken": PreTokenizer((_TEKKEN,), whole_words=True, adds_bos=True),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+}
+
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {name: rule for names, rule in _RULES.items() for name in names.split()}
+
+
+def pre_tokenizer(name: str) -> PreTokenizer:
+    """The rule of that name. Raises UnsupportedModelError."""
+    if name not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(f"tokenizer.ggml.pre: unknown pre-tokenizer {name[:80]!r}; known: {', '.join(PRE_TOKENIZERS)}")
+    return PRE_TOKENIZERS[name]

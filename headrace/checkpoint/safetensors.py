@@ -1,0 +1,120 @@
+"""safetensors files, single and sharded, memory-mapped; the header is parsed here, within the format's own limits.
+
+Layout (huggingface/safetensors): header length (u64, little endian), a JSON object `name -> dtype, shape, data_offsets`,
+tensor data without gaps. The official reader cannot hand out bfloat16 without torch, hence this one. Row-major, so shapes
+are in NumPy order as they stand.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.checkpoint.files import map_file, member, read_json
+from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
+from headrace.quant.formats import FORMATS, StoredTensor
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_DTYPES = ("F32", "F16", "BF16")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+_MAX_TENSORS = 65_536
+_MAX_HEADER_BYTES = 6 << 20
+"""The format allows 100 MB; 96 bytes for each of `_MAX_TENSORS` are plenty and keep a hostile header small in memory."""
+
+
+def read_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file, by name; their data are views of its memory map.
+
+    Raises FormatError for anything that breaks the format, UnsupportedModelError for a dtype other than F32, F16, BF16.
+    """
+    mapped = map_file(path)
+    size = int.from_bytes(mapped[:8], "little")
+    if len(mapped) < 8 or size > len(mapped) - 8:
+        raise FormatError(f"{path.name}: a header of {size:,} bytes does not fit in the file's {len(mapped):,}")
+    if size > _MAX_HEADER_BYTES:
+        raise FormatError(f"{path.name}: a header of {size:,} bytes, more than {_MAX_HEADER_BYTES:,}")
+    header = _parse_header(mapped[8 : 8 + size], path.name)
+    data = np.frombuffer(mapped, np.uint8)[8 + size :]
+    tensors: dict[str, StoredTensor] = {}
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1][2]):
+        dtype, shape, (start, stop) = entry
+        if dtype not in _DTYPES:
+            raise UnsupportedModelError(f"{path.name}: tensor {name} has dtype {dtype[:32]}; known: {', '.join(_DTYPES)}")
+        stored = FORMATS[dtype]
+        if start != end or stop - start != math.prod(shape) * stored.nbytes:
+            place = f"at bytes {start:,} to {stop:,}, expected from {end:,}"
+            raise FormatError(f"{path.name}: tensor {name} of {dtype} {list(shape)} is {place}")
+        tensors[name] = StoredTensor(name, stored, shape, data[start:stop])
+        end = stop
+    if end != len(data):
+        raise FormatError(f"{path.name}: the tensors end at byte {end:,} of the data, the file at {len(data):,}")
+    return tensors
+
+
+def read_folder(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a Hugging Face model folder: one `*.safetensors` file, or shards named by an index.
+
+    Raises as `read_safetensors`, and UnsupportedModelError where there are only pickled weights: unpickling runs code.
+    """
+    if (folder / _INDEX).exists():
+        return _read_shards(folder)
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if _SINGLE in names:
+        names = [_SINGLE]
+    if len(names) == 1:
+        return read_safetensors(member(folder, names[0]))
+    if names:
+        raise FormatError(f"{folder.name}: several safetensors files and no {_INDEX}: {', '.join(names[:8])}")
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
+    if pickles:
+        raise UnsupportedModelError(f"{folder.name}: {pickles[0]} is a pickle, which can run code; convert the model to safetensors")
+    raise ModelNotFoundError(f"{folder}: no safetensors file")
+
+
+def _read_shards(folder: Path) -> dict[str, StoredTensor]:
+    where = read_json(member(folder, _INDEX)).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
+        raise FormatError(f"{_INDEX}: weight_map must map tensor names to file names")
+    shards = {shard: read_safetensors(member(folder, shard)) for shard in sorted(set(where.values()))}
+    for name, shard in where.items():
+        if name not in shards[shard]:
+            raise FormatError(f"{_INDEX}: tensor {name[:100]} is not in {shard}")
+    return {name: shards[shard][name] for name, shard in where.items()}
+
+
+_Entry = tuple[str, tuple[int, ...], tuple[int, int]]
+
+
+def _parse_header(header: bytes, file_name: str) -> dict[str, _Entry]:
+    # Objects and numbers cost far more in memory than in JSON: count them before any is built.
+    if header.count(b"{") > _MAX_TENSORS + 2 or header.count(b",") > 16 * _MAX_TENSORS:
+        raise FormatError(f"{file_name}: more than {_MAX_TENSORS:,} tensors in the header")
+    try:
+        parsed = json.loads(header, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{file_name}: the header is not valid: {error}") from error
+    if not isinstance(parsed, dict):
+        raise FormatError(f"{file_name}: the header is not a JSON object")
+    parsed.pop("__metadata__", None)
+    return {name: _entry(value, name, file_name) for name, value in parsed.items()}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key appears twice")
+    return result
+
+
+def _entry(value: Any, name: str, file_name: str) -> _Entry:
+    match value:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]} if len(value) == 3:
+            sizes = (*shape, start, stop)
+            if all(type(size) is int and 0 <= size < 2**63 for size in sizes) and start <= stop and len(shape) <= 8:
+                return dtype, tuple(shape), (start, stop)
+    raise FormatError(f"{file_name}: the entry of tensor {name[:100]} is not a dtype, a shape and two offsets in order")

@@ -1,0 +1,153 @@
+"""Text to token ids and back, exactly, over the `tokenizers` library; built by `tokenizer_gguf` and `tokenizer_hf`."""
+
+import codecs
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import tokenizers
+
+from headrace.errors import RequestError
+
+END_OF_GENERATION = frozenset(
+    {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "<|end_of_text|>", "</s>"}
+)
+"""Control tokens that end an answer whether or not the metadata say so (the names llama.cpp goes by)."""
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte (Radford et al. 2019, `bytes_to_unicode`), character to byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a checkpoint says of its tokens beyond the tokenizer itself."""
+
+    byte_level: bool
+    """Tokens are spelt in GPT-2's byte alphabet; otherwise in SentencePiece's, with U+2581 for a space."""
+    strip_space: bool = False
+    """Encoding puts a space before the text, and decoding takes it away."""
+    bos_id: int | None = None
+    eos_id: int | None = None
+    end_ids: frozenset[int] = frozenset()
+    """Ids that end generation besides `eos_id` and the names in `END_OF_GENERATION`."""
+
+
+class Tokenizer:
+    """A tokenizer. All methods may be called from several threads at once."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
+        self._parsing = backend
+        self._plain = _without_special_parsing(backend)
+        self._added = backend.get_added_tokens_decoder()
+        self._bytes: dict[int, bytes] = {}
+        self.vocabulary = vocabulary
+        self.bos_id = vocabulary.bos_id
+        self.eos_id = vocabulary.eos_id
+        self.special_ids = frozenset(token_id for token_id, token in self._added.items() if token.special)
+        named = {token_id for token_id in self.special_ids if self._added[token_id].content in END_OF_GENERATION}
+        self.eos_ids = vocabulary.end_ids | named | ({self.eos_id} if self.eos_id is not None else set())
+        """All ids that end generation."""
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Tokens, special ones included; the model's embedding may have more rows."""
+        return self._parsing.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_token(self) -> str:
+        return "" if self.bos_id is None else self._parsing.id_to_token(self.bos_id) or ""
+
+    @property
+    def eos_token(self) -> str:
+        return "" if self.eos_id is None else self._parsing.id_to_token(self.eos_id) or ""
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of `text`.
+
+        `add_special` adds what the model expects around a prompt (usually a first BOS). Control tokens spelt out in the
+        text become those tokens only with `parse_special`, which is for rendered chat templates, never for user text.
+        Raises RequestError for text with lone surrogates.
+        """
+        backend = self._parsing if parse_special else self._plain
+        try:
+            return backend.encode(text, add_special_tokens=add_special).ids
+        except TypeError as error:
+            raise RequestError("the text is not valid Unicode: it has lone surrogates") from error
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """Text of the tokens; invalid UTF-8 becomes U+FFFD. Special tokens are left out unless asked for."""
+        decoder = self.decoder(skip_special)
+        return "".join([decoder.push(token_id) for token_id in ids]) + decoder.flush()
+
+    def decoder(self, skip_special: bool = True, continues: bool = False) -> "Detokeniser":
+        """A detokeniser for a stream of tokens; `continues` where text precedes them, whose space must stay."""
+        return Detokeniser(self, skip_special, strip_space=self.vocabulary.strip_space and not continues)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for, perhaps part of a character; empty for an id that is no token."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._spell(token_id)
+        return found
+
+    def _spell(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].content.encode()
+        token = self._parsing.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        if token is None:
+            return b""
+        if self.vocabulary.byte_level:
+            try:
+                return bytes([_BYTE_OF[character] for character in token])
+            except KeyError:
+                return token.encode()
+        if byte := _BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(byte[1])
+        return token.replace("\u2581", " ").encode()
+
+
+class Detokeniser:
+    """Text of a growing sequence: each character as soon as its last byte is there, never a part of one.
+
+    Bytes that can no longer become a character come out as U+FFFD. All that `push` returned plus `flush` is `decode`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, strip_space: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._strip_space = strip_space
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes."""
+        if token_id in self._skipped:
+            return ""
+        data = self._tokenizer.token_bytes(token_id)
+        if self._strip_space and data:
+            data = data.removeprefix(b" ")
+            self._strip_space = False
+        return self._utf8.decode(data)
+
+    def flush(self) -> str:
+        """What is left at the end: nothing, or U+FFFD for a character cut short."""
+        return self._utf8.decode(b"", final=True)
+
+
+def _without_special_parsing(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A second tokenizer over the same model that reads control tokens as plain text; the flag is not per call."""
+    plain = tokenizers.Tokenizer(backend.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor"):
+        if getattr(backend, part) is not None:
+            setattr(plain, part, getattr(backend, part))
+    plain.add_tokens([token for _, token in sorted(backend.get_added_tokens_decoder().items())])
+    plain.encode_special_tokens = True
+    return plain

@@ -1,0 +1,121 @@
+"""A tokenizer from GGUF metadata (`tokenizer.ggml.*`): byte-level BPE or SentencePiece-style BPE."""
+
+import tokenizers
+from tokenizers import AddedToken, models, normalizers, processors
+
+from headrace.checkpoint.gguf import Metadata
+from headrace.checkpoint.pretokenizers import pre_tokenizer
+from headrace.checkpoint.tokenizer import END_OF_GENERATION, Tokenizer, Vocabulary
+from headrace.errors import FormatError, UnsupportedModelError
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_ADDED = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # matched as a whole before anything else
+_MAX_PIECE = 512
+"""Longest SentencePiece token in characters: deriving its merges takes the square of that."""
+_MAX_MERGES = 8
+"""Most merges for each SentencePiece token on average; real vocabularies have two or three."""
+
+_PREFIX = "tokenizer.ggml."
+
+
+def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
+    """Build it. Raises FormatError for inconsistent metadata, UnsupportedModelError for a kind that we do not know."""
+    model = metadata.string(f"{_PREFIX}model")
+    tokens = metadata.strings(f"{_PREFIX}tokens")
+    types = _token_types(metadata, len(tokens))
+    vocab = dict(zip(tokens, range(len(tokens)), strict=True))
+    if len(vocab) != len(tokens):
+        raise FormatError(f"{metadata.file_name}: {_PREFIX}tokens: a token appears twice")
+    if model == "gpt2":
+        rule = pre_tokenizer(metadata.string(f"{_PREFIX}pre", "default"))
+        backend = tokenizers.Tokenizer(_byte_level_model(metadata, vocab, rule.whole_words))
+        backend.pre_tokenizer = rule.build()
+        if rule.composes:
+            backend.normalizer = normalizers.NFC()
+        adds_bos, space, bos, eos = rule.adds_bos, False, None, None
+    elif model == "llama":
+        backend = tokenizers.Tokenizer(_sentencepiece_model(metadata, vocab, types))
+        space = metadata.flag(f"{_PREFIX}add_space_prefix", True)
+        spaces = normalizers.Replace(" ", "\u2581")
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if space else spaces
+        adds_bos, bos, eos = True, 1, 2
+    else:
+        raise UnsupportedModelError(f"{metadata.file_name}: {_PREFIX}model {model[:80]!r} is not supported; known: gpt2, llama")
+    backend.add_tokens([_added_token(token, kind) for token, kind in zip(tokens, types, strict=True) if token and kind in _ADDED])
+    bos_id, eos_id = _token_id(metadata, "bos", len(tokens), bos), _token_id(metadata, "eos", len(tokens), eos)
+    first = bos_id if metadata.flag(f"{_PREFIX}add_bos_token", adds_bos) else None
+    last = eos_id if metadata.flag(f"{_PREFIX}add_eos_token", False) else None
+    _surround(backend, first, last)
+    ends = (_token_id(metadata, name, len(tokens), None) for name in ("eot", "eom"))
+    vocabulary = Vocabulary(model == "gpt2", space, bos_id, eos_id, frozenset(end for end in ends if end is not None))
+    return Tokenizer(backend, vocabulary)
+
+
+def _token_types(metadata: Metadata, count: int) -> list[int]:
+    key = f"{_PREFIX}token_type"
+    if key not in metadata:
+        return [_NORMAL] * count
+    types: list[int] = metadata.numbers(key).tolist()
+    if len(types) != count:
+        raise FormatError(f"{metadata.file_name}: {key} has {len(types):,} entries for {count:,} tokens")
+    return types
+
+
+def _token_id(metadata: Metadata, name: str, count: int, default: int | None) -> int | None:
+    key = f"{_PREFIX}{name}_token_id"
+    if key not in metadata:
+        return default if default is not None and default < count else None
+    token_id = metadata.integer(key)
+    if not 0 <= token_id < count:
+        raise FormatError(f"{metadata.file_name}: {key} is {token_id:,}, the vocabulary has {count:,} tokens")
+    return token_id
+
+
+def _added_token(content: str, kind: int) -> AddedToken:
+    # Some converters mark the end of a turn as user-defined.
+    return AddedToken(content, normalized=False, special=kind != _USER_DEFINED or content in END_OF_GENERATION)
+
+
+def _byte_level_model(metadata: Metadata, vocab: dict[str, int], whole_words: bool) -> models.BPE:
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in metadata.strings(f"{_PREFIX}merges"))]
+    try:
+        return models.BPE(vocab, pairs, ignore_merges=whole_words)
+    except Exception as error:  # the library raises nothing more specific
+        raise FormatError(f"{metadata.file_name}: {_PREFIX}merges: {error}") from error
+
+
+def _sentencepiece_model(metadata: Metadata, vocab: dict[str, int], types: list[int]) -> models.BPE:
+    scores = metadata.numbers(f"{_PREFIX}scores").tolist()
+    if len(scores) != len(vocab):
+        raise FormatError(f"{metadata.file_name}: {_PREFIX}scores has {len(scores):,} entries for {len(vocab):,} tokens")
+    unknown = next((token for token, kind in zip(vocab, types, strict=True) if kind == _UNKNOWN), None)
+    merges = _merges_from_scores(metadata, vocab, types, scores)
+    try:
+        return models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    except Exception as error:
+        raise FormatError(f"{metadata.file_name}: {_PREFIX}tokens: {error}") from error
+
+
+def _merges_from_scores(metadata: Metadata, vocab: dict[str, int], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
+    """Every way to join two tokens into a third, best score first: SentencePiece's BPE in terms of merges.
+
+    The order among equals is that of transformers' converter, so that ids agree with its fast tokenizers.
+    """
+    tokens = list(vocab)
+    ranked: list[tuple[float, int, int, int, int]] = []
+    for token, kind, score in zip(tokens, types, scores, strict=True):
+        if kind != _NORMAL:
+            continue
+        if len(token) > _MAX_PIECE or len(ranked) > _MAX_MERGES * len(tokens):
+            raise FormatError(f"{metadata.file_name}: {_PREFIX}tokens: no vocabulary of SentencePiece's")
+        cuts = [(vocab[token[:i]], vocab[token[i:]], i) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab]
+        ranked += [(score, i, len(token) - i, left, right) for left, right, i in sorted(cuts)]
+    ranked.sort(key=lambda entry: entry[:3], reverse=True)
+    return [(tokens[left], tokens[right]) for _, _, _, left, right in ranked]
+
+
+def _surround(backend: tokenizers.Tokenizer, first: int | None, last: int | None) -> None:
+    """Have the tokenizer put these ids around every text encoded with `add_special`."""
+    around = [(name, token_id) for name, token_id in (("first", first), ("last", last)) if token_id is not None]
+    template = ["first:0"] * (first is not None) + ["$A:0"] + ["last:0"] * (last is not None)
+    backend.post_processor = processors.TemplateProcessing(single=" ".join(template), special_tokens=around)

