@@ -31,23 +31,24 @@ struct States {
   }
 };
 
+// Working memory of a thread, the same for all layers.
 struct Scratch {
-  Arena queries, block;
+  std::vector<uint8_t> queries, block;
   States split, total;
 };
+thread_local Scratch scratch;
 
 class Attention : public Op {
  public:
   Attention(int out, int q, int layer, float scale, int window) : Op("attention"), out_(out), q_(q), layer_(layer), scale_(scale), window_(window) {}
 
   int items(const Plan& plan, const Step& step) override {
-    scratch_.resize(plan.threads());
     plan_items(plan, step);
     return static_cast<int>(items_.size());
   }
 
-  void run(const Plan& plan, const Step& step, int begin, int end, int thread) override {
-    for (int i = begin; i < end; i++) run_item(plan, step, items_[i], scratch_[thread]);
+  void run(const Plan& plan, const Step& step, int begin, int end, int) override {
+    for (int i = begin; i < end; i++) run_item(plan, step, items_[i], scratch);
   }
 
   // The second region of a step whose contexts were split over threads: merges the partial results.
@@ -108,8 +109,8 @@ class Attention : public Op {
     const KvRecord& shape = plan.kv().shape();
     const int group = group_size(plan), queries = num_queries(plan, item), width = shape.padded_dim();
     const size_t stride = (static_cast<size_t>(shape.head_dim) + 16) * 4;
-    if (s.queries.size() < queries * stride) s.queries = Arena(queries * stride);
-    if (s.block.size() < shape.bytes()) s.block = Arena(shape.bytes());
+    s.queries.resize(std::max(s.queries.size(), queries * stride));
+    s.block.resize(std::max(s.block.size(), shape.bytes()));
     for (int n = 0; n < queries; n++)
       plan.kernels().pack_query[static_cast<int>(shape.type)](plan.buffer(q_).row(item.first_row + n / group) + (item.head * group + n % group) * shape.head_dim,
                                                              shape.head_dim, s.queries.data() + n * stride);
@@ -188,7 +189,6 @@ class Attention : public Op {
   const int window_;
   std::vector<Item> items_, merges_;
   mutable States partial_;
-  mutable std::vector<Scratch> scratch_;
 };
 
 class AttentionMerge : public Op {

@@ -75,13 +75,29 @@ void Plan::reads(int buffer, int weight, bool offset) {
   b.columns = std::max(b.columns, (w.cols + unit - 1) / unit * unit);
 }
 
-void Plan::reserve(Buffer& buffer, int rows) {
-  if (!buffer.packed) {
-    buffer.floats = Arena(static_cast<size_t>(rows) * buffer.width * 4 + 64);
-    return;
-  }
-  for (int f = 0; f < kNumForms; f++)
-    if (buffer.wanted[f]) buffer.forms[f] = Arena(rows * form_row_bytes(static_cast<Form>(f), buffer.columns) + 64);
+// Gives every buffer room for the rows of the step. Grows by doubling, and never shrinks.
+void Plan::reserve(const Step& step) {
+  if (step.rows <= capacity_rows_ && step.logit_rows <= capacity_logit_rows_) return;
+  if (step.rows > capacity_rows_) capacity_rows_ = std::max(step.rows, 2 * capacity_rows_);
+  if (step.logit_rows > capacity_logit_rows_) capacity_logit_rows_ = std::max(step.logit_rows, 2 * capacity_logit_rows_);
+  const auto walk = [&](uint8_t* base) {  // lays all buffers out from `base` on; returns where they end
+    size_t at = 0;
+    const auto place = [&](size_t bytes) {
+      uint8_t* p = base ? base + at : nullptr;
+      at += (bytes + 127) / 64 * 64;
+      return p;
+    };
+    for (Buffer& b : buffers_) {
+      const size_t rows = b.logit ? capacity_logit_rows_ : capacity_rows_;
+      if (!b.packed) b.floats = reinterpret_cast<float*>(place(rows * b.width * 4));
+      for (int f = 0; f < kNumForms; f++)
+        if (b.wanted[f]) b.forms[f] = place(rows * form_row_bytes(static_cast<Form>(f), b.columns));
+    }
+    return at;
+  };
+  activations_ = Arena();
+  activations_ = Arena(walk(nullptr));
+  walk(activations_.data());
 }
 
 void Plan::pack_row(const Buffer& buffer, int row, const float* x) const {
@@ -95,11 +111,7 @@ void Plan::pack_row(const Buffer& buffer, int row, const float* x) const {
 void Plan::run(const Step& step) {
   row_blocks_ = Blocks(step.rows, kernels_->max_rows);
   logit_blocks_ = Blocks(step.logit_rows, kernels_->max_rows);
-  if (step.rows > capacity_rows_ || step.logit_rows > capacity_logit_rows_) {
-    capacity_rows_ = std::max(capacity_rows_, step.rows);
-    capacity_logit_rows_ = std::max(capacity_logit_rows_, step.logit_rows);
-    for (Buffer& b : buffers_) reserve(b, b.logit ? capacity_logit_rows_ : capacity_rows_);
-  }
+  reserve(step);
   const int n = static_cast<int>(ops_.size());
   const auto prepare = [&](int i) {
     if (i < n) deal_.reset(ops_[i]->items(*this, step), ops_[i]->min_chunk());

@@ -41,12 +41,12 @@ struct Buffer {
   bool packed;
   int columns = 0;  // padded to the units of the readers
   std::array<bool, kNumForms> wanted{};
-  Arena floats;
-  std::array<Arena, kNumForms> forms;
+  float* floats = nullptr;  // parts of the plan's activation memory
+  std::array<uint8_t*, kNumForms> forms{};
 
-  float* row(int i) const { return reinterpret_cast<float*>(floats.data()) + static_cast<size_t>(i) * width; }
+  float* row(int i) const { return floats + static_cast<size_t>(i) * width; }
   uint8_t* block(Form form, const Blocks& blocks, int b) const {
-    return forms[static_cast<int>(form)].data() + blocks.first(b) * form_row_bytes(form, columns);
+    return forms[static_cast<int>(form)] + blocks.first(b) * form_row_bytes(form, columns);
   }
 };
 
@@ -106,7 +106,7 @@ class Plan {
 
  private:
   uint8_t* allocate(size_t bytes);
-  void reserve(Buffer& buffer, int rows);
+  void reserve(const Step& step);
   void add_time(const Op& op, double seconds);
 
   const Kernels* kernels_;
@@ -120,6 +120,7 @@ class Plan {
   std::vector<Buffer> buffers_;
   std::vector<std::unique_ptr<Op>> ops_;
   Blocks row_blocks_, logit_blocks_;
+  Arena activations_;
   int capacity_rows_ = 0, capacity_logit_rows_ = 0;
   Deal deal_;
   bool profiling_ = false;
