@@ -37,7 +37,8 @@ void check_branches(const Step& s, int num_blocks) {
   require(s.row_start[0] == 0 && s.row_start[s.branches] == s.rows, "row_start must run from 0 to the number of rows");
   for (int b = 0; b < s.branches; b++) {
     const int rows = s.row_start[b + 1] - s.row_start[b], context = s.context_len[b];
-    require(rows >= 1 && s.forced_len[b] >= 1 && s.forced_len[b] <= rows && context >= 0, "a branch needs a forced row and no more than its rows");
+    require(rows >= 1 && s.forced_len[b] >= 1 && s.forced_len[b] <= rows && context >= 0,
+            "a branch needs a forced row and no more than its rows");
     const int blocks = (context + rows + kKvTile - 1) / kKvTile;
     require(blocks <= s.max_blocks, "a branch needs more blocks than the block table has");
     for (int i = 0; i < blocks; i++) {
@@ -67,9 +68,11 @@ void check_step(const Step& s, const Plan& plan, int vocab) {
   for (int i = 0; i < s.logit_rows; i++) require(s.logit_row[i] >= 0 && s.logit_row[i] < s.rows, "a logit row lies outside the step");
 }
 
-// tokens, positions, slots [T]; row_start [B + 1]; context_len, forced_len [B]; block_table [B, blocks]; ancestors [T, words]; logit_rows [R]
-void run(Plan& plan, int vocab, const Ints& tokens, const Ints& positions, const Ints& slots, const Ints& row_start, const Ints& context_len,
-         const Ints& forced_len, const Ints& block_table, const std::optional<Array<uint64_t>>& ancestors, const Ints& logit_rows) {
+// tokens, positions, slots [T]; row_start [B + 1]; context_len, forced_len [B]; block_table [B, blocks]; ancestors [T, words]; logit_rows
+// [R]
+void run(Plan& plan, int vocab, const Ints& tokens, const Ints& positions, const Ints& slots, const Ints& row_start,
+         const Ints& context_len, const Ints& forced_len, const Ints& block_table, const std::optional<Array<uint64_t>>& ancestors,
+         const Ints& logit_rows) {
   Step s{};
   s.rows = static_cast<int>(tokens.size());
   s.branches = static_cast<int>(context_len.size());
@@ -93,34 +96,38 @@ void run(Plan& plan, int vocab, const Ints& tokens, const Ints& positions, const
 
 void bind_ops(nb::class_<Plan>& c) {
   c.def("embed", [](Plan& p, int out, int w) { p.add_op(make_embed(out, w)); })
-      .def("rope_angles", [](Plan& p, int out, std::vector<double> f, double scale, int head_dim) { p.add_op(make_rope_angles(out, std::move(f), scale, head_dim)); })
+      .def("rope_angles", [](Plan& p, int out, std::vector<double> f, double scale,
+                             int head_dim) { p.add_op(make_rope_angles(out, std::move(f), scale, head_dim)); })
       .def("norm", [](Plan& p, int out, int x, int w, float eps) { p.add_op(make_norm(out, x, w, eps)); })
       .def("pack", [](Plan& p, int out, int x) { p.add_op(make_pack(out, x)); })
       .def("gather_rows", [](Plan& p, int out, int x) { p.add_op(make_gather_rows(out, x)); })
       .def("add", [](Plan& p, int out, int x, int y) { p.add_op(make_add(out, x, y)); })
       .def("glu", [](Plan& p, int out, int gate, int up) { p.add_op(make_glu(out, gate, up)); })
-      .def("linear", [](Plan& p, int out, int x, int w, int bias, int residual, bool offset) {
-        p.reads(x, w, offset);
-        p.add_op(make_linear(out, x, w, bias, residual, offset));
-      })
-      .def("glu_linear", [](Plan& p, int out, int x, int gate, int up, int gate_bias, int up_bias) {
-        p.reads(x, gate, false);
-        p.reads(x, up, false);
-        p.add_op(make_glu_linear(out, x, gate, up, gate_bias, up_bias));
-      })
-      .def("qkv_rope_write", [](Plan& p, int out, int x, int angles, std::array<int, 3> weights, std::array<int, 3> biases, int layer) {
-        for (const int w : weights) p.reads(x, w, true);
-        p.add_op(make_qkv_rope_write({out, x, angles, weights, biases, layer}));
-      })
+      .def("linear",
+           [](Plan& p, int out, int x, int w, int bias, int residual, bool offset) {
+             p.reads(x, w, offset);
+             p.add_op(make_linear(out, x, w, bias, residual, offset));
+           })
+      .def("glu_linear",
+           [](Plan& p, int out, int x, int gate, int up, int gate_bias, int up_bias) {
+             p.reads(x, gate, false);
+             p.reads(x, up, false);
+             p.add_op(make_glu_linear(out, x, gate, up, gate_bias, up_bias));
+           })
+      .def("qkv_rope_write",
+           [](Plan& p, int out, int x, int angles, std::array<int, 3> weights, std::array<int, 3> biases, int layer) {
+             for (const int w : weights) p.reads(x, w, true);
+             p.add_op(make_qkv_rope_write({out, x, angles, weights, biases, layer}));
+           })
       .def("attention", [](Plan& p, int out, int q, int layer, float scale, int window) {
         for (auto& op : make_attention(out, q, layer, scale, window)) p.add_op(std::move(op));
       });
 }
 
-nb::object floats_of(Plan& plan, int id, int rows) {
+nb::ndarray<nb::numpy, float, nb::ndim<2>> floats_of(Plan& plan, int id, int rows) {
   const Buffer& b = plan.buffer(id);
   const size_t shape[] = {static_cast<size_t>(rows), static_cast<size_t>(b.width)};
-  return nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<2>>(b.row(0), 2, shape, nb::find(plan)), nb::rv_policy::reference);
+  return {b.row(0), 2, shape, nb::find(plan)};
 }
 
 }  // namespace
@@ -129,35 +136,43 @@ void bind_plan(nb::module_& m) {
   nb::class_<Plan> plan(m, "Plan");
   plan.def(
           "__init__",
-          [](Plan* self, const std::string& isa, int threads, int layers, int heads, int kv_heads, int head_dim, int blocks, const std::string& kv_dtype) {
-            require(layers > 0 && kv_heads > 0 && blocks > 0 && head_dim > 0 && head_dim % 2 == 0, "a KV cache needs layers, heads, blocks and an even head size");
+          [](Plan* self, const std::string& isa, int threads, int layers, int heads, int kv_heads, int head_dim, int blocks,
+             const std::string& kv_dtype) {
+            require(layers > 0 && kv_heads > 0 && blocks > 0 && head_dim > 0 && head_dim % 2 == 0,
+                    "a KV cache needs layers, heads, blocks and an even head size");
             const KvRecord shape{kv_dtype == "bf16" ? KvType::kBf16 : KvType::kF32, head_dim};
             new (self) Plan(kernels_for(isa), threads, layers, heads, KvCache(layers, kv_heads, blocks, shape));
           },
-          nb::arg("isa"), nb::arg("threads"), nb::arg("layers"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("blocks"),
-          nb::arg("kv_dtype"))
-      .def("add_weight", [](Plan& p, const std::string& format, int rows, int cols, const Array<uint8_t>& data,
-                            const std::optional<Array<int64_t>>& order) { return p.add_weight(stored_from(format, rows, cols, data, order)); },
-           nb::arg("format"), nb::arg("rows"), nb::arg("cols"), nb::arg("data"), nb::arg("row_order").none())
-      .def("add_weight_pair", [](Plan& p, const std::string& format_a, const Array<uint8_t>& a, const std::string& format_b, const Array<uint8_t>& b, int rows,
-                                 int cols) { return p.add_weight_pair(stored_from(format_a, rows, cols, a, {}), stored_from(format_b, rows, cols, b, {})); })
+          nb::arg("isa"), nb::arg("threads"), nb::arg("layers"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
+          nb::arg("blocks"), nb::arg("kv_dtype"))
+      .def(
+          "add_weight",
+          [](Plan& p, const std::string& format, int rows, int cols, const Array<uint8_t>& data,
+             const std::optional<Array<int64_t>>& order) { return p.add_weight(stored_from(format, rows, cols, data, order)); },
+          nb::arg("format"), nb::arg("rows"), nb::arg("cols"), nb::arg("data"), nb::arg("row_order").none())
+      .def("add_weight_pair",
+           [](Plan& p, const std::string& format_a, const Array<uint8_t>& a, const std::string& format_b, const Array<uint8_t>& b, int rows,
+              int cols) { return p.add_weight_pair(stored_from(format_a, rows, cols, a, {}), stored_from(format_b, rows, cols, b, {})); })
       .def("add_vector", [](Plan& p, const Array<float>& data) { return p.add_vector(data.data(), static_cast<int>(data.size())); })
       .def("add_buffer", &Plan::add_buffer, nb::arg("width"), nb::arg("logit"), nb::arg("packed"))
-      .def("run", &run, nb::arg("vocab"), nb::arg("tokens"), nb::arg("positions"), nb::arg("slots"), nb::arg("row_start"), nb::arg("context_len"),
-           nb::arg("forced_len"), nb::arg("block_table"), nb::arg("ancestors").none(), nb::arg("logit_rows"))
+      .def("run", &run, nb::arg("vocab"), nb::arg("tokens"), nb::arg("positions"), nb::arg("slots"), nb::arg("row_start"),
+           nb::arg("context_len"), nb::arg("forced_len"), nb::arg("block_table"), nb::arg("ancestors").none(), nb::arg("logit_rows"))
       .def("floats", &floats_of, "A view of the float rows of a buffer; valid until the next run.")
-      .def("move_slots", [](Plan& p, const Ints& source, const Ints& target) {
-        require(source.size() == target.size(), "moves need as many targets as sources");
-        for (size_t i = 0; i < source.size(); i++)
-          for (const int slot : {source.data()[i], target.data()[i]}) require(slot >= 0 && slot / kKvTile < p.kv().num_blocks(), "a slot lies outside the KV cache");
-        nb::gil_scoped_release release;
-        for (size_t i = 0; i < source.size(); i++) p.kv().move(source.data()[i], target.data()[i]);
-      })
+      .def("move_slots",
+           [](Plan& p, const Ints& source, const Ints& target) {
+             require(source.size() == target.size(), "moves need as many targets as sources");
+             for (size_t i = 0; i < source.size(); i++)
+               for (const int slot : {source.data()[i], target.data()[i]})
+                 require(slot >= 0 && slot / kKvTile < p.kv().num_blocks(), "a slot lies outside the KV cache");
+             nb::gil_scoped_release release;
+             for (size_t i = 0; i < source.size(); i++) p.kv().move(source.data()[i], target.data()[i]);
+           })
       .def("set_profiling", &Plan::set_profiling)
-      .def("profile", [](const Plan& p) {
-        const Plan::Profile profile = p.profile();
-        return std::make_pair(profile.seconds, profile.barriers);
-      })
+      .def("profile",
+           [](const Plan& p) {
+             const Plan::Profile profile = p.profile();
+             return std::make_pair(profile.seconds, profile.barriers);
+           })
       .def_prop_ro("isa", [](const Plan& p) { return std::string(p.kernels().name); })
       .def_prop_ro("threads", &Plan::threads)
       .def_prop_ro("weight_bytes", &Plan::weight_bytes);

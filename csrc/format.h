@@ -64,7 +64,8 @@ struct Unit {
   constexpr int num_scales() const { return is_sub16(scales) ? columns() / 16 : groups(); }
   constexpr int min_offset() const { return is_super(scales) ? 64 + 16 * num_scales() : 32 * groups(); }
   constexpr int codes_offset() const {
-    return (is_super(scales) ? 64 + 16 * num_scales() : 32 * groups()) + (has_min(scales) ? (is_super(scales) ? 16 : 32) * num_scales() : 0);
+    return (is_super(scales) ? 64 + 16 * num_scales() : 32 * groups()) +
+           (has_min(scales) ? (is_super(scales) ? 16 : 32) * num_scales() : 0);
   }
   constexpr int bytes() const { return codes_offset() + groups() * lines_per_group() * 64; }
   // The code that stands for zero in formats without minimum: 8 or 128, half of the range.
@@ -75,15 +76,24 @@ constexpr bool is_quantised(Format f) { return f < Format::kBf16; }
 
 constexpr Unit unit_of(Format f) {
   switch (f) {
-    case Format::kQ4: return {4, Scales::kGroup32};
-    case Format::kQ4Min: return {4, Scales::kGroup32Min};
-    case Format::kQ4Super: return {4, Scales::kSuper32Min};
-    case Format::kQ4Sub: return {4, Scales::kSuper16};
-    case Format::kQ4SubMin: return {4, Scales::kSuper16Min};
-    case Format::kQ8: return {8, Scales::kGroup32};
-    case Format::kQ8Min: return {8, Scales::kGroup32Min};
-    case Format::kQ8Super: return {8, Scales::kSuper32Min};
-    default: return {8, Scales::kSuper16};
+    case Format::kQ4:
+      return {4, Scales::kGroup32};
+    case Format::kQ4Min:
+      return {4, Scales::kGroup32Min};
+    case Format::kQ4Super:
+      return {4, Scales::kSuper32Min};
+    case Format::kQ4Sub:
+      return {4, Scales::kSuper16};
+    case Format::kQ4SubMin:
+      return {4, Scales::kSuper16Min};
+    case Format::kQ8:
+      return {8, Scales::kGroup32};
+    case Format::kQ8Min:
+      return {8, Scales::kGroup32Min};
+    case Format::kQ8Super:
+      return {8, Scales::kSuper32Min};
+    default:
+      return {8, Scales::kSuper16};
   }
 }
 

@@ -61,15 +61,15 @@ double read_bandwidth(int threads, size_t bytes) {
   double best = 1e9;
   for (int pass = 0; pass < 6; pass++)
     best = std::min(best, seconds_of([&] {
-      pool.run([&](int t) {
-        const auto* p = reinterpret_cast<const uint64_t*>(arena.data() + t * share);
-        uint64_t sums[8] = {};
-        for (size_t i = 0; i < share / 8; i += 8)
-          for (int j = 0; j < 8; j++) sums[j] ^= p[i + j];
-        [[maybe_unused]] static volatile uint64_t sink = 0;  // keeps the loop alive
-        for (const uint64_t s : sums) sink = s;
-      });
-    }));
+                      pool.run([&](int t) {
+                        const auto* p = reinterpret_cast<const uint64_t*>(arena.data() + t * share);
+                        uint64_t sums[8] = {};
+                        for (size_t i = 0; i < share / 8; i += 8)
+                          for (int j = 0; j < 8; j++) sums[j] ^= p[i + j];
+                        [[maybe_unused]] static volatile uint64_t sink = 0;  // keeps the loop alive
+                        for (const uint64_t s : sums) sink = s;
+                      });
+                    }));
   return static_cast<double>(share) * pool.threads() / best;
 }
 

@@ -5,12 +5,11 @@
 
 #include "kernels.h"
 
+#define HR_SIMD "simd_avx512.h"
 #define HR_INLINE inline __attribute__((always_inline))
 
 namespace headrace {
 namespace {
-#include "simd_avx512.h"
-
 #include "kernels_table.h"
 }  // namespace
 

@@ -3,12 +3,11 @@
 #include "half.h"
 #include "kernels.h"
 
+#define HR_SIMD "simd_portable.h"
 #define HR_INLINE inline __attribute__((always_inline))
 
 namespace headrace {
 namespace {
-#include "simd_portable.h"
-
 #include "kernels_table.h"
 }  // namespace
 

@@ -6,9 +6,9 @@
 namespace headrace {
 
 enum class KvType : int { kBf16, kF32 };
-constexpr int kKvTile = 32;      // tokens in a KV block
-constexpr int kMaxQueries = 8;   // query vectors that share one pass over a KV block
-constexpr float kNoMax = -1e30f; // maximum of no scores: finite, so that differences of two are numbers
+constexpr int kKvTile = 32;       // tokens in a KV block
+constexpr int kMaxQueries = 8;    // query vectors that share one pass over a KV block
+constexpr float kNoMax = -1e30f;  // maximum of no scores: finite, so that differences of two are numbers
 
 // KV of one head and block: K as [head_dim / per][32 tokens][per], then V as [32 / per][padded head_dim][per], where `per` numbers
 // fill 4 bytes. A line is then 16 tokens (K) or 16 dimensions (V) of one bf16 pair or float.
@@ -30,11 +30,11 @@ struct AttendBlock {
   int num;
   const uint8_t* queries;  // packed by pack_query, query_stride bytes apart
   size_t query_stride;
-  const int* first;        // [num] visible tokens of the block: first..last-1
+  const int* first;  // [num] visible tokens of the block: first..last-1
   const int* last;
-  float* max;              // [num] running maximum, sum and weighted values
+  float* max;  // [num] running maximum, sum and weighted values
   float* sum;
-  float* out;              // [num][padded head_dim]
+  float* out;  // [num][padded head_dim]
 };
 
 struct Kernels {

@@ -15,7 +15,9 @@ struct KvF32 {
   static constexpr int kPer = 1;
   using Query = float;
   static constexpr int kStride = 1;
-  static HR_INLINE Vf dot(Vf acc, const uint8_t* line, const Query* x) { return fma(load(reinterpret_cast<const float*>(line)), set1(*x), acc); }
+  static HR_INLINE Vf dot(Vf acc, const uint8_t* line, const Query* x) {
+    return fma(load(reinterpret_cast<const float*>(line)), set1(*x), acc);
+  }
 };
 
 // A query vector in the form that the scores read. Room for 16 more numbers than head_dim.
@@ -23,8 +25,10 @@ template <class Kv>
 void pack_query(const float* q, int head_dim, uint8_t* out) {
   for (int i = 0; i < head_dim; i += 16) {
     const Vf v = load_partial(q + i, head_dim - i);
-    if constexpr (Kv::kPer == 2) store_pairs(reinterpret_cast<Pair*>(out) + i / 2 * kPairStride, v);
-    else store(reinterpret_cast<float*>(out) + i, v);
+    if constexpr (Kv::kPer == 2)
+      store_pairs(reinterpret_cast<Pair*>(out) + i / 2 * kPairStride, v);
+    else
+      store(reinterpret_cast<float*>(out) + i, v);
   }
 }
 
@@ -131,14 +135,22 @@ void attend_num(const AttendBlock& t) {
 template <class Kv>
 void attend(const AttendBlock& t) {
   switch (t.num) {
-    case 1: return attend_num<Kv, 1>(t);
-    case 2: return attend_num<Kv, 2>(t);
-    case 3: return attend_num<Kv, 3>(t);
-    case 4: return attend_num<Kv, 4>(t);
-    case 5: return attend_num<Kv, 5>(t);
-    case 6: return attend_num<Kv, 6>(t);
-    case 7: return attend_num<Kv, 7>(t);
-    default: return attend_num<Kv, 8>(t);
+    case 1:
+      return attend_num<Kv, 1>(t);
+    case 2:
+      return attend_num<Kv, 2>(t);
+    case 3:
+      return attend_num<Kv, 3>(t);
+    case 4:
+      return attend_num<Kv, 4>(t);
+    case 5:
+      return attend_num<Kv, 5>(t);
+    case 6:
+      return attend_num<Kv, 6>(t);
+    case 7:
+      return attend_num<Kv, 7>(t);
+    default:
+      return attend_num<Kv, 8>(t);
   }
 }
 

@@ -164,9 +164,12 @@ void matmul_float(const uint8_t* tile, int units, const uint8_t* block, float* o
 
 template <Format F, int Rows, bool Offset>
 constexpr Kernels::Matmul matmul_for() {
-  if constexpr (is_quantised(F)) return matmul_quantised<F, Rows, Offset>;
-  else if constexpr (F == Format::kBf16) return matmul_bf16<Rows>;
-  else return matmul_float<F, Rows>;
+  if constexpr (is_quantised(F))
+    return matmul_quantised<F, Rows, Offset>;
+  else if constexpr (F == Format::kBf16)
+    return matmul_bf16<Rows>;
+  else
+    return matmul_float<F, Rows>;
 }
 
 constexpr Form form_for(Format f, bool offset) {

@@ -78,7 +78,8 @@ void silu_mul(const float* gate, const float* up, float* out, int n) {
 }
 
 void add_rows(const float* x, const float* y, float* out, int n) {
-  for (int i = 0; i < n; i += 16) store_partial(out + i, add(load_partial(x + i, n - i), load_partial(y + i, n - i)), n - i < 16 ? n - i : 16);
+  for (int i = 0; i < n; i += 16)
+    store_partial(out + i, add(load_partial(x + i, n - i), load_partial(y + i, n - i)), n - i < 16 ? n - i : 16);
 }
 
 void rotate(float* x, const float* cos, const float* sin) {
@@ -101,9 +102,12 @@ double dot_rate(int kind, int64_t iterations) {
   for (int64_t n = 0; n < iterations; n++)
 #pragma GCC unroll 12
     for (int i = 0; i < 12; i++) {
-      if (kind == 0) sums[i] = dot<4>(sums[i], w, x + 4 * (i & 3));
-      else if (kind == 1) floats[i] = dot_pair(floats[i], w, reinterpret_cast<const Pair*>(x));
-      else floats[i] = fma(f, f, floats[i]);
+      if (kind == 0)
+        sums[i] = dot<4>(sums[i], w, x + 4 * (i & 3));
+      else if (kind == 1)
+        floats[i] = dot_pair(floats[i], w, reinterpret_cast<const Pair*>(x));
+      else
+        floats[i] = fma(f, f, floats[i]);
     }
   int32_t total = 0;
   for (int i = 0; i < 12; i++) total += reduce_add(add(sums[i], round_to_int(floats[i])));

@@ -30,8 +30,10 @@ void write_key(uint8_t* record, const KvRecord& shape, int lane, int d, float x)
 }
 
 void write_value(uint8_t* record, const KvRecord& shape, int lane, int d, float x) {
-  if (shape.type == KvType::kBf16) store_value(record, shape, lane, d, to_bf16(x));
-  else std::memcpy(record + shape.value_offset() + (static_cast<size_t>(lane) * shape.padded_dim() + d) * 4, &x, 4);
+  if (shape.type == KvType::kBf16)
+    store_value(record, shape, lane, d, to_bf16(x));
+  else
+    std::memcpy(record + shape.value_offset() + (static_cast<size_t>(lane) * shape.padded_dim() + d) * 4, &x, 4);
 }
 
 void copy_token(uint8_t* to, int to_lane, const uint8_t* from, int from_lane, const KvRecord& shape) {

@@ -40,7 +40,8 @@ thread_local Scratch scratch;
 
 class Attention : public Op {
  public:
-  Attention(int out, int q, int layer, float scale, int window) : Op("attention"), out_(out), q_(q), layer_(layer), scale_(scale), window_(window) {}
+  Attention(int out, int q, int layer, float scale, int window)
+      : Op("attention"), out_(out), q_(q), layer_(layer), scale_(scale), window_(window) {}
 
   int items(const Plan& plan, const Step& step) override {
     plan_items(plan, step);
@@ -77,7 +78,8 @@ class Attention : public Op {
     merges_.clear();
     const int rows_per_item = std::max(1, kItemQueries / group_size(plan)), heads = plan.kv().heads();
     int whole = 0;
-    for (int b = 0; b < step.branches; b++) whole += (step.row_start[b + 1] - step.row_start[b] + rows_per_item - 1) / rows_per_item * heads;
+    for (int b = 0; b < step.branches; b++)
+      whole += (step.row_start[b + 1] - step.row_start[b] + rows_per_item - 1) / rows_per_item * heads;
     const bool few = whole < 4 * plan.threads() && plan.threads() > 1;
     int partial = 0;
     for (int b = 0; b < step.branches; b++)
@@ -96,7 +98,10 @@ class Attention : public Op {
         }
       }
     // Long ones first, so that the threads end together.
-    const auto cost = [&](const Item& i) { return (i.last_row - i.first_row) * (std::min(i.last_split * kSplitBlocks * kKvTile, step.positions[i.last_row - 1] + 1) - i.first_split * kSplitBlocks * kKvTile); };
+    const auto cost = [&](const Item& i) {
+      return (i.last_row - i.first_row) *
+             (std::min(i.last_split * kSplitBlocks * kKvTile, step.positions[i.last_row - 1] + 1) - i.first_split * kSplitBlocks * kKvTile);
+    };
     std::stable_sort(items_.begin(), items_.end(), [&](const Item& a, const Item& b) { return cost(a) > cost(b); });
     partial_.max.resize(partial);
     partial_.sum.resize(partial);
@@ -112,8 +117,9 @@ class Attention : public Op {
     s.queries.resize(std::max(s.queries.size(), queries * stride));
     s.block.resize(std::max(s.block.size(), shape.bytes()));
     for (int n = 0; n < queries; n++)
-      plan.kernels().pack_query[static_cast<int>(shape.type)](plan.buffer(q_).row(item.first_row + n / group) + (item.head * group + n % group) * shape.head_dim,
-                                                             shape.head_dim, s.queries.data() + n * stride);
+      plan.kernels().pack_query[static_cast<int>(shape.type)](
+          plan.buffer(q_).row(item.first_row + n / group) + (item.head * group + n % group) * shape.head_dim, shape.head_dim,
+          s.queries.data() + n * stride);
     s.total.reset(queries, width);
     for (int split = item.first_split; split < item.last_split; split++) {
       s.split.reset(queries, width);
@@ -156,7 +162,8 @@ class Attention : public Op {
     return s.block.data();
   }
 
-  void attend(const Plan& plan, const Step& step, const Item& item, int t, int first_row, int last_row, const uint8_t* record, Scratch& s) const {
+  void attend(const Plan& plan, const Step& step, const Item& item, int t, int first_row, int last_row, const uint8_t* record,
+              Scratch& s) const {
     const KvRecord& shape = plan.kv().shape();
     const int group = group_size(plan), begin = (first_row - item.first_row) * group, end = (last_row - item.first_row) * group;
     const size_t stride = (static_cast<size_t>(shape.head_dim) + 16) * 4;
@@ -172,8 +179,9 @@ class Attention : public Op {
         any |= first[n] < kKvTile && last[n] > 0;
       }
       if (!any) continue;
-      plan.kernels().attend[static_cast<int>(shape.type)]({record, shape, scale_, num, s.queries.data() + start * stride, stride, first, last, &s.split.max[start],
-                                                          &s.split.sum[start], &s.split.out[static_cast<size_t>(start) * shape.padded_dim()]});
+      plan.kernels().attend[static_cast<int>(shape.type)]({record, shape, scale_, num, s.queries.data() + start * stride, stride, first,
+                                                           last, &s.split.max[start], &s.split.sum[start],
+                                                           &s.split.out[static_cast<size_t>(start) * shape.padded_dim()]});
     }
   }
 
@@ -181,7 +189,8 @@ class Attention : public Op {
     const KvRecord& shape = plan.kv().shape();
     for (int n = 0; n < static_cast<int>(states.sum.size()); n++)
       plan.kernels().scale(&states.out[static_cast<size_t>(n) * shape.padded_dim()], 1.0f / states.sum[n],
-                           plan.buffer(out_).row(item.first_row + n / group) + (item.head * group + n % group) * shape.head_dim, shape.head_dim);
+                           plan.buffer(out_).row(item.first_row + n / group) + (item.head * group + n % group) * shape.head_dim,
+                           shape.head_dim);
   }
 
   const int out_, q_, layer_;

@@ -10,7 +10,8 @@ namespace {
 constexpr int kMaxBlockRows = 16;
 
 // Tile `t` of a weight times block `b` of its input: out[rows][16], plus the bias.
-void multiply(const Plan& plan, const Buffer& x, bool offset, const Blocks& blocks, int b, const Weight& w, int t, const float* bias, float* out) {
+void multiply(const Plan& plan, const Buffer& x, bool offset, const Blocks& blocks, int b, const Weight& w, int t, const float* bias,
+              float* out) {
   const Kernels& k = plan.kernels();
   const int format = static_cast<int>(w.format), rows = blocks.rows(b);
   k.matmul[offset][format][rows - 1](w.tile(t), w.units, x.block(k.form[offset][format], blocks, b), out);
@@ -36,8 +37,10 @@ class Linear : public Op {
         multiply(plan, x, offset_, blocks, b, w, t, plan.vector(bias_), tile);
         for (int m = 0; m < blocks.rows(b); m++) {
           float* to = out.row(blocks.first(b) + m) + 16 * t;
-          if (residual_ >= 0) plan.kernels().add(tile + 16 * m, plan.buffer(residual_).row(blocks.first(b) + m) + 16 * t, to, n);
-          else std::memcpy(to, tile + 16 * m, static_cast<size_t>(n) * 4);
+          if (residual_ >= 0)
+            plan.kernels().add(tile + 16 * m, plan.buffer(residual_).row(blocks.first(b) + m) + 16 * t, to, n);
+          else
+            std::memcpy(to, tile + 16 * m, static_cast<size_t>(n) * 4);
         }
       }
     }
@@ -129,7 +132,8 @@ class QkvRopeWrite : public Op {
       const Weight& w = plan.weight(a_.weights[part]);
       for (int b = 0; b < blocks.count; b++) {
         multiply(plan, x, true, blocks, b, w, t, plan.vector(a_.biases[part]), tile);
-        for (int m = 0; m < blocks.rows(b); m++) write(plan, step, part, blocks.first(b) + m, 16 * t, std::min(16, w.rows - 16 * t), tile + 16 * m);
+        for (int m = 0; m < blocks.rows(b); m++)
+          write(plan, step, part, blocks.first(b) + m, 16 * t, std::min(16, w.rows - 16 * t), tile + 16 * m);
       }
     }
   }
@@ -150,8 +154,10 @@ class QkvRopeWrite : public Op {
     for (int i = 0; i < n; i++) {
       const int head = (first + i) / shape.head_dim, d = (first + i) % shape.head_dim;
       uint8_t* record = plan.kv().record(a_.layer, head, slot / kKvTile);
-      if (part == 1) write_key(record, shape, lane, d, y[i]);
-      else write_value(record, shape, lane, d, y[i]);
+      if (part == 1)
+        write_key(record, shape, lane, d, y[i]);
+      else
+        write_value(record, shape, lane, d, y[i]);
     }
   }
 

@@ -90,8 +90,10 @@ class GatherRows : public RowOp {
   void run_row(const Plan& plan, const Step& step, int row) override {
     const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
     const float* from = x.row(step.logit_row[row]);
-    if (out.packed) plan.pack_row(out, row, from);
-    else std::memcpy(out.row(row), from, static_cast<size_t>(x.width) * 4);
+    if (out.packed)
+      plan.pack_row(out, row, from);
+    else
+      std::memcpy(out.row(row), from, static_cast<size_t>(x.width) * 4);
   }
   const int x_;
 };

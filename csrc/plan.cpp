@@ -17,7 +17,8 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 Plan::Plan(const Kernels* kernels, int threads, int num_layers, int num_heads, KvCache kv)
     : kernels_(kernels), pool_(std::make_unique<Pool>(threads)), num_heads_(num_heads), kv_(std::move(kv)), deal_(pool_->threads()) {
-  if (num_layers <= 0 || num_heads <= 0 || num_heads % kv_.heads()) throw std::invalid_argument("query heads must be a multiple of KV heads");
+  if (num_layers <= 0 || num_heads <= 0 || num_heads % kv_.heads())
+    throw std::invalid_argument("query heads must be a multiple of KV heads");
 }
 
 uint8_t* Plan::allocate(size_t bytes) {
@@ -105,7 +106,8 @@ void Plan::pack_row(const Buffer& buffer, int row, const float* x) const {
   const int b = blocks.of_row(row);
   for (int f = 0; f < kNumForms; f++)
     if (buffer.wanted[f])
-      kernels_->pack[f](x, buffer.width, buffer.columns, buffer.block(static_cast<Form>(f), blocks, b), blocks.rows(b), row - blocks.first(b));
+      kernels_->pack[f](x, buffer.width, buffer.columns, buffer.block(static_cast<Form>(f), blocks, b), blocks.rows(b),
+                        row - blocks.first(b));
 }
 
 void Plan::run(const Step& step) {

@@ -37,7 +37,7 @@ struct Blocks {
 // Rows of numbers between two ops: float32, or packed in each form that a reader wants (and then not as float32).
 struct Buffer {
   int width;
-  bool logit;   // one row for each logit row of the step, else one for each row
+  bool logit;  // one row for each logit row of the step, else one for each row
   bool packed;
   int columns = 0;  // padded to the units of the readers
   std::array<bool, kNumForms> wanted{};

@@ -14,7 +14,7 @@ void pause_cpu() {
 #endif
 }
 
-constexpr int kSpins = 2000;      // about 20-50 us: longer than any wait inside a step on a quiet machine
+constexpr int kSpins = 2000;  // about 20-50 us: longer than any wait inside a step on a quiet machine
 constexpr int kChunksPerThread = 8;
 
 }  // namespace
@@ -54,8 +54,10 @@ Pool::~Pool() {
 void Pool::wait_change(const std::atomic<uint32_t>& value, uint32_t old) {
   int spins = 0;
   while (value.load(std::memory_order_acquire) == old) {
-    if (++spins < kSpins) pause_cpu();
-    else std::this_thread::yield();
+    if (++spins < kSpins)
+      pause_cpu();
+    else
+      std::this_thread::yield();
   }
 }
 
@@ -79,8 +81,10 @@ void Pool::run(const std::function<void(int)>& job) {
   job_number_.notify_all();
   job(0);
   for (int spins = 0; running_.load(std::memory_order_acquire) != 0; spins++) {
-    if (spins < kSpins) pause_cpu();
-    else std::this_thread::yield();
+    if (spins < kSpins)
+      pause_cpu();
+    else
+      std::this_thread::yield();
   }
 }
 

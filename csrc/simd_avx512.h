@@ -26,13 +26,17 @@ HR_INLINE Vf swap_pairs(Vf x) { return _mm512_permute_ps(x, 0xB1); }
 HR_INLINE Vf keep_lanes(Vf x, int first, int last, float other) {
   return _mm512_mask_mov_ps(_mm512_set1_ps(other), static_cast<__mmask16>(lanes_below(last) & ~lanes_below(first)), x);
 }
-HR_INLINE Vf keep_if_ge(Vf v, Vf x, float bound) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(bound), _CMP_GE_OQ), v); }
+HR_INLINE Vf keep_if_ge(Vf v, Vf x, float bound) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(bound), _CMP_GE_OQ), v);
+}
 HR_INLINE Vi set1(int32_t x) { return {_mm512_set1_epi32(x)}; }
 HR_INLINE Vi add(Vi x, Vi y) { return {_mm512_add_epi32(x.v, y.v)}; }
 HR_INLINE Vi sub(Vi x, Vi y) { return {_mm512_sub_epi32(x.v, y.v)}; }
 HR_INLINE Vi mul(Vi x, Vi y) { return {_mm512_mullo_epi32(x.v, y.v)}; }
 template <int N>
-HR_INLINE Vi shift_left(Vi x) { return {_mm512_slli_epi32(x.v, N)}; }
+HR_INLINE Vi shift_left(Vi x) {
+  return {_mm512_slli_epi32(x.v, N)};
+}
 HR_INLINE Vf to_float(Vi x) { return _mm512_cvtepi32_ps(x.v); }
 HR_INLINE Vi round_to_int(Vf x) { return {_mm512_cvtps_epi32(x)}; }
 HR_INLINE Vf round(Vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -65,7 +69,9 @@ HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
   asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w.v), "m"(*x));
   return acc;
 }
-HR_INLINE void store_pairs(Pair* p, Vf x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x))); }
+HR_INLINE void store_pairs(Pair* p, Vf x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+}
 #else
 constexpr bool kHasBf16 = false;
 using Pair = float;

@@ -11,7 +11,7 @@ struct Vb {  // 16 lanes of 4 bytes
 constexpr int kMaxRows = 4;
 constexpr bool kHasBf16 = false;
 
-#define EACH_LANE(expr)                      \
+#define EACH_LANE(expr)                     \
   for (int i = 0; i < 16; i++) r[i] = expr; \
   return r
 
@@ -28,7 +28,9 @@ HR_INLINE Vf load_partial(const float* p, int n) {
   Vf r;
   EACH_LANE(i < n ? p[i] : 0.0f);
 }
-HR_INLINE void store_partial(float* p, Vf a, int n) { for (int i = 0; i < n; i++) p[i] = a[i]; }
+HR_INLINE void store_partial(float* p, Vf a, int n) {
+  for (int i = 0; i < n; i++) p[i] = a[i];
+}
 HR_INLINE Vf add(Vf a, Vf b) { return a + b; }
 HR_INLINE Vf sub(Vf a, Vf b) { return a - b; }
 HR_INLINE Vf mul(Vf a, Vf b) { return a * b; }
@@ -36,9 +38,15 @@ HR_INLINE Vf div(Vf a, Vf b) { return a / b; }
 HR_INLINE Vf fma(Vf a, Vf b, Vf c) { return a * b + c; }
 HR_INLINE Vf max(Vf a, Vf b) { return a > b ? a : b; }
 HR_INLINE Vf abs(Vf a) { return a < 0 ? -a : a; }
-HR_INLINE Vf swap_pairs(Vf a) { Vf r; EACH_LANE(a[i ^ 1]); }
+HR_INLINE Vf swap_pairs(Vf a) {
+  Vf r;
+  EACH_LANE(a[i ^ 1]);
+}
 // Lanes first..last-1 of a, `other` elsewhere.
-HR_INLINE Vf keep_lanes(Vf a, int first, int last, float other) { Vf r; EACH_LANE(i >= first && i < last ? a[i] : other); }
+HR_INLINE Vf keep_lanes(Vf a, int first, int last, float other) {
+  Vf r;
+  EACH_LANE(i >= first && i < last ? a[i] : other);
+}
 // a where x >= bound, 0 elsewhere.
 HR_INLINE Vf keep_if_ge(Vf a, Vf x, float bound) { return x >= bound ? a : Vf{}; }
 HR_INLINE Vi set1(int32_t x) { return {Vint{} + x}; }
@@ -46,16 +54,23 @@ HR_INLINE Vi add(Vi a, Vi b) { return {a.v + b.v}; }
 HR_INLINE Vi sub(Vi a, Vi b) { return {a.v - b.v}; }
 HR_INLINE Vi mul(Vi a, Vi b) { return {a.v * b.v}; }
 template <int N>
-HR_INLINE Vi shift_left(Vi a) { return {a.v << N}; }
+HR_INLINE Vi shift_left(Vi a) {
+  return {a.v << N};
+}
 HR_INLINE Vf to_float(Vi a) { return __builtin_convertvector(a.v, Vf); }
-HR_INLINE Vf round(Vf a) { Vf r; EACH_LANE(__builtin_rintf(a[i])); }
+HR_INLINE Vf round(Vf a) {
+  Vf r;
+  EACH_LANE(__builtin_rintf(a[i]));
+}
 HR_INLINE Vi round_to_int(Vf a) { return {__builtin_convertvector(round(a), Vint)}; }
 // a * 2^n for integral n.
 HR_INLINE Vf scale_by_power(Vf a, Vf n) {
   const Vint bits = (__builtin_convertvector(n, Vint) + 127) << 23;
   return a * reinterpret_cast<Vf>(bits);
 }
-HR_INLINE void store_s8(int8_t* p, Vi a) { for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(a.v[i]); }
+HR_INLINE void store_s8(int8_t* p, Vi a) {
+  for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(a.v[i]);
+}
 HR_INLINE int32_t reduce_add(Vi a) {
   int32_t s = 0;
   for (int i = 0; i < 16; i++) s += a.v[i];
@@ -72,7 +87,10 @@ HR_INLINE float reduce_max(Vf a) {
   for (int i = 1; i < 16; i++) top = a[i] > top ? a[i] : top;
   return top;
 }
-HR_INLINE Vf load_half(const uint16_t* p) { Vf r; EACH_LANE(half_to_float(p[i])); }
+HR_INLINE Vf load_half(const uint16_t* p) {
+  Vf r;
+  EACH_LANE(half_to_float(p[i]));
+}
 HR_INLINE Vi load_s8(const int8_t* p) {
   Vint r;
   for (int i = 0; i < 16; i++) r[i] = p[i];
@@ -90,8 +108,7 @@ HR_INLINE Vb load_bytes(const uint8_t* p) {
 }
 HR_INLINE Vb low_nibbles(Vb a) { return {a.v & 0x0f0f0f0f}; }
 HR_INLINE Vb high_nibbles(Vb a) { return {(a.v >> 4) & 0x0f0f0f0f}; }
-// acc[i] += sum of w[4 i + b] * x[b]; Bits is the width of w. Two 16-bit products at a time: a code times an activation fits, and
-// so does the sum of two of a 4-bit code.
+// acc[i] += sum of w[4 i + b] * x[b]; Bits is the width of w.
 template <int Bits>
 HR_INLINE Vi dot(Vi acc, Vb w, const int8_t* x) {
   const Vint sum = (w.v & 255) * static_cast<int32_t>(x[0]) + (w.v >> 8 & 255) * static_cast<int32_t>(x[1]) +

@@ -12,10 +12,10 @@ namespace {
 // Codes and scales of 32 columns of one row, in the terms of the packed unit that they go to.
 struct Group {
   uint8_t codes[32];
-  uint16_t scale, min;          // f16, plain formats
-  int8_t scales[2];             // integers of super formats: one per 32 columns or one per 16
+  uint16_t scale, min;  // f16, plain formats
+  int8_t scales[2];     // integers of super formats: one per 32 columns or one per 16
   uint8_t mins[2];
-  uint16_t d, dmin;             // f16, super formats
+  uint16_t d, dmin;  // f16, super formats
 };
 
 uint16_t read16(const uint8_t* p) {
@@ -134,12 +134,18 @@ struct Source {
 };
 
 constexpr Source kSources[] = {
-    {"Q4_0", Format::kQ4, 32, 18, read_q4_0},          {"Q4_1", Format::kQ4Min, 32, 20, read_q4_1},
-    {"Q5_0", Format::kQ8, 32, 22, read_q5_0},          {"Q5_1", Format::kQ8Min, 32, 24, read_q5_1},
-    {"Q8_0", Format::kQ8, 32, 34, read_q8_0},          {"Q2_K", Format::kQ4SubMin, 256, 84, read_q2_k},
-    {"Q3_K", Format::kQ4Sub, 256, 110, read_q3_k},     {"Q4_K", Format::kQ4Super, 256, 144, read_q4_k},
-    {"Q5_K", Format::kQ8Super, 256, 176, read_q5_k},   {"Q6_K", Format::kQ8Sub, 256, 210, read_q6_k},
-    {"BF16", Format::kBf16, 1, 2, nullptr},            {"F16", Format::kF16, 1, 2, nullptr},
+    {"Q4_0", Format::kQ4, 32, 18, read_q4_0},
+    {"Q4_1", Format::kQ4Min, 32, 20, read_q4_1},
+    {"Q5_0", Format::kQ8, 32, 22, read_q5_0},
+    {"Q5_1", Format::kQ8Min, 32, 24, read_q5_1},
+    {"Q8_0", Format::kQ8, 32, 34, read_q8_0},
+    {"Q2_K", Format::kQ4SubMin, 256, 84, read_q2_k},
+    {"Q3_K", Format::kQ4Sub, 256, 110, read_q3_k},
+    {"Q4_K", Format::kQ4Super, 256, 144, read_q4_k},
+    {"Q5_K", Format::kQ8Super, 256, 176, read_q5_k},
+    {"Q6_K", Format::kQ8Sub, 256, 210, read_q6_k},
+    {"BF16", Format::kBf16, 1, 2, nullptr},
+    {"F16", Format::kF16, 1, 2, nullptr},
     {"F32", Format::kF32, 1, 4, nullptr},
 };
 
@@ -203,10 +209,12 @@ float unpack_quantised(const Weight& w, const uint8_t* tile, int r, int k) {
   const uint8_t byte = lines[(shape.bits == 4 ? i % 16 : i) / 4 * 64 + 4 * r + i % 4];
   const int code = (shape.bits == 4 ? (i < 16 ? byte & 15 : byte >> 4) : byte) - shape.zero();
   const auto half = [&](size_t at) { return half_to_float(read16(unit + at + 2 * r)); };
-  if (!is_super(shape.scales)) return half(32 * g) * static_cast<float>(code) + (has_min(shape.scales) ? half(shape.min_offset() + 32 * g) : 0.0f);
+  if (!is_super(shape.scales))
+    return half(32 * g) * static_cast<float>(code) + (has_min(shape.scales) ? half(shape.min_offset() + 32 * g) : 0.0f);
   const int n = is_sub16(shape.scales) ? 2 * g + i / 16 : g;
   const float scale = half(0) * static_cast<float>(static_cast<int8_t>(unit[64 + 16 * n + r]));
-  return scale * static_cast<float>(code) - (has_min(shape.scales) ? half(32) * static_cast<float>(unit[shape.min_offset() + 16 * n + r]) : 0.0f);
+  return scale * static_cast<float>(code) -
+         (has_min(shape.scales) ? half(32) * static_cast<float>(unit[shape.min_offset() + 16 * n + r]) : 0.0f);
 }
 
 }  // namespace
@@ -233,8 +241,10 @@ Weight pack(const Stored& stored, uint8_t* to, size_t stride, Pool& pool) {
       const int64_t from = stored.row_order.empty() ? row : stored.row_order[row];
       const uint8_t* bytes = stored.data + from * row_bytes;
       uint8_t* tile = to + static_cast<size_t>(row / kTileRows) * stride;
-      if (source.read) pack_quantised_row(source, bytes, w.cols, tile, row % kTileRows);
-      else pack_float_row(source.format, bytes, w.cols, tile, row % kTileRows);
+      if (source.read)
+        pack_quantised_row(source, bytes, w.cols, tile, row % kTileRows);
+      else
+        pack_float_row(source.format, bytes, w.cols, tile, row % kTileRows);
     }
   });
   return w;

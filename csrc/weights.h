@@ -23,8 +23,8 @@ struct Stored {
 struct Weight {
   Format format;
   int rows, cols;
-  int units;            // units of a tile
-  size_t stride;        // bytes from tile to tile; more than a tile when two matrices are interleaved
+  int units;      // units of a tile
+  size_t stride;  // bytes from tile to tile; more than a tile when two matrices are interleaved
   const uint8_t* data;
 
   int tiles() const { return (rows + kTileRows - 1) / kTileRows; }

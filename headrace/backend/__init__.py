@@ -26,9 +26,7 @@ class Executable(Protocol):
         """Give the memory back; the executable is not used afterwards."""
 
 
-def compile_program(
-    backend: str, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int
-) -> Executable:
+def compile_program(backend: str, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int) -> Executable:
     """Compile for the named backend. Raises RequestError for a name that is not in BACKENDS."""
     if backend not in BACKENDS:
         raise RequestError(f"unknown backend {backend!r}; there are: {', '.join(BACKENDS)}")

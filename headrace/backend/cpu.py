@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace import _native
 from headrace.batch import Ints, RaggedBatch, StepRows
@@ -42,7 +43,8 @@ class CpuExecutable:
 
     def run(self, batch: RaggedBatch) -> StepRows:
         self.plan.run(self.vocab, *batch[:8], batch.logit_rows)
-        return StepRows(self.plan.floats(self._logits, len(batch.logit_rows)), None)
+        logits: NDArray[np.float32] = self.plan.floats(self._logits, len(batch.logit_rows))
+        return StepRows(logits, None)
 
     def move_slots(self, source: Ints, target: Ints) -> None:
         self.plan.move_slots(np.ascontiguousarray(source, np.int32), np.ascontiguousarray(target, np.int32))
@@ -159,8 +161,8 @@ def _qkv_rope_write(lo: _Lowering, op: ops.QkvRopeWrite) -> None:
 
 
 def _glu_linear(lo: _Lowering, op: ops.GluLinear) -> None:
-    pair = [lo.tensors[op.gate.name], lo.tensors[op.up.name]]
-    gate, up = lo.plan.add_weight_pair(*(item for t in pair for item in (t.format.name, t.data)), op.gate.rows, op.gate.cols)
+    g, u = lo.tensors[op.gate.name], lo.tensors[op.up.name]
+    gate, up = lo.plan.add_weight_pair(g.format.name, g.data, u.format.name, u.data, op.gate.rows, op.gate.cols)
     lo.plan.glu_linear(lo.buffer(op.out), lo.packed_input(op.x), gate, up, lo.vector(op.gate_bias), lo.vector(op.up_bias))
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,9 +45,8 @@ class ReferenceExecutable:
     def run(self, batch: RaggedBatch) -> StepRows:
         step = _Step(self, batch)
         for op in self.program.ops:
-            out = op.output()
-            result = _RUN[type(op)](step, op)
-            if out is not None:
+            out, result = op.output(), _RUN[type(op)](step, op)
+            if out is not None and result is not None:
                 step.rows[out.id] = result
         return StepRows(step.rows[self.program.logits.id].astype(np.float32), None)
 
@@ -109,7 +109,8 @@ def _rope_angles(s: _Step, op: ops.RopeAngles) -> Floats:
 
 def _norm(s: _Step, op: ops.Norm) -> Floats:
     x = s.x(op.x)
-    return x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + op.eps) * s.w(op.weight)
+    mean_square: Floats = np.mean(x * x, axis=1, keepdims=True)
+    return x / np.sqrt(mean_square + op.eps) * s.w(op.weight)
 
 
 def _linear(s: _Step, op: ops.Linear) -> Floats:
@@ -166,7 +167,8 @@ def _attention(s: _Step, op: ops.Attention) -> Floats:
 
 
 def _silu_mul(gate: Floats, up: Floats) -> Floats:
-    return gate / (1 + np.exp(-gate)) * up
+    silu: Floats = gate / (1 + np.exp(-gate))
+    return silu * up
 
 
 def _glu(s: _Step, op: ops.Glu) -> Floats:
@@ -185,7 +187,7 @@ def _gather_rows(s: _Step, op: ops.GatherRows) -> Floats:
     return s.x(op.x)[s.batch.logit_rows]
 
 
-_RUN: dict[type[ops.Op], Callable[[_Step, ops.Op], Floats | None]] = {
+_RUN: dict[type[ops.Op], Callable[[_Step, Any], Floats | None]] = {
     ops.Embed: _embed,
     ops.RopeAngles: _rope_angles,
     ops.Norm: _norm,
@@ -199,4 +201,4 @@ _RUN: dict[type[ops.Op], Callable[[_Step, ops.Op], Floats | None]] = {
     ops.GluLinear: _glu_linear,
     ops.Add: _add,
     ops.GatherRows: _gather_rows,
-}  # type: ignore[dict-item]
+}

@@ -24,7 +24,8 @@ class Load(NamedTuple):
 @dataclass(frozen=True)
 class Value:
     """A matrix of rows; `rows` says which rows of the step it has. A packed value is read by linear ops alone, so a
-    backend may keep it in the form that its kernels read (quantised, say) and never as float32."""
+    backend may keep it in the form that its kernels read (quantised, say) and never as float32.
+    """
 
     id: int
     width: int

@@ -7,7 +7,13 @@ from headrace.backend.reference import round_bf16
 from headrace.quant.formats import FORMATS, StoredTensor
 
 # Byte offsets of the float16 scales inside a block: any other bytes may be random.
-_SCALES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+_SCALES = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+}
 
 
 def random_stored(format_name: str, rows: int, cols: int, seed: int, name: str = "w", scale: float = 0.1) -> StoredTensor:

@@ -1,9 +1,12 @@
 """Every packed format in every instruction set of this machine, against the definition of the stored format."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from headrace import _native
 from headrace.backend.reference import round_bf16
@@ -11,13 +14,16 @@ from headrace.quant.formats import FORMATS, StoredTensor
 from tests.backend.stored import quantised_rows, random_stored
 
 ISAS = _native.isas()
+Array = NDArray[Any]
 
 
-def linear(isa: str, format_name: str, x: np.ndarray, rows: int, seed: int, offset: bool = False, threads: int = 1, order: np.ndarray | None = None) -> np.ndarray:
+def linear(
+    isa: str, format_name: str, x: Array, rows: int, seed: int, offset: bool = False, threads: int = 1, order: Array | None = None
+) -> Array:
     return product(isa, random_stored(format_name, rows, x.shape[1], seed), x, offset, threads, order)
 
 
-def product(isa: str, stored: StoredTensor, x: np.ndarray, offset: bool = False, threads: int = 1, order: np.ndarray | None = None) -> np.ndarray:
+def product(isa: str, stored: StoredTensor, x: Array, offset: bool = False, threads: int = 1, order: Array | None = None) -> Array:
     """x @ W.T by a native plan; the rows of x come in through an embedding of float32."""
     plan = _native.Plan(isa, threads, 1, 1, 1, 2, 1, "f32")
     num_rows, cols = x.shape
@@ -37,7 +43,7 @@ def run_rows(plan: _native.Plan, num_rows: int) -> None:
     plan.run(num_rows, i32(rows), i32(zeros), i32(zeros), i32(np.arange(num_rows + 1)), i32(zeros), i32(zeros + 1), table, None, i32([0]))
 
 
-def expected(isa: str, format_name: str, x: np.ndarray, rows: int, seed: int, offset: bool) -> tuple[np.ndarray, np.ndarray]:
+def expected(isa: str, format_name: str, x: Array, rows: int, seed: int, offset: bool) -> tuple[Array, Array]:
     """The exact product over the activations as the kernel sees them, and the scale of its rounding error."""
     weight = random_stored(format_name, rows, x.shape[1], seed).dequantise().astype(np.float64)
     if FORMATS[format_name].block > 1:
@@ -51,7 +57,9 @@ def expected(isa: str, format_name: str, x: np.ndarray, rows: int, seed: int, of
 @pytest.mark.parametrize("format_name", FORMATS)
 @settings(max_examples=12, deadline=None)
 @given(num_rows=st.integers(1, 40), rows=st.integers(1, 70), blocks=st.integers(1, 7), offset=st.booleans(), seed=st.integers(0, 2**16))
-def test_linear_matches_the_stored_format(isa: str, format_name: str, num_rows: int, rows: int, blocks: int, offset: bool, seed: int) -> None:
+def test_linear_matches_the_stored_format(
+    isa: str, format_name: str, num_rows: int, rows: int, blocks: int, offset: bool, seed: int
+) -> None:
     block = FORMATS[format_name].block
     cols = block * min(blocks, 3) if block > 1 else 7 * blocks
     x = np.random.default_rng(seed).standard_normal((num_rows, cols)).astype(np.float32) + np.float32(offset)
@@ -97,4 +105,3 @@ def test_extreme_codes(isa: str, offset: bool) -> None:
                 got = product(isa, stored, x, offset)
                 want = quantised_rows(x, offset) @ stored.dequantise().astype(np.float64).T
                 assert np.allclose(got, want, rtol=1e-5, atol=1e-5)
-

@@ -14,30 +14,40 @@ from headrace.config import KvConfig
 from headrace.model import trace_model
 from tests.backend.batches import Sequence, batch_of
 
-SIZE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 101, "max_position_embeddings": 256}
+SIZE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 101,
+    "max_position_embeddings": 256,
+}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
-FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama2-mha": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4}),
-    "llama3-gqa": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 2, "rope_scaling": LLAMA3 | {"rope_theta": 500000.0}}),
-    "llama-mqa": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 1, "head_dim": 32}),
-    "llama-biases": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}),
-    "llama-linear": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4, "rope_scaling": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
-    "llama-yarn": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4, "rope_scaling": YARN | {"rope_theta": 1e4}}),
-    "smollm2": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "mistral-window": (MistralConfig, MistralForCausalLM, {"num_key_value_heads": 2, "sliding_window": 9}),
-    "mistral-full": (MistralConfig, MistralForCausalLM, {"num_key_value_heads": 2, "sliding_window": None, "head_dim": 24}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_key_value_heads": 2}),
-    "qwen2-window": (Qwen2Config, Qwen2ForCausalLM, {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+LLAMA, MISTRAL, QWEN2 = (LlamaConfig, LlamaForCausalLM), (MistralConfig, MistralForCausalLM), (Qwen2Config, Qwen2ForCausalLM)
+WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+
+FAMILIES: dict[str, tuple[Any, int, dict[str, Any]]] = {  # config and model, KV heads, other options
+    "llama2-mha": (LLAMA, 4, {}),
+    "llama3-gqa": (LLAMA, 2, {"rope_scaling": LLAMA3 | {"rope_theta": 500000.0}}),
+    "llama-mqa": (LLAMA, 1, {"head_dim": 32}),
+    "llama-biases": (LLAMA, 2, {"attention_bias": True, "mlp_bias": True}),
+    "llama-linear": (LLAMA, 4, {"rope_scaling": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama-yarn": (LLAMA, 4, {"rope_scaling": YARN | {"rope_theta": 1e4}}),
+    "smollm2": (LLAMA, 2, {"tie_word_embeddings": True}),
+    "mistral-window": (MISTRAL, 2, {"sliding_window": 9}),
+    "mistral-full": (MISTRAL, 2, {"sliding_window": None, "head_dim": 24}),
+    "qwen2": (QWEN2, 2, {}),
+    "qwen2-window": (QWEN2, 2, WINDOW),
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reference_equals_transformers(family: str, tmp_path: Path) -> None:
-    make_config, make_model, options = FAMILIES[family]
+    (make_config, make_model), kv_heads, options = FAMILIES[family]
     torch.manual_seed(0)
-    model = make_model(make_config(**SIZE | options, attn_implementation="eager")).eval()
+    model = make_model(make_config(**SIZE | options, num_key_value_heads=kv_heads, attn_implementation="eager")).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # the initialiser leaves biases and norms at 0 and 1
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -47,6 +57,7 @@ def test_reference_equals_transformers(family: str, tmp_path: Path) -> None:
         want = model(torch.tensor([tokens])).logits[0].numpy()
 
     checkpoint = open_checkpoint(tmp_path)
-    executable = compile_program("reference", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors, KvConfig(4, 32, "f32"), 1)
+    program = trace_model(checkpoint.spec, checkpoint.tensors)
+    executable = compile_program("reference", program, checkpoint.tensors, KvConfig(4, 32, "f32"), 1)
     got = executable.run(batch_of([Sequence([2, 0, 3, 1], 32)], [tokens], [([], [])], False)).logits
     assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
