@@ -1,5 +1,10 @@
 """Every error Headrace raises on purpose, each with the exit code the command line gives it."""
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.request import RequestOutput
+
 
 class HeadraceError(Exception):
     """Base of all errors of our own. `exit_code` is what `headrace` exits with."""
@@ -43,3 +48,15 @@ class MemoryLimitError(HeadraceError):
 
 class ClosedError(HeadraceError):
     """The engine was used after `close()`."""
+
+
+class NonFiniteLogitsError(HeadraceError):
+    """The model computed NaN or infinity; the request that met it fails alone."""
+
+
+class RequestFailedError(HeadraceError):
+    """Requests that failed while they ran. `outputs` has the results of all, the whole ones included."""
+
+    def __init__(self, message: str, outputs: "list[RequestOutput]") -> None:
+        super().__init__(message)
+        self.outputs = outputs

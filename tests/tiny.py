@@ -17,8 +17,8 @@ from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.request import RequestOutput, SamplingParams, Update
 from tests.backend.stored import random_stored
 
-BLOCK_SIZE = {"cpu": 32}
-"""Slots in a block, where a backend insists."""
+BLOCK_SIZE = {"cpu": 32, "reference": 4}
+"""Slots in a block: small, so that little text needs many, where the backend does not insist on its own."""
 
 Tensors = dict[str, StoredTensor]
 
@@ -85,7 +85,7 @@ class TinyVocabulary:
     def token_bytes(self, token_id: int) -> bytes:
         return self.pieces[token_id] if token_id < len(self.pieces) else b""
 
-    def decoder(self, skip_special: bool) -> "_Decoder":
+    def decoder(self, skip_special: bool, continues: bool = False) -> "_Decoder":
         return _Decoder(self, self.eos_ids if skip_special else frozenset())
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
@@ -119,15 +119,15 @@ def tiny_engine(
     proposer: Proposer | None = None,
     executable: Executable | None = None,
     eos_ids: tuple[int, ...] = (),
-    num_blocks: int = 64,
-    block_size: int = 4,
+    slots: int = 256,
     max_model_len: int = 0,
     **config: Any,
 ) -> Engine:
-    """An engine over the model. Blocks are small where the backend allows, so that little text needs many."""
+    """An engine over the model, with a pool of at least so many slots."""
     spec, _ = model
     options = EngineConfig(backend=backend, **config)
-    kv = KvConfig(num_blocks, BLOCK_SIZE.get(backend, block_size), options.kv_dtype)
+    block_size = BLOCK_SIZE[backend]
+    kv = KvConfig(-(-slots // block_size), block_size, options.kv_dtype)
     limits = Limits(spec.vocab_size, max_model_len or spec.max_context, kv)
     executable = executable or tiny_executable(model, backend, kv, options.threads)
     vocabulary = TinyVocabulary(spec.vocab_size, eos_ids)

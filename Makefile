@@ -1,0 +1,71 @@
+# `make run`, `make test`, `make lint`, `make bench`: each does its own set-up in .venv, once. Needs gcc, cmake, Python >= 3.11.
+PYTHON ?= python3
+MODEL  ?= smollm2
+PROMPT ?= Why does water turn a mill wheel? Answer in two sentences.
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# Without build isolation cmake finds its last build again, and only what changed in csrc/ is compiled.
+INSTALL := $(PIP) --no-build-isolation --check-build-dependencies --editable
+CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
+
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: help run test lint format bench clean
+
+help:
+	@echo 'make run     a real model answers a prompt (MODEL=$(MODEL), PROMPT="...")'
+	@echo 'make test    all tests'
+	@echo 'make lint    ruff, mypy, clang-format; `make format` repairs what can be repaired'
+	@echo 'make bench   cold start, and a paired run against llama.cpp'
+	@echo 'make clean   remove what the above made'
+
+run: .venv/.core
+	@$(BIN)/headrace run '$(MODEL)' '$(subst ','\'',$(PROMPT))' </dev/null
+
+test: .venv/.test
+	$(BIN)/python -m pytest
+
+lint: .venv/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@$(BIN)/python -m nanobind.stubgen -q -m headrace._native -o headrace/_native.pyi # so that mypy knows the C++ side
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+
+format: .venv/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+bench: .venv/.core
+	$(BIN)/python benchmarks/start.py
+	$(BIN)/python benchmarks/llama_cpp.py
+
+clean:
+	rm -rf .venv .bench build
+
+# Set-up steps, each with a stamp: a second call finds the stamp newer than its causes and does nothing.
+.venv/.venv:
+	@echo '[set-up] virtual environment in .venv'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Headrace needs Python 3.11 or newer, and this is " + sys.version)'
+	@$(PYTHON) -m venv .venv
+	@$(PIP) --upgrade pip
+	@touch $@
+
+.venv/.core: .venv/.venv pyproject.toml CMakeLists.txt $(CXX_FILES)
+	@echo '[set-up] building and installing Headrace'
+	@$(PIP) --upgrade scikit-build-core nanobind
+	@$(INSTALL) .
+	@touch $@
+
+.venv/.test: pyproject.toml | .venv/.core
+	@echo '[set-up] test dependencies'
+	@$(PIP) torch==2.13.0 # by itself and first, so that nothing pulls a larger build of it
+	@$(INSTALL) '.[oracle,test]'
+	@touch $@
+
+.venv/.lint: pyproject.toml | .venv/.core
+	@echo '[set-up] lint dependencies'
+	@$(INSTALL) '.[lint]'
+	@touch $@

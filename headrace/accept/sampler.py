@@ -1,0 +1,44 @@
+"""From what a request asks for to the native sampler."""
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace._native import Sampler
+from headrace._native import token_logprobs as native_token_logprobs
+from headrace.batch import TokenLogprobs
+from headrace.request import SamplingParams
+
+__all__ = ["Sampler", "derive_seed", "make_sampler", "token_logprobs"]
+
+
+def make_sampler(params: SamplingParams, prompt: list[int], vocab_size: int, seed: int, end_ids: Iterable[int]) -> Sampler:
+    """The sampler of a request's first branch. `end_ids` end the output, and may not be drawn before `min_tokens`."""
+    return Sampler(
+        vocab_size,
+        prompt,
+        branch=0,
+        seed=seed,
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=list((params.logit_bias or {}).items()),
+        banned=[token for token in end_ids if token < vocab_size],  # a tokenizer may know more tokens than the model
+        banned_until=len(prompt) + params.min_tokens,
+    )
+
+
+def derive_seed(seed: int, number: int) -> int:
+    """The seed of a request that brings none: 64 bits from the engine's seed and the number of the request."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest(), "little")
+
+
+def token_logprobs(logits: NDArray[np.float32], token: int, num_logprobs: int) -> TokenLogprobs:
+    """Log-probabilities of a token under a row of logits [vocab]. Raises NonFiniteLogitsError."""
+    return TokenLogprobs(*native_token_logprobs(logits, token, num_logprobs))

@@ -1,0 +1,76 @@
+"""Measure this machine's memory bandwidth and arithmetic, and test that the engine computes right on it."""
+
+import argparse
+import os
+import platform
+from typing import Any
+
+from headrace.cli.arguments import add_json
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this verb."""
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; 0: as many as may be used")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 1 when a self-test fails. The measurement is remembered for `run` and `show`."""
+    from headrace.cli.selftest import run_checks
+    from headrace.cli.table import print_json, print_table
+
+    facts = examine(args.threads)
+    if not args.json:
+        _print(facts)
+    checks = list(run_checks(args.threads))
+    failed = [check for check in checks if not check.ok]
+    if args.json:
+        print_json(facts | {"self_test": [check._asdict() for check in checks], "ok": not failed})
+    else:
+        print_table(["", "", ""], [["OK" if c.ok else "FAILED", c.name, c.detail] for c in checks], "Self-test")
+    return 1 if failed else 0
+
+
+def examine(threads: int) -> dict[str, Any]:
+    """All facts, as they go to JSON: bytes, bytes and operations per second."""
+    from importlib.metadata import version
+
+    from headrace import _native
+    from headrace.planner import hardware, host
+
+    machine = hardware.measure(threads)
+    return {
+        "cpu": machine.cpu,
+        "isa": os.environ.get("HEADRACE_ISA") or machine.isa,
+        "isas": _native.isas(),
+        "cores": host.usable_cores(),
+        "cores_of_machine": os.cpu_count(),
+        "memory_available": host.available_memory(),
+        "huge_pages": host.huge_pages(),
+        "threads": machine.threads,
+        "bandwidth": machine.bandwidth,
+        "rates": dict(machine.rates),
+        "ridge_int8": machine.ridge("int8"),
+        "system": platform.platform(),
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in ("headrace", "numpy", "tokenizers")},
+    }
+
+
+def _print(facts: dict[str, Any]) -> None:
+    from headrace.cli.table import print_figures, size
+
+    print_figures(
+        "This machine",
+        {
+            "processor": facts["cpu"],
+            "instruction set": f"{facts['isa']}, of {', '.join(facts['isas'])}",
+            "cores": f"{facts['cores']} usable, of {facts['cores_of_machine']}",
+            "memory": f"{size(facts['memory_available'])} available",
+            "huge pages": facts["huge_pages"],
+            "system": facts["system"],
+            "versions": ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
+        },
+    )
+    rates = {f"{kind} dot products": f"{rate / 1e9:,.0f} G operations/s" for kind, rate in facts["rates"].items()}
+    ridge = {"ridge": f"{facts['ridge_int8']:.0f} int8 operations per byte: below that, memory is what bounds"}
+    print_figures(f"Measured with {facts['threads']} threads", {"memory read": f"{facts['bandwidth'] / 1e9:.1f} GB/s"} | rates | ridge)

@@ -1,0 +1,121 @@
+"""Answer a prompt, or chat.
+
+Without a prompt, on a terminal, this is a chat. With a prompt, with `-`, or with something piped in, it is one answer:
+alone on stdout as it comes, then one line on stderr with the speed. Text that is piped in beside a prompt follows it.
+"""
+
+import argparse
+import os
+import stat
+import sys
+from typing import TYPE_CHECKING, get_args
+
+from headrace.cli.arguments import DEFAULT_MODEL, add_model
+from headrace.config import EngineConfig, KvDtype
+from headrace.errors import RequestError
+
+if TYPE_CHECKING:
+    from headrace.cli.session import Session
+    from headrace.request import SamplingParams
+
+_ENGINE_OPTIONS = ("threads", "kv_dtype", "max_model_len", "proposer")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this verb; those of sampling have the names and meanings of `SamplingParams`."""
+    add_model(parser, optional=True)
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="what to answer; -: read it from stdin")
+    parser.add_argument("--system", metavar="TEXT", help="instructions that come before the conversation")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt as it stands, without the chat template")
+
+    # Small models fall into loops when every token is the likeliest one; a little warmth, without the unlikely tail, cures it.
+    sampling = parser.add_argument_group("sampling", "The same seed gives the same answer, whatever the temperature.")
+    sampling.add_argument("--temperature", type=float, default=0.3, metavar="T", help="0 takes the likeliest token every time")
+    sampling.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens that have this probability together"
+    )
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0: all")
+    sampling.add_argument("--min-p", type=float, default=0.05, metavar="P", help="keep tokens at least P times as likely as the likeliest")
+    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="what the draws depend on")
+    sampling.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="longest answer")
+
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; 0: as many as may be used")
+    engine.add_argument("--kv-dtype", choices=get_args(KvDtype), default=EngineConfig.kv_dtype, help="number format of keys and values")
+    engine.add_argument("--max-model-len", type=int, default=0, metavar="N", help="longest conversation in tokens; 0: all the model can")
+    engine.add_argument("--proposer", default="off", metavar="NAME", help="guess ahead: off or ngram; never changes a token")
+
+
+def run(args: argparse.Namespace) -> int:
+    """One answer, or a chat."""
+    prompt = _prompt(args)
+
+    from headrace.llm import engine_config
+    from headrace.request import SamplingParams
+
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
+    params = SamplingParams(**{name: getattr(args, name) for name in names})
+    config = engine_config({name: getattr(args, name) for name in _ENGINE_OPTIONS} | {"max_num_seqs": 1})
+
+    from headrace.cli.session import Session
+
+    with Session(args.model, config) as session:
+        if prompt is None:
+            from headrace.cli.chat import Chat
+
+            Chat(session, params, args.raw, args.system).loop()
+        else:
+            _answer(session, prompt if args.raw else conversation(prompt, args.system), params)
+    return 0
+
+
+def conversation(prompt: str, system: str | None) -> list[dict[str, str]]:
+    """The messages that a prompt and instructions make."""
+    return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
+
+
+def _answer(session: "Session", prompt: str | list[dict[str, str]], params: "SamplingParams") -> None:
+    from headrace.cli.session import interrupts
+    from headrace.cli.terminal import write
+
+    with interrupts() as stop:
+        for piece in session.answer(prompt, params, stop):
+            write(piece)
+        write("\n")
+    if stop.is_set():
+        raise KeyboardInterrupt
+    print(session.closing_line(), file=sys.stderr)
+
+
+def _prompt(args: argparse.Namespace) -> str | None:
+    """What to answer; None for a chat. `headrace run -` is the default model and stdin."""
+    prompt: str | None = args.prompt
+    if args.model == "-" and prompt is None:
+        args.model, prompt = DEFAULT_MODEL, "-"
+    if prompt is None and " " in args.model and not os.path.exists(args.model):
+        raise RequestError(f"{args.model!r} is no model; to ask the default one: headrace run {DEFAULT_MODEL} {args.model!r}")
+    if prompt is None and sys.stdin.isatty() and sys.stdout.isatty():
+        return None
+    if prompt is not None and prompt != "-":
+        piped = _read_stdin() if _is_piped() else ""
+        return f"{prompt}\n\n{piped}" if piped.strip() else prompt
+    text = _read_stdin()
+    if not text.strip():
+        raise RequestError("there is nothing to answer: give a prompt, or pipe one in")
+    return text
+
+
+def _is_piped() -> bool:
+    """Whether stdin is a pipe or a file that was put there, and not the terminal or nothing."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"stdin is not UTF-8 text: byte {error.start:,}") from None

@@ -1,0 +1,105 @@
+"""A loaded model and its answers, for `headrace run` alone and in a chat."""
+
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Event
+from types import TracebackType
+
+from headrace.checkpoint.chat import render_chat
+from headrace.config import EngineConfig
+from headrace.errors import RequestError
+from headrace.llm import load_engine
+from headrace.model import trace_model
+from headrace.planner import hardware, roofline
+from headrace.program.fuse import fuse
+from headrace.request import RequestOutput, SamplingParams
+
+Message = Mapping[str, str]
+
+_MOST_BYTES_PER_TOKEN = 256
+"""Text with more bytes than so many times the context is refused before it is tokenised, which would take long."""
+
+
+class Session:
+    """One model, one request at a time."""
+
+    def __init__(self, model: str, config: EngineConfig) -> None:
+        self.config = config
+        self._engine, self._tokenizer, self._checkpoint = load_engine(model, config)
+        self.result: RequestOutput | None = None
+        """Of the last answer."""
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._engine.close()
+
+    def answer(self, prompt: str | Sequence[Message], params: SamplingParams, stop: Event) -> Iterator[str]:
+        """The continuation of a text, or the answer to a conversation, in pieces; `stop` ends it. Sets `result`.
+
+        Raises RequestError for what does not fit in the context, and the request's own error if it fails on the way.
+        """
+        request_id = self._engine.add_request(self._tokens(prompt), params)
+        self.result = None
+        while self.result is None:
+            if stop.is_set():
+                self.result = self._engine.abort(request_id)
+                return
+            for update in self._engine.step():
+                self.result = update.result
+                if update.text:
+                    yield update.text
+        if self.result.error:
+            raise self.result.error
+
+    def closing_line(self) -> str:
+        """Tokens and speed of the last answer, and the limit that this machine's bandwidth and arithmetic set to decoding."""
+        result = self.result
+        if result is None:
+            return ""
+        num_in, num_out = len(result.prompt_token_ids), len(result.outputs[0].token_ids)
+        parts = [_rate(num_in, "in", num_in, result.timing.prefill), _rate(num_out, "out", num_out - 1, result.timing.decode)]
+        if num_out > 1 and result.timing.decode > 0:
+            speed = (num_out - 1) / result.timing.decode
+            limit = self._decode_limit(num_in + num_out // 2, speed)
+            parts.append(f"limit {limit:,.0f} tok/s, {speed / limit:.0%}".replace("%", " %"))
+        return f"[{' · '.join(parts)}]"
+
+    def _decode_limit(self, depth: int, speed: float) -> float:
+        """For plain decoding. A measurement that the answer has just beaten was taken on a busy machine, and is taken again."""
+        threads, kv_bytes = self.config.threads, {"bf16": 2, "f32": 4}[self.config.kv_dtype]
+        program = fuse(trace_model(self._checkpoint.spec, self._checkpoint.tensors))
+        limit = roofline.decode_limit(program, hardware.this_machine(threads), depth, kv_bytes)
+        if speed > limit and self.config.proposer == "off":
+            limit = roofline.decode_limit(program, hardware.measure(threads), depth, kv_bytes)
+        return limit
+
+    def _tokens(self, prompt: str | Sequence[Message]) -> list[int]:
+        text, rendered = (prompt, False) if isinstance(prompt, str) else (self._render(prompt), True)
+        longest = self._engine.limits.max_model_len
+        if len(text) > longest * _MOST_BYTES_PER_TOKEN:
+            raise RequestError(f"the prompt has {len(text):,} characters, more than a context of {longest:,} tokens can hold")
+        return self._tokenizer.encode(text, add_special=not rendered, parse_special=rendered)
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        template = self._checkpoint.chat_template
+        if template is None:
+            raise RequestError(f"{self._checkpoint.path.name} has no chat template; use --raw to continue plain text")
+        return render_chat(template, messages, bos=self._tokenizer.bos_token, eos=self._tokenizer.eos_token)
+
+
+@contextmanager
+def interrupts() -> Iterator[Event]:
+    """While it lasts, Ctrl-C sets the event instead of cutting a step of the engine in two."""
+    stop = Event()
+    previous = signal.signal(signal.SIGINT, lambda number, frame: stop.set())
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _rate(count: int, what: str, computed: int, seconds: float) -> str:
+    return f"{count:,} {what}, {computed / seconds:,.0f} tok/s" if computed > 0 and seconds > 0 else f"{count:,} {what}"

@@ -1,0 +1,113 @@
+"""Show what a model is, what it needs, what of it fits in this machine's memory, and how fast it can be here at most."""
+
+import argparse
+from collections import Counter
+from typing import Any
+
+from headrace.cli.arguments import add_json, add_model
+
+_KV_BYTES = {"bf16": 2, "f32": 4}
+_DEPTHS = (0, 2048)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this verb."""
+    add_model(parser, optional=True)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the facts; nothing of the weights is read."""
+    from headrace.cli.table import print_json
+
+    facts = describe(args.model)
+    if args.json:
+        print_json(facts)
+    else:
+        _print(facts)
+    return 0
+
+
+def describe(model: str) -> dict[str, Any]:
+    """All facts, as they go to JSON: bytes, counts and tokens per second."""
+    from headrace.checkpoint.load import open_checkpoint
+    from headrace.checkpoint.source import resolve
+    from headrace.planner import host
+    from headrace.planner.fit import Fit
+
+    checkpoint = open_checkpoint(resolve(model))
+    spec, tensors = checkpoint.spec, checkpoint.tensors.values()
+    formats: Counter[str] = Counter()
+    for tensor in tensors:
+        formats[tensor.format.name] += tensor.nbytes
+    weights = formats.total()
+    memory = host.available_memory()
+    kv = {dtype: spec.kv_bytes_per_token(width) for dtype, width in _KV_BYTES.items()}
+    fits = {dtype: Fit(memory, weights, per_token, spec.max_context) for dtype, per_token in kv.items()}
+    return {
+        "model": model,
+        "path": str(checkpoint.path),
+        "name": spec.name,
+        "architecture": spec.architecture,
+        "parameters": sum(tensor.rows * tensor.cols for tensor in tensors),
+        "layers": spec.num_layers,
+        "width": spec.dim,
+        "heads": spec.num_heads,
+        "kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "ffn_width": spec.ffn_dim,
+        "vocabulary": spec.vocab_size,
+        "context": spec.max_context,
+        "chat_template": checkpoint.chat_template is not None,
+        "bytes_by_type": dict(formats.most_common()),
+        "bytes": weights,
+        "kv_bytes_per_token": kv,
+        "memory_available": memory,
+        "fits": {dtype: {"tokens": fit.tokens, "full_sequences": fit.sequences} for dtype, fit in fits.items()},
+        "limits": _limits(checkpoint),
+    }
+
+
+def _limits(checkpoint: Any) -> dict[str, float] | None:
+    """Most tokens per second with bf16 KV, where this machine has been measured."""
+    from headrace.model import trace_model
+    from headrace.planner import hardware, roofline
+    from headrace.program.fuse import fuse
+
+    machine = hardware.remembered()
+    if machine is None:
+        return None
+    program = fuse(trace_model(checkpoint.spec, checkpoint.tensors))
+    decode = {f"decode_at_{depth}": roofline.decode_limit(program, machine, depth, _KV_BYTES["bf16"]) for depth in _DEPTHS}
+    return decode | {"prefill_512": roofline.prefill_limit(program, machine, 512, _KV_BYTES["bf16"])}
+
+
+def _print(facts: dict[str, Any]) -> None:
+    from headrace.cli.table import print_figures, size
+
+    print_figures(
+        facts["name"],
+        {
+            "file": facts["path"],
+            "architecture": facts["architecture"],
+            "parameters": f"{facts['parameters'] / 1e6:,.1f} M",
+            "layers": f"{facts['layers']} of width {facts['width']:,}, feed-forward {facts['ffn_width']:,}",
+            "heads": f"{facts['heads']} of {facts['head_dim']}, over {facts['kv_heads']} KV heads",
+            "vocabulary": f"{facts['vocabulary']:,}",
+            "context": f"{facts['context']:,} tokens",
+            "chat template": "yes" if facts["chat_template"] else "no",
+            "weights": size(facts["bytes"]) + ": " + ", ".join(f"{n} {size(b)}" for n, b in facts["bytes_by_type"].items()),
+            "KV per token": ", ".join(f"{size(b)} in {dtype}" for dtype, b in facts["kv_bytes_per_token"].items()),
+        },
+    )
+    fits = {
+        f"with {dtype} KV": f"{fit['tokens']:,} tokens at once: {fit['full_sequences']:,} sequences of full length"
+        for dtype, fit in facts["fits"].items()
+    }
+    print_figures(f"What fits in {size(facts['memory_available'])} of available memory", fits)
+    limits = facts["limits"]
+    if limits is None:
+        print_figures("At most", {"tokens per second": "not known before `headrace doctor` has measured this machine"})
+    else:
+        at_depth = {f"decode at depth {depth:,}": f"{limits[f'decode_at_{depth}']:,.0f} tokens/s" for depth in _DEPTHS}
+        print_figures("At most, here", at_depth | {"prefill of 512": f"{limits['prefill_512']:,.0f} tokens/s"})

@@ -1,0 +1,82 @@
+"""From the parts of a step to the ragged batch that a program sees."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.batch import Guess, Ints, RaggedBatch
+from headrace.engine.scheduler import Part
+from headrace.kv.blocks import BlockPool
+
+WORD_BITS = 64
+"""Guess rows for which a word of `ancestors` has bits."""
+
+
+def build(parts: list[Part], pool: BlockPool) -> RaggedBatch:
+    """One batch of all rows; notes in each part where its logits will be."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    row_start = [0]
+    logit_rows: list[int] = []
+    branch_of: list[int] = []
+    for i, part in enumerate(parts):
+        branch, nodes = part.branch, len(part.guess.tokens)
+        first, end = branch.computed, branch.computed + part.forced
+        tokens += branch.known[first:end] + part.guess.tokens
+        positions += [*range(first, end), *(end - 1 + depth for depth in _depths(part.guess))]
+        slots += [pool.slot(branch.table, index) for index in range(first, end + nodes)]
+        wanted = [row - first for row in branch.prompt_rows(part.forced)]
+        if part.draws:
+            wanted += range(part.forced - 1, part.forced + nodes)
+        part.first_logit = len(logit_rows)
+        logit_rows += [row_start[-1] + row for row in wanted]
+        branch_of += [i] * len(wanted)
+        row_start.append(len(tokens))
+    return RaggedBatch(
+        tokens=_ints(tokens),
+        positions=_ints(positions),
+        slots=_ints(slots),
+        row_start=_ints(row_start),
+        context_len=_ints([part.branch.computed for part in parts]),
+        forced_len=_ints([part.forced for part in parts]),
+        block_table=_block_table(parts),
+        ancestors=_ancestors(parts, row_start),
+        logit_rows=_ints(logit_rows),
+        branch_of=_ints(branch_of),
+    )
+
+
+def _ints(values: list[int]) -> Ints:
+    return np.array(values, np.int32)
+
+
+def _depths(guess: Guess) -> Iterator[int]:
+    """Distance of each node from the last forced row."""
+    depths: list[int] = []
+    for parent in guess.parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return iter(depths)
+
+
+def _block_table(parts: list[Part]) -> Ints:  # [branches, max_blocks]
+    table = np.zeros((len(parts), max(len(part.branch.table) for part in parts)), np.int32)
+    for row, part in zip(table, parts, strict=True):
+        row[: len(part.branch.table)] = part.branch.table
+    return table
+
+
+def _ancestors(parts: list[Part], row_start: list[int]) -> NDArray[np.uint64] | None:  # [rows, words]
+    """Bits over the guess rows of a branch; None when every guess is a chain, in which all earlier nodes are ancestors."""
+    if all(parent == node - 1 for part in parts for node, parent in enumerate(part.guess.parents)):
+        return None
+    words = -(-max(len(part.guess.tokens) for part in parts) // WORD_BITS)
+    bits = np.zeros((row_start[-1], words), np.uint64)
+    for part, start in zip(parts, row_start, strict=False):
+        first = start + part.forced
+        for node, parent in enumerate(part.guess.parents):
+            if parent >= 0:
+                bits[first + node] = bits[first + parent]
+            bits[first + node, node // WORD_BITS] |= np.uint64(1 << node % WORD_BITS)
+    return bits

@@ -1,0 +1,121 @@
+"""From drawn tokens to what the caller sees: text, stop conditions, log-probabilities, finish reasons."""
+
+from collections.abc import Collection, Iterable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.accept.sampler import token_logprobs
+from headrace.batch import TokenLogprobs
+from headrace.engine.stops import StopFinder, StopPattern
+from headrace.request import CompletionOutput, FinishReason, Logprob, Logprobs, SamplingParams
+
+
+class TextDecoder(Protocol):
+    """Text of a growing sequence of tokens, whole characters only."""
+
+    def push(self, token_id: int) -> str: ...
+    def flush(self) -> str: ...
+
+
+class TokenizerView(Protocol):
+    """What the engine sees of a tokenizer."""
+
+    @property
+    def eos_ids(self) -> Collection[int]: ...
+    def decoder(self, skip_special: bool, continues: bool) -> TextDecoder: ...  # continues: text precedes the tokens
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class Output:
+    """The growing output of one branch. It ends by a stop token, a stop string or its length, whichever comes first."""
+
+    def __init__(self, params: SamplingParams, tokenizer: TokenizerView, patterns: Iterable[StopPattern], max_tokens: int) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.logprobs: list[Logprobs] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._params = params
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids(params, tokenizer)
+        self._max_tokens = max_tokens
+        self._decoder = tokenizer.decoder(params.skip_special_tokens, continues=True)
+        self._finder = StopFinder(patterns)
+        self._cumulative = 0.0
+        self._taken = (0, 0)  # characters and tokens that `take` has given
+
+    def push(self, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Add a token."""
+        self.token_ids.append(token)
+        if logprobs is not None:
+            self.logprobs.append(describe(self._tokenizer, token, logprobs))
+            self._cumulative += logprobs.logprob
+        armed = len(self.token_ids) > self._params.min_tokens
+        if armed and token in self._end_ids:
+            if self._params.include_stop_str_in_output:
+                self.text += self._decoder.push(token)
+            self.finish("stop", token if token in (self._params.stop_token_ids or ()) else None)
+        elif stop := self._add_text(self._decoder.push(token), armed):
+            self.finish_reason, self.stop_reason = "stop", stop
+        elif len(self.token_ids) == self._max_tokens:
+            self.finish("length")
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End the output, with what was held back."""
+        self.text += self._decoder.flush()
+        self.finish_reason, self.stop_reason = reason, stop_reason
+
+    def take(self) -> tuple[str, list[int], list[Logprobs]]:
+        """Text, tokens and log-probabilities since the last call; text that may yet be part of a stop string stays back."""
+        characters, tokens = self._taken
+        end = len(self.text) - (0 if self.finish_reason else self._finder.held)
+        self._taken = (end, len(self.token_ids))
+        return self.text[characters:end], self.token_ids[tokens:], self.logprobs[tokens:]
+
+    def completion(self, index: int) -> CompletionOutput:
+        """The output as it is now."""
+        asked = self._params.logprobs is not None
+        return CompletionOutput(
+            index,
+            self.text,
+            self.token_ids,
+            self.logprobs if asked else None,
+            self._cumulative if asked else None,
+            self.finish_reason,
+            self.stop_reason,
+        )
+
+    def _add_text(self, piece: str, armed: bool) -> str | None:
+        """Append text up to a stop string, which is returned."""
+        stop = self._finder.push(piece, armed)
+        if stop is None:
+            self.text += piece
+            return None
+        self.text += piece[: stop.end]
+        if not self._params.include_stop_str_in_output:
+            self.text = self.text[: -len(stop.text)]
+        return stop.text
+
+
+def end_ids(params: SamplingParams, tokenizer: TokenizerView) -> frozenset[int]:
+    """The tokens that end an output."""
+    return frozenset(params.stop_token_ids or ()) | frozenset(() if params.ignore_eos else tokenizer.eos_ids)
+
+
+def prompt_logprobs(tokenizer: TokenizerView, tokens: list[int], logits: NDArray[np.float32], num_logprobs: int) -> list[Logprobs | None]:
+    """Records for prompt tokens, each under the logits of the token before it, [len(tokens), vocab]."""
+    rows = zip(tokens, logits, strict=True)
+    return [describe(tokenizer, token, token_logprobs(row, token, num_logprobs)) for token, row in rows]
+
+
+def describe(tokenizer: TokenizerView, token: int, logprobs: TokenLogprobs) -> Logprobs:
+    """A record for the token and for each of the likeliest."""
+
+    def logprob(token: int, value: float, rank: int) -> Logprob:
+        return Logprob(value, rank, tokenizer.token_bytes(token).decode(errors="replace"))
+
+    own = {token: logprob(token, logprobs.logprob, logprobs.rank)}
+    top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+    return own | {id_: logprob(id_, value, rank) for rank, (id_, value) in enumerate(top, start=1)}

@@ -1,0 +1,62 @@
+"""Stop strings in text that comes piece by piece: Knuth, Morris and Pratt (1977), one character at a time."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class StopPattern:
+    """A stop string, prepared for matching; a request's branches share it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._shorter = [0, 0]  # for each length of a prefix, that of the longest shorter prefix which ends it
+        for character in text[1:]:
+            self._shorter.append(self.advance(self._shorter[-1], character))
+
+    def advance(self, matched: int, character: str) -> int:
+        """Length of the longest prefix that ends the text after `character`, when it was `matched` (not the whole) before."""
+        while matched and self.text[matched] != character:
+            matched = self._shorter[matched]
+        return matched + (self.text[matched] == character)
+
+    @property
+    def border(self) -> int:
+        """Length of the longest prefix, short of the whole, that ends the string itself."""
+        return self._shorter[-1]
+
+
+class Stop(NamedTuple):
+    """A stop string was found."""
+
+    text: str
+    end: int  # characters of the last piece up to its end
+
+
+class StopFinder:
+    """Looks for stop strings in one branch's text."""
+
+    def __init__(self, patterns: Iterable[StopPattern]) -> None:
+        self._patterns = list(patterns)
+        self._matched = [0] * len(self._patterns)
+
+    @property
+    def held(self) -> int:
+        """Length of the longest end of the text so far that may become a stop string."""
+        return max(self._matched, default=0)
+
+    def push(self, piece: str, armed: bool) -> Stop | None:
+        """The stop string that ends first in `piece`; of two that end together the longer. None is found unless `armed`."""
+        if not self._patterns:
+            return None
+        for end, character in enumerate(piece, start=1):
+            found = [text for i in range(len(self._patterns)) if (text := self._step(i, character))]
+            if found and armed:
+                return Stop(max(found, key=len), end)
+        return None
+
+    def _step(self, i: int, character: str) -> str | None:
+        pattern = self._patterns[i]
+        matched = pattern.advance(self._matched[i], character)
+        whole = matched == len(pattern.text)
+        self._matched[i] = pattern.border if whole else matched
+        return pattern.text if whole else None

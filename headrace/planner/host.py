@@ -1,0 +1,73 @@
+"""What this process may use of the machine it runs on: cores and memory, cgroup limits included."""
+
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def cpu_name() -> str:
+    """The processor's own name, as far as the system tells it."""
+    for line in _text(Path("/proc/cpuinfo")).splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may keep busy: its affinity mask, cut to the CPU quota of its cgroups; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for group in _cgroups(root, "cpu"):
+        quota, _, period = _text(group / "cpu.max").partition(" ")  # v2: "max 100000" or "150000 100000"
+        quota, period = quota or _text(group / "cpu.cfs_quota_us"), period or _text(group / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit():
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that can be allocated without swapping, within the memory limits of this process's cgroups."""
+    available = _fields(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
+    if not available and hasattr(os, "sysconf"):
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for group in _cgroups(root, "memory"):
+        limit = _text(group / "memory.max") or _text(group / "memory.limit_in_bytes")
+        used = _text(group / "memory.current") or _text(group / "memory.usage_in_bytes")
+        if limit.isdigit() and used.isdigit():
+            reclaimable = _fields(group / "memory.stat").get("inactive_file", 0)
+            available = min(available, max(0, int(limit) - int(used) + reclaimable))
+    return available
+
+
+def huge_pages() -> str:
+    """State of transparent huge pages: `always`, `madvise`, `never`, or `unknown`."""
+    _, _, rest = _text(Path("/sys/kernel/mm/transparent_hugepage/enabled")).partition("[")
+    return rest.partition("]")[0] or "unknown"
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """The cgroup directories above this process that may limit it, innermost first; v2, and v1 of the controller."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
+        group = top / path.strip("/")
+        while True:
+            yield group
+            if group == top:
+                break
+            group = group.parent
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """First two words of each line, where the second is a number."""
+    words = (line.split() for line in _text(path).splitlines())
+    return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdigit()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

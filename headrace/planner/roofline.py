@@ -1,0 +1,47 @@
+"""Time of a step from bytes and operations: each op takes as long as the slower of memory and arithmetic (Williams et al. 2009).
+
+The figures are limits: they leave out barriers, activations and everything else that a perfect kernel would hide.
+"""
+
+from headrace.planner.hardware import Kind, Machine
+from headrace.program.ops import Attention, Load, Op, Weight
+from headrace.program.trace import Program
+
+PREFILL_CHUNK = 512
+"""Rows of a prompt in one step, as in `EngineConfig.max_step_rows`."""
+
+
+def op_kind(op: Op, load: Load) -> Kind:
+    """The multiply-adds that an op is made of: those of its narrowest format, weights for linear ops, KV for attention."""
+    if isinstance(op, Attention):
+        return "f32" if load.kv_bytes >= 4 else "bf16"
+    return min((_weight_kind(w) for w in op.weights() if w.rows > 1), key=("int8", "bf16", "f32").index, default="f32")
+
+
+def _weight_kind(weight: Weight) -> Kind:
+    bytes_per_weight = weight.nbytes / (weight.rows * weight.cols)
+    return "f32" if bytes_per_weight >= 4 else "bf16" if bytes_per_weight >= 2 else "int8"
+
+
+def op_seconds(op: Op, load: Load, machine: Machine) -> float:
+    """Least time of one op in a step."""
+    return max(op.bytes(load) / machine.bandwidth, op.flops(load) / machine.rates[op_kind(op, load)])
+
+
+def step_seconds(program: Program, load: Load, machine: Machine) -> float:
+    """Least time of a step."""
+    return sum(op_seconds(op, load, machine) for op in program.ops)
+
+
+def decode_limit(program: Program, machine: Machine, depth: int, kv_bytes: float, branches: int = 1) -> float:
+    """Most output tokens per second of `branches` plainly decoding branches, each with `depth` tokens of context."""
+    load = Load(((depth, 1),) * branches, branches, kv_bytes)
+    return branches / step_seconds(program, load, machine)
+
+
+def prefill_limit(program: Program, machine: Machine, tokens: int, kv_bytes: float) -> float:
+    """Most prompt tokens per second for one prompt of `tokens` tokens, computed in chunks from an empty cache."""
+    starts = range(0, tokens, PREFILL_CHUNK)
+    chunks = ((start, min(PREFILL_CHUNK, tokens - start)) for start in starts)
+    seconds = sum(step_seconds(program, Load((chunk,), 1, kv_bytes), machine) for chunk in chunks)
+    return tokens / seconds

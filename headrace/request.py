@@ -1,0 +1,235 @@
+"""What is asked of the engine and what it answers: records, and the checks that need no model. Names as in vLLM."""
+
+import difflib
+import math
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import islice
+from numbers import Integral, Real
+from typing import Any, Literal, NamedTuple
+
+from headrace.errors import RequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_BRANCHES = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1024
+MAX_BIASES = 1024
+_MAX_COUNT = 2**31 - 1
+
+_INTEGERS = {  # field: least, most
+    "n": (1, MAX_BRANCHES),
+    "top_k": (-1, _MAX_COUNT),
+    "seed": (0, 2**64 - 1),
+    "max_tokens": (1, _MAX_COUNT),
+    "min_tokens": (0, _MAX_COUNT),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+_NUMBERS = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+_NOT_ZERO = ("top_p", "repetition_penalty")
+_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+_BIAS_LIMIT = 100.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to continue one prompt. Raises RequestError, which names the field, for values out of range."""
+
+    n: int = 1
+    """Continuations of the prompt, each under its own noise."""
+    temperature: float = 1.0
+    """0 takes the likeliest token every time."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens that has this share of the probability."""
+    top_k: int = 0
+    """Keep this many of the likeliest tokens; 0 or -1: all."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely, relative to the likeliest."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the output."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that are in the output."""
+    frequency_penalty: float = 0.0
+    """Taken from the logits of tokens in the output, once for each time they are there."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these token ids."""
+    seed: int | None = None
+    """The same seed gives the same tokens; None: derived from the engine's seed and the number of the request."""
+    stop: str | Sequence[str] | None = None
+    """Text that ends the output and is not part of it."""
+    stop_token_ids: Sequence[int] | None = None
+    """Tokens that end the output."""
+    include_stop_str_in_output: bool = False
+    """Keep the text that ended the output."""
+    ignore_eos: bool = False
+    """Go on past the model's own end tokens."""
+    max_tokens: int | None = 16
+    """Most output tokens; None: up to the end of the context."""
+    min_tokens: int = 0
+    """No end token and no stop string before so many output tokens."""
+    logprobs: int | None = None
+    """Log-probabilities of each output token and of this many of the likeliest."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token but the first."""
+    skip_special_tokens: bool = True
+    """Leave control tokens out of the text."""
+
+    def __new__(cls, **options: Any) -> "SamplingParams":
+        # Comes before __init__, whose TypeError would not say which name was meant.
+        check_names("sampling parameter", options, (field.name for field in fields(cls)))
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {}
+        for name, (least, most) in _INTEGERS.items():
+            value = getattr(self, name)
+            nullable = name in ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+            checked[name] = None if value is None and nullable else integer(name, value, least, most)
+        for name, bounds in _NUMBERS.items():
+            checked[name] = _number(name, getattr(self, name), *bounds)
+            if name in _NOT_ZERO and checked[name] == 0:
+                raise RequestError(f"{name} must be above 0")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, not {reprlib.repr(getattr(self, name))}")
+        checked["logit_bias"] = _biases(self.logit_bias)
+        checked["stop"] = _stops(self.stop)
+        checked["stop_token_ids"] = token_ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids, MAX_STOPS)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}")
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+
+class Logprob(NamedTuple):
+    """A token's log-probability under the raw distribution, and its rank there (1 is the likeliest)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+Logprobs = dict[int, Logprob]
+"""By token id: the token itself, then the likeliest ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds that a request spent waiting, until its first token, and from there to its end: they sum to its whole time."""
+
+    queue: float
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One continuation."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[Logprobs] | None
+    cumulative_logprob: float | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    """The stop token id or stop string that ended it; None for the model's own end token and for a length."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """All that became of a request. `prompt_logprobs[0]` is None: nothing precedes the first token."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[Logprobs | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    timing: Timing
+    error: Exception | None = None
+    """Why the request failed, where a `finish_reason` is `error`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a step brought to one continuation of a request."""
+
+    request_id: str
+    index: int
+    text: str
+    """New text. It is never taken back: what may yet become a stop string is held."""
+    token_ids: list[int]
+    logprobs: list[Logprobs]
+    finish_reason: FinishReason | None
+    result: RequestOutput | None
+    """The whole result, with the last update of the request."""
+
+
+def check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise RequestError for the first given name that is not known, with the nearest one that is."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {nearest[0]}?" if nearest else f"; there are: {', '.join(known)}"
+            raise RequestError(f"unknown {what} {reprlib.repr(name)}{hint}")
+
+
+def integer(name: str, value: object, least: int, most: int) -> int:
+    """`value` as an int within bounds. Raises RequestError."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
+        raise RequestError(f"{name} must be a whole number from {least:,} to {most:,}, not {reprlib.repr(value)}")
+    return int(value)
+
+
+def token_ids(name: str, values: object, limit: int) -> list[int]:
+    """`values` as a list of at most `limit` ints that may be token ids. Raises RequestError."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise RequestError(f"{name} must be a list of token ids, not {reprlib.repr(values)}")
+    ids = list(islice(values, limit + 1))
+    if len(ids) > limit:
+        raise RequestError(f"{name} has more than {limit:,} entries")
+    return [integer(name, token, 0, _MAX_COUNT) for token in ids]
+
+
+def _number(name: str, value: object, least: float, most: float) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    except OverflowError:
+        number = math.inf
+    if not least <= number <= most:  # NaN is not
+        raise RequestError(f"{name} must be a number from {least:g} to {most:g}, not {reprlib.repr(value)}")
+    return number
+
+
+def _biases(value: object) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise RequestError(f"logit_bias must map token ids to numbers, not {reprlib.repr(value)}")
+    ids = token_ids("logit_bias", value.keys(), MAX_BIASES)
+    return {token: _number("logit_bias", bias, -_BIAS_LIMIT, _BIAS_LIMIT) for token, bias in zip(ids, value.values(), strict=True)}
+
+
+def _stops(value: object) -> list[str]:
+    stops = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(stops, Sequence) or not all(isinstance(stop, str) for stop in stops):
+        raise RequestError(f"stop must be a string or a list of strings, not {reprlib.repr(value)}")
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"stop has {len(stops):,} strings, more than {MAX_STOPS}")
+    for stop in stops:
+        if not 0 < len(stop) <= MAX_STOP_CHARACTERS:
+            raise RequestError(f"stop has a string of {len(stop):,} characters; it must have 1 to {MAX_STOP_CHARACTERS:,}")
+    return list(dict.fromkeys(stops))

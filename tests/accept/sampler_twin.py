@@ -1,0 +1,91 @@
+"""The sampler in NumPy, written for reading: what csrc/sampler.cpp is held to."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+GREEDY_BELOW = 1e-5
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int]:
+    """Philox4x32-10 (Salmon et al. 2011)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ c3 ^ k1, p0 & 0xFFFFFFFF
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return [c0, c1, c2, c3]
+
+
+def gumbel(vocab: int, position: int, branch: int, seed: int) -> NDArray[np.float64]:
+    """The noise of every token at a position."""
+    key = (seed & 0xFFFFFFFF, seed >> 32)
+    words = [word for quad in range(-(-vocab // 4)) for word in philox((quad, position, branch, 0), key)][:vocab]
+    return -np.log(-np.log((np.array(words, np.float64) + 0.5) * 2.0**-32))
+
+
+def logprobs(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    x = logits.astype(np.float64)
+    return x - x.max() - np.log(np.exp(x - x.max()).sum())
+
+
+def order(logits: NDArray[np.float32]) -> NDArray[np.int64]:
+    """All tokens, best first; of equal ones the lower id is better."""
+    return np.lexsort((np.arange(len(logits)), -logits))
+
+
+@dataclass
+class SamplerTwin:
+    vocab: int
+    prompt: list[int]
+    branch: int = 0
+    seed: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: list[tuple[int, float]] = field(default_factory=list)
+    banned: list[int] = field(default_factory=list)
+    banned_until: int = 0
+    output: list[int] = field(default_factory=list)
+
+    def draw(self, logits: NDArray[np.float32], position: int) -> int:
+        x = self._adjusted(logits, position)
+        if self.temperature < GREEDY_BELOW:
+            token = int(np.argmax(x))
+        else:
+            kept = self._filtered(x)
+            scores = (x.astype(np.float64) - x.max()) / self.temperature + gumbel(self.vocab, position, self.branch, self.seed)
+            token = int(kept[np.argmax(scores[kept])])
+        self.output.append(token)
+        return token
+
+    def _adjusted(self, logits: NDArray[np.float32], position: int) -> NDArray[np.float32]:
+        x = logits.copy()
+        for token, bias in self.logit_bias:
+            x[token] += np.float32(bias)
+        repetition, presence, frequency = map(np.float32, (self.repetition_penalty, self.presence_penalty, self.frequency_penalty))
+        for token in {*self.prompt, *self.output}:
+            x[token] = x[token] / repetition if x[token] > 0 else x[token] * repetition
+        for token in set(self.output):
+            x[token] -= frequency * np.float32(self.output.count(token)) + presence
+        if position < self.banned_until:
+            x[self.banned] = -np.inf
+        return x
+
+    def _filtered(self, x: NDArray[np.float32]) -> NDArray[np.int64]:
+        """The tokens that min_p, then top_k, then top_p keep, in ascending order."""
+        kept = order(x)
+        if self.min_p > 0:
+            kept = kept[x[kept] >= np.float32(float(x.max()) + self.temperature * np.log(self.min_p))]
+        if self.top_k:
+            kept = kept[: self.top_k]
+        if self.top_p < 1:
+            weights = np.exp((x[kept].astype(np.float64) - x.max()) / self.temperature)
+            kept = kept[: int(np.searchsorted(np.cumsum(weights), self.top_p * weights.sum())) + 1]
+        return np.sort(kept)

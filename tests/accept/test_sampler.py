@@ -1,0 +1,162 @@
+"""The native sampler against its NumPy twin, published vectors of its generator, and the distribution it must draw from."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace import _native
+from headrace.errors import NonFiniteLogitsError
+from tests.accept import sampler_twin as twin
+
+VECTORS = [  # from the kat_vectors file of Random123, the authors' own code
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), VECTORS)
+def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]) -> None:
+    assert _native.philox(counter, key) == list(words)
+    assert twin.philox(counter, key) == list(words)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> np.ndarray:
+    """Rows of all shapes: wide and narrow, flat and peaked, with ties and with -inf."""
+    vocab = draw(st.sampled_from([1, 2, 3, 31, 32, 33, 64, 127, 500, 3000]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    row = rng.normal(0, draw(st.sampled_from([0.0, 0.3, 2.0, 10.0, 60.0])), vocab)
+    if draw(st.booleans()):
+        row = np.round(row)
+    if draw(st.booleans()) and vocab > 2:
+        row[rng.permutation(vocab)[: vocab // 2]] = -np.inf
+    return row.astype(np.float32)
+
+
+FILTERS = {
+    "temperature": st.sampled_from([0.0, 1e-6, 1e-4, 0.3, 0.7, 1.0, 1.7, 50.0]),
+    "top_k": st.sampled_from([0, 0, 1, 2, 5, 40, 100_000]),
+    "top_p": st.sampled_from([1.0, 1.0, 1e-9, 0.25, 0.5, 0.9, 0.999, 1 - 1e-12]),
+    "min_p": st.sampled_from([0.0, 0.0, 0.01, 0.3, 1.0]),
+    "repetition_penalty": st.sampled_from([1.0, 1.0, 1.3, 0.7]),
+    "presence_penalty": st.sampled_from([0.0, 0.0, 1.5, -0.5]),
+    "frequency_penalty": st.sampled_from([0.0, 0.0, 0.4, -0.4]),
+    "seed": st.integers(0, 2**64 - 1),
+    "branch": st.sampled_from([0, 1, 7]),
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(row=rows(), options=st.fixed_dictionaries(FILTERS), data=st.data())
+def test_draws_what_the_twin_draws(row: np.ndarray, options: dict[str, Any], data: st.DataObject) -> None:
+    vocab = len(row)
+    token = st.integers(0, vocab - 1)
+    biases = data.draw(st.dictionaries(token, st.sampled_from([-100.0, -1.0, 0.5, 30.0]), max_size=3))
+    options |= {"logit_bias": list(biases.items())}
+    if np.isfinite(row).sum() > 2:
+        options |= {"banned": [int(np.argmax(row))], "banned_until": 12}
+    prompt = data.draw(st.lists(token, max_size=5))
+    native, reference = _native.Sampler(vocab, prompt, **options), twin.SamplerTwin(vocab, prompt, **options)
+    for position in (10, 11, 12, 13):
+        assert native.draw(row, position, -1) == (reference.draw(row, position), None)
+
+
+@settings(max_examples=100, deadline=None)
+@given(row=rows(), num_logprobs=st.integers(0, 20), data=st.data())
+def test_logprobs(row: np.ndarray, num_logprobs: int, data: st.DataObject) -> None:
+    token = data.draw(st.integers(0, len(row) - 1))
+    logprob, rank, top_ids, top_logprobs = _native.token_logprobs(row, token, num_logprobs)
+    expected, best = twin.logprobs(row), twin.order(row)
+    np.testing.assert_allclose([logprob, *top_logprobs], [expected[token], *expected[top_ids]], atol=1e-5, rtol=1e-6)
+    assert rank == 1 + list(best).index(token)
+    assert top_ids == list(best[:num_logprobs])
+
+
+def test_draw_gives_raw_logprobs() -> None:
+    row = np.array([0.0, 2.0, 1.0], np.float32)
+    sampler = _native.Sampler(3, [], temperature=0.0, logit_bias=[(0, 9.0)])
+    assert sampler.draw(row, 0, 2) == (0, _native.token_logprobs(row, 0, 2))
+
+
+def test_a_clone_keeps_the_history_and_has_its_own_noise() -> None:
+    row = np.zeros(1000, np.float32)
+    options = {"seed": 5, "presence_penalty": 2.0}
+    first = _native.Sampler(1000, [], branch=0, **options)
+    first.draw(row, 0, -1)
+    clone = first.clone(3)
+    reference = twin.SamplerTwin(1000, [], branch=0, **options)
+    reference.draw(row, 0)
+    reference.branch = 3
+    assert clone.draw(row, 1, -1)[0] == reference.draw(row, 1) != first.draw(row, 1, -1)[0]
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 0.5}])
+def test_draws_from_the_softmax(filters: dict[str, Any]) -> None:
+    """Chi-square over 40,000 positions; the limit is passed by chance once in 10^6 runs, and the seed is fixed."""
+    row = np.array([1.0, 0.0, 2.0, -1.0, 0.5, 1.5, -3.0], np.float32)
+    reference = twin.SamplerTwin(len(row), [], **filters)
+    kept = reference._filtered(row)
+    weights = np.exp(row[kept].astype(np.float64) / reference.temperature)
+    sampler = _native.Sampler(len(row), [], seed=1, **filters)
+    draws = 40_000
+    counts = np.bincount([sampler.draw(row, position, -1)[0] for position in range(draws)], minlength=len(row))
+    expected = draws * weights / weights.sum()
+    assert counts.sum() == counts[kept].sum()
+    chi_square = ((counts[kept] - expected) ** 2 / expected).sum()
+    degrees = len(kept) - 1
+    assert chi_square < degrees + 5 * np.sqrt(2 * degrees) + 15
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_non_finite_logits(bad: float, temperature: float) -> None:
+    sampler = _native.Sampler(50, [], temperature=temperature)
+    row = np.zeros(50, np.float32)
+    row[37] = bad
+    with pytest.raises(NonFiniteLogitsError, match="non-finite"):
+        sampler.draw(row, 0, -1)
+    with pytest.raises(NonFiniteLogitsError):
+        _native.token_logprobs(row, 0, 1)
+    with pytest.raises(NonFiniteLogitsError):
+        sampler.draw(np.full(50, -np.inf, np.float32), 0, -1)
+    assert sampler.draw(np.eye(50, dtype=np.float32)[7] * 100, 0, -1) == (7, None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": float("nan")},
+        {"temperature": -1.0},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": float("nan")},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": float("inf")},
+        {"logit_bias": [(8, 1.0)]},
+        {"logit_bias": [(-1, 1.0)]},
+        {"logit_bias": [(0, float("nan"))]},
+        {"banned": [8]},
+    ],
+)
+def test_arguments_are_checked_again(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        _native.Sampler(8, [], **options)
+
+
+def test_ids_and_widths_are_checked() -> None:
+    for prompt in ([8], [-1]):
+        with pytest.raises(ValueError, match="vocabulary"):
+            _native.Sampler(8, prompt)
+    with pytest.raises(ValueError, match="vocabulary"):
+        _native.token_logprobs(np.zeros(8, np.float32), 8, 0)
+    with pytest.raises(ValueError, match="as wide"):
+        _native.Sampler(8, []).draw(np.zeros(9, np.float32), 0, -1)

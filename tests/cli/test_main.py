@@ -1,0 +1,109 @@
+"""The command line as a shell sees it: words in; stdout, stderr and exit code out."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import main as cli
+from headrace.errors import MemoryLimitError, RequestError
+
+HEAVY = {"numpy", "rich", "torch", "transformers", "jinja2", "tokenizers", "huggingface_hub", "headrace._native"}
+
+
+class TestStart:
+    def test_help(self, headrace) -> None:
+        for words in ((), ("--help",), ("help",)):
+            result = headrace(*words)
+            assert result.returncode == 0 and not result.stderr
+            assert all(verb in result.stdout for verb in cli.VERBS)
+
+    @pytest.mark.parametrize("verb", cli.VERBS)
+    def test_help_of_a_verb(self, headrace, verb: str) -> None:
+        result = headrace(verb, "--help")
+        assert result.returncode == 0 and f"headrace {verb}" in result.stdout
+
+    def test_version(self, headrace) -> None:
+        result = headrace("--version")
+        assert result.returncode == 0 and result.stdout.startswith("headrace 0.")
+
+    @pytest.mark.parametrize(
+        "code",
+        [
+            "main(['--help'])",
+            "main(['--version'])",
+            "main(['rum'])",
+            *(f"\ntry: main(['{verb}', '--help'])\nexcept SystemExit: pass" for verb in cli.VERBS),
+        ],
+    )
+    def test_starts_without_heavy_modules(self, code: str) -> None:
+        script = f"import sys; from headrace.cli.main import main; {code}\nprint('\\n', *sys.modules)"
+        output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+        assert not HEAVY & set(output.splitlines()[-1].split())
+
+    def test_import_headrace_needs_no_torch(self) -> None:
+        script = "import sys, headrace; print('torch' in sys.modules, 'transformers' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False False\n"
+
+
+class TestUsage:
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (("rnu",), "unknown verb 'rnu' (did you mean run?)"),
+            (("xyzzy",), "unknown verb 'xyzzy'; see"),
+            (("--hlep",), "unknown verb '--hlep'"),
+            (("run", "--max-token", "3", "hello"), "unknown flag --max-token (did you mean --max-tokens?)"),
+            (("run", "--temprature=0.5"), "unknown flag --temprature (did you mean --temperature?)"),
+            (("run", "smollm2", "one", "two"), "more arguments than expected: 'two'"),
+            (("run", "--max-tokens", "many"), "argument --max-tokens: invalid int value: 'many'"),
+            (("run", "--kv-dtype", "fp4"), "argument --kv-dtype: invalid choice: 'fp4'"),
+            (("show", "--jsn"), "unknown flag --jsn (did you mean --json?)"),
+            (("pull",), "the following arguments are required: MODEL"),
+        ],
+    )
+    def test_one_line_and_exit_code_2(self, headrace, words: tuple[str, ...], message: str) -> None:
+        result = headrace(*words)
+        assert result.returncode == 2 and not result.stdout
+        assert message in result.stderr and len(result.stderr.splitlines()) == 1
+
+    def test_flags_may_stand_between_the_arguments(self) -> None:
+        from headrace.cli import run
+
+        parser = cli._Parser("headrace run")
+        run.configure(parser)
+        for words in (["a", "--seed", "3", "b"], ["--seed", "3", "a", "b"], ["a", "b", "--seed", "3"], ["--seed=3", "a", "--", "b"]):
+            args = parser.parse(words)
+            assert (args.model, args.prompt, args.seed) == ("a", "b", 3)
+
+
+class TestFailure:
+    @pytest.mark.parametrize("verb", ["run", "show", "pull"])
+    def test_no_such_model(self, headrace, verb: str) -> None:
+        result = headrace(verb, "no-such-model", stdin="hello")
+        assert result.returncode == 3 and not result.stdout
+        assert result.stderr.startswith("headrace: ") and len(result.stderr.splitlines()) == 1
+
+    def test_a_file_that_is_no_model(self, headrace, tmp_path: Path) -> None:
+        file = tmp_path / "broken.gguf"
+        file.write_bytes(b"GGUF" + bytes(100))
+        for verb in ("run", "show"):
+            result = headrace(verb, str(file), stdin="hello")
+            assert result.returncode == 3 and "broken.gguf" in result.stderr and len(result.stderr.splitlines()) == 1
+
+    @pytest.mark.parametrize(
+        ("error", "code"), [(RequestError("no"), 2), (MemoryLimitError("no"), 4), (MemoryError(), 4), (KeyboardInterrupt(), 130)]
+    )
+    def test_exit_code_of_an_error(self, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int) -> None:
+        def fail(args: object) -> int:
+            raise error
+
+        monkeypatch.setattr("headrace.cli.ls.run", fail)
+        assert cli.main(["ls"]) == code
+
+    def test_a_reader_that_leaves(self) -> None:
+        process = subprocess.Popen([sys.executable, "-m", "headrace", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 1

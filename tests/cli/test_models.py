@@ -1,0 +1,72 @@
+"""pull, ls, show and doctor, with the real default model."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+
+def test_pull_prints_the_path_and_nothing_else(headrace, smollm2: Path) -> None:
+    result = headrace("pull", "smollm2")
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"{smollm2}\n", "")
+
+
+def test_ls(headrace, smollm2: Path) -> None:
+    assert f"{smollm2}" in headrace("ls").stdout
+    (model,) = [m for m in json.loads(headrace("ls", "--json").stdout) if m["name"] == "smollm2"]
+    assert model == {"name": "smollm2", "path": str(smollm2), "bytes": smollm2.stat().st_size}
+
+
+def test_ls_of_an_empty_cache_names_the_aliases(headrace, tmp_path: Path) -> None:
+    env = {"HEADRACE_CACHE": str(tmp_path / "none")}
+    assert "headrace pull smollm2" in headrace("ls", **env).stdout
+    assert json.loads(headrace("ls", "--json", **env).stdout) == [{"name": "smollm2", "path": None, "bytes": None}]
+
+
+class TestShow:
+    def test_json(self, headrace, smollm2: Path) -> None:
+        facts = json.loads(headrace("show", "smollm2", "--json").stdout)
+        assert facts["parameters"] == 134_515_008
+        assert (facts["layers"], facts["width"], facts["heads"], facts["kv_heads"], facts["vocabulary"]) == (30, 576, 9, 3, 49152)
+        assert facts["kv_bytes_per_token"] == {"bf16": 2 * 30 * 3 * 64 * 2, "f32": 2 * 30 * 3 * 64 * 4}
+        assert facts["bytes"] == sum(facts["bytes_by_type"].values()) < smollm2.stat().st_size
+        assert facts["fits"]["bf16"]["full_sequences"] == facts["fits"]["bf16"]["tokens"] // facts["context"]
+
+    def test_table(self, headrace, smollm2: Path) -> None:
+        text = headrace("show", str(smollm2)).stdout
+        assert "134.5 M" in text and "Q4_1" in text and "8,192 tokens" in text and "23.0 kB in bf16" in text
+
+    def test_limits_only_where_the_machine_was_measured(self, headrace, smollm2: Path, tmp_path: Path) -> None:
+        (tmp_path / "link.gguf").symlink_to(smollm2)
+        model, env = str(tmp_path / "link.gguf"), {"HEADRACE_CACHE": str(tmp_path / "cache")}
+        assert json.loads(headrace("show", model, "--json", **env).stdout)["limits"] is None
+        assert "headrace doctor" in headrace("show", model, **env).stdout
+        assert headrace("doctor", **env).returncode == 0
+        limits = json.loads(headrace("show", model, "--json", **env).stdout)["limits"]
+        assert 0 < limits["decode_at_2048"] < limits["decode_at_0"] < limits["prefill_512"]
+
+
+class TestDoctor:
+    def test_json(self, headrace, tmp_path: Path) -> None:
+        result = headrace("doctor", "--json", "--threads", "1", HEADRACE_CACHE=str(tmp_path))
+        facts = json.loads(result.stdout)
+        assert result.returncode == 0 and facts["ok"] and facts["threads"] == 1
+        assert facts["isa"] in facts["isas"] and facts["bandwidth"] > 0 and facts["cores"] <= os.cpu_count()
+
+    def test_every_instruction_set_passes(self, headrace, tmp_path: Path) -> None:
+        from headrace import _native
+
+        for isa in _native.isas():
+            result = headrace("doctor", HEADRACE_ISA=isa, HEADRACE_CACHE=str(tmp_path))
+            assert result.returncode == 0 and isa in result.stdout and "FAILED" not in result.stdout
+
+    def test_a_wrong_kernel_is_found(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        from headrace.cli import selftest
+        from headrace.cli.main import main
+
+        right = selftest._step
+        monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+        monkeypatch.setattr(selftest, "_step", lambda executable, start, rows: right(executable, start, rows) * (1 + 0.1 * (rows == 40)))
+        assert main(["doctor"]) == 1
+        assert "FAILED" in capsys.readouterr().out

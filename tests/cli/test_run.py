@@ -1,0 +1,239 @@
+"""`headrace run` on the real model: answers when piped, and a chat on a terminal."""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import main as cli
+from headrace.cli import run as verb
+
+HEADRACE = [sys.executable, "-m", "headrace"]
+CLOSING = re.compile(r"^\[(\d+) in, [\d,]+ tok/s · (\d+) out(, [\d,]+ tok/s · limit [\d,]+ tok/s, \d+ %)?\]$")
+CAPITAL = "What is the capital city of France? Answer in one word."
+SHORT = ("--max-tokens", "12", "--temperature", "0")
+
+
+@pytest.fixture(autouse=True)
+def fetched(smollm2: Path) -> None:
+    """The model is there before anything is timed or read."""
+
+
+class TestAnswer:
+    def test_the_answer_alone_is_on_stdout(self, headrace) -> None:
+        result = headrace("run", "smollm2", CAPITAL, *SHORT)
+        assert result.returncode == 0 and "Paris" in result.stdout and result.stdout.endswith("\n")
+        match = CLOSING.match(result.stderr.strip())
+        assert match and int(match[2]) <= 12 and match[3]
+
+    def test_the_prompt_may_come_through_a_pipe(self, headrace) -> None:
+        asked = headrace("run", "smollm2", CAPITAL, *SHORT).stdout
+        assert headrace("run", "smollm2", *SHORT, stdin=CAPITAL).stdout == asked
+        assert headrace("run", "smollm2", "-", *SHORT, stdin=CAPITAL).stdout == asked
+        assert headrace("run", "-", *SHORT, stdin=CAPITAL).stdout == asked
+
+    def test_what_is_piped_in_follows_the_prompt(self, headrace) -> None:
+        one = headrace("run", "smollm2", "Repeat this word:", *SHORT, stdin="mill")
+        other = headrace("run", "smollm2", "Repeat this word:\n\nmill", *SHORT)
+        assert one.stdout == other.stdout
+
+    def test_one_token_has_no_decode_speed(self, headrace) -> None:
+        result = headrace("run", "smollm2", CAPITAL, "--max-tokens", "1")
+        assert CLOSING.match(result.stderr.strip())[3] is None
+
+    def test_raw_continues_the_text(self, headrace) -> None:
+        result = headrace("run", "smollm2", "The capital of France is", "--raw", *SHORT)
+        assert "Paris" in result.stdout and int(CLOSING.match(result.stderr.strip())[1]) == 5
+
+    def test_the_same_seed_gives_the_same_answer(self, headrace) -> None:
+        def answer(*flags: str) -> str:
+            return headrace("run", "smollm2", "Name an animal.", "--temperature", "1", "--max-tokens", "12", *flags).stdout
+
+        assert answer("--seed", "5") == answer("--seed", "5", "--threads", "1") == answer("--seed", "5", "--proposer", "ngram")
+        assert len({answer("--seed", str(seed)) for seed in range(4)}) > 1
+
+    def test_instructions_reach_the_model(self, headrace) -> None:
+        plain, instructed = (headrace("run", "smollm2", CAPITAL, *SHORT, *flags) for flags in ((), ("--system", "Speak like a pirate.")))
+        assert CLOSING.match(plain.stderr.strip())[1] != CLOSING.match(instructed.stderr.strip())[1]
+
+
+class TestRefusal:
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            (("--temperature", "nan"), "temperature must be a number from 0 to 100"),
+            (("--temperature", "-1"), "temperature"),
+            (("--top-k", "-5"), "top_k"),
+            (("--max-tokens", "0"), "max_tokens"),
+            (("--max-model-len", "9000"), "the model's context ends at 8,192"),
+            (("--max-model-len", "16"), "the prompt has"),
+            (("--threads", "-1"), "threads"),
+            (("--proposer", "ngrams"), "proposer must be one of"),
+        ],
+    )
+    def test_a_value_out_of_range(self, headrace, flags: tuple[str, ...], message: str) -> None:
+        result = headrace("run", "smollm2", CAPITAL, *flags)
+        assert result.returncode == 2 and not result.stdout
+        assert message in result.stderr and len(result.stderr.splitlines()) == 1
+
+    def test_nothing_to_answer(self, headrace) -> None:
+        for feed in (None, "", " \n"):
+            result = headrace("run", "smollm2", stdin=feed)
+            assert result.returncode == 2 and "nothing to answer" in result.stderr
+
+    def test_a_prompt_in_the_place_of_the_model(self, headrace) -> None:
+        result = headrace("run", CAPITAL)
+        assert result.returncode == 2 and f"headrace run smollm2 '{CAPITAL}'" in result.stderr
+
+    def test_stdin_that_is_no_text(self) -> None:
+        result = subprocess.run([*HEADRACE, "run", "smollm2"], input=b"ok \xff\xfe", capture_output=True)
+        assert result.returncode == 2 and b"not UTF-8 text: byte 3" in result.stderr
+
+    def test_more_text_than_the_context_holds(self, headrace) -> None:
+        for text in ("water " * 9000, "x" * 3_000_000):
+            result = headrace("run", "smollm2", stdin=text)
+            assert result.returncode == 2 and "the prompt has" in result.stderr and len(result.stderr.splitlines()) == 1
+
+    def test_no_memory_for_the_kv(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.setattr("headrace.llm.available_memory", lambda: 100_000_000)
+        monkeypatch.setattr(verb, "_is_piped", lambda: False)
+        assert cli.main(["run", "smollm2", CAPITAL]) == 4
+        assert "max_model_len" in capsys.readouterr().err
+
+
+class TestInterrupt:
+    def test_an_interrupted_answer(self) -> None:
+        command = [*HEADRACE, "run", "smollm2", "Tell a long story.", "--max-tokens", "4000", "--temperature", "1"]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 130 and not errors
+
+    def test_a_reader_that_leaves(self) -> None:
+        command = [*HEADRACE, "run", "smollm2", "Tell a long story.", "--max-tokens", "4000"]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(timeout=60) == 1
+
+
+class Terminal:
+    """A program on a terminal of its own."""
+
+    def __init__(self, *words: str) -> None:
+        self.master, slave = pty.openpty()
+        env = os.environ | {"TERM": "dumb"}
+        self.process = subprocess.Popen([*HEADRACE, *words], stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True)
+        os.close(slave)
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def wait_for(self, pattern: str, seconds: float = 120) -> str:
+        """All text up to the first match; it is not looked at again."""
+        deadline = time.monotonic() + seconds
+        while not (match := re.search(pattern, self.seen)):
+            readable, _, _ = select.select([self.master], [], [], max(0, deadline - time.monotonic()))
+            assert readable, f"no {pattern!r} in {self.seen!r}"
+            self.seen += os.read(self.master, 4096).decode(errors="replace")
+        text, self.seen = self.seen[: match.end()], self.seen[match.end() :]
+        return text
+
+    def close(self) -> int:
+        code = self.process.wait(timeout=60)
+        os.close(self.master)
+        return code
+
+
+class TestChat:
+    def test_a_conversation(self) -> None:
+        chat = Terminal("run", "smollm2", *SHORT)
+        chat.wait_for("Ctrl-D leaves")
+        chat.wait_for("> ")
+        chat.type(f"{CAPITAL}\n")
+        first = chat.wait_for(r"\[(\d+) in.*\]")
+        assert "Paris" in first
+        chat.wait_for("> ")
+        chat.type("And of Italy?\n")
+        second = chat.wait_for(r"\[(\d+) in.*\]")
+        assert num_in(second) > num_in(first) + 8  # the whole conversation is the prompt
+        chat.wait_for("> ")
+        chat.type("/reset\n")
+        chat.wait_for("> ")
+        chat.type(f"{CAPITAL}\n")
+        assert num_in(chat.wait_for(r"\[(\d+) in.*\]")) == num_in(first)
+        chat.wait_for("> ")
+        chat.type("/nonsense\n")
+        chat.wait_for("no command /nonsense")
+        chat.wait_for("> ")
+        chat.type("/help\n")
+        chat.wait_for("forget the conversation")
+        chat.wait_for("> ")
+        chat.type("\x04")
+        assert chat.close() == 0
+
+    def test_interrupt_stops_the_answer_and_nothing_else(self) -> None:
+        chat = Terminal("run", "smollm2", "--max-tokens", "4000", "--temperature", "1")
+        chat.wait_for("> ")
+        chat.type("Tell a very long story.\n")
+        chat.wait_for(r"story\.\r\n\w+ \w+")
+        chat.process.send_signal(signal.SIGINT)
+        assert num_out(chat.wait_for(r"\[\d+ in.*\]")) < 4000
+        chat.wait_for("> ")
+        chat.type("/exit\n")
+        assert chat.close() == 0
+
+    def test_what_does_not_fit_leaves_the_conversation_as_it_was(self) -> None:
+        chat = Terminal("run", "smollm2", *SHORT, "--max-model-len", "64")
+        chat.wait_for("> ")
+        chat.type(f"{CAPITAL}\n")
+        chat.wait_for(r"\[\d+ in.*\]")
+        chat.wait_for("> ")
+        chat.type("And what are the capitals of Italy, Spain, Portugal, Austria and Greece?\n")
+        chat.wait_for("the prompt has .* /reset starts anew")
+        chat.wait_for("> ")
+        chat.type("\\\n")
+        chat.wait_for(r"\.\.\. ")  # a line that goes on
+        chat.type("/exit\n")
+        assert chat.close() == 0
+
+
+def test_interrupt_at_the_prompt_drops_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = iter(["one\\", KeyboardInterrupt, "two\\", "three", EOFError])
+
+    def read(prompt: str) -> str:
+        if isinstance(line := next(typed), str):
+            return line
+        raise line
+
+    from headrace.cli import chat
+
+    monkeypatch.setattr("builtins.input", read)
+    assert [chat._read() for _ in range(3)] == ["", "two\nthree", None]
+
+
+def num_in(text: str) -> int:
+    return int(re.search(r"\[(\d+) in", text)[1])
+
+
+def num_out(text: str) -> int:
+    return int(re.search(r"(\d+) out", text)[1])
+
+
+def test_control_characters_reach_a_file_and_not_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from headrace.cli import terminal
+
+    text = "a\x1b[2Jb\x07\tc\n\x9b1m \N{ZERO WIDTH JOINER}é"
+    terminal.write(text)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    terminal.write(text)
+    assert capsys.readouterr().out == text + "a[2Jb\tc\n1m \N{ZERO WIDTH JOINER}é"

@@ -1,0 +1,239 @@
+"""The engine's edges: what it refuses, what it survives, when it ends, and where the time went."""
+
+import gc
+from time import perf_counter
+from typing import Any
+
+import pytest
+
+from headrace.engine.engine import Engine
+from headrace.errors import ClosedError, NonFiniteLogitsError, RequestError
+from headrace.propose.ngram import Ngram
+from headrace.request import RequestOutput, SamplingParams
+from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine
+from tests.tiny import drain, run_all
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+
+
+def serves(engine: Engine) -> None:
+    """The engine still answers, and nothing is left behind."""
+    (result,) = run_all(engine, [([1, 2, 3], GREEDY)])
+    assert [1, 2, 3, *result.outputs[0].token_ids] == plain_decoding([1, 2, 3], GREEDY, 0)
+    stats = engine.stats()
+    assert (stats.blocks_free, stats.running, stats.waiting) == (stats.blocks_total, 0, 0)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("prompt", "params", "message"),
+        [
+            ([], {}, "the prompt is empty"),
+            ([1] * 40, {}, "the prompt has 40 tokens, and the context of 40"),
+            ([1] * 5000, {}, "the prompt has 5,000 tokens"),
+            ([VOCAB], {}, "prompt_token_ids has 23, and the vocabulary ends at 22"),
+            ([-1], {}, "prompt_token_ids must be a whole number from 0"),
+            ([2**31], {}, "prompt_token_ids"),
+            ([1.0], {}, "prompt_token_ids"),
+            ([True], {}, "prompt_token_ids"),
+            ("12", {}, "prompt_token_ids must be a list"),
+            (7, {}, "prompt_token_ids must be a list"),
+            ([1], {"stop_token_ids": [VOCAB]}, "stop_token_ids has 23"),
+            ([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias has 23"),
+            ([1] * 30, {"max_tokens": 8}, "the prompt of 30 tokens and 8 more need up to 10 blocks of 4 tokens, and there are 9"),
+            ([1] * 39, {"max_tokens": None}, "need up to 10 blocks"),
+        ],
+    )
+    def test_named_and_harmless(self, prompt: Any, params: dict[str, Any], message: str) -> None:
+        engine = toy_engine(num_blocks=9, block_size=4)
+        with pytest.raises(RequestError, match=message):
+            engine.add_request(prompt, SamplingParams(**params))
+        assert not engine.has_work
+        serves(engine)
+
+    def test_an_id_in_use(self) -> None:
+        engine = toy_engine()
+        engine.add_request([1], GREEDY, request_id="a")
+        with pytest.raises(RequestError, match="'a' is under way"):
+            engine.add_request([1], GREEDY, request_id="a")
+        drain(engine)
+        engine.add_request([1], GREEDY, request_id="a")
+        assert [update.request_id for update in drain(engine)] == ["a"] * 6
+
+    def test_the_largest_that_fits(self) -> None:
+        engine = toy_engine(num_blocks=9, block_size=4)
+        (result,) = run_all(engine, [([1] * 30, SamplingParams(max_tokens=7, seed=0))])
+        assert len(result.outputs[0].token_ids) == 7
+
+
+class TestEnds:
+    def test_the_context_cuts_max_tokens(self) -> None:
+        for max_tokens in (100, None):
+            (result,) = run_all(toy_engine(), [([1] * 35, SamplingParams(max_tokens=max_tokens, seed=1))])
+            (output,) = result.outputs
+            assert (len(output.token_ids), output.finish_reason) == (5, "length")
+
+    def test_min_tokens_holds_off_end_tokens(self) -> None:
+        free = plain_decoding([4], SamplingParams(temperature=0, max_tokens=12), 0)[1:]
+        stop = free[2]
+        params = {"temperature": 0.0, "max_tokens": 12, "stop_token_ids": [stop]}
+        (result,) = run_all(toy_engine(), [([4], SamplingParams(**params))])
+        assert (result.outputs[0].token_ids, result.outputs[0].stop_reason) == (free[:3], stop)
+        (result,) = run_all(toy_engine(), [([4], SamplingParams(**params, min_tokens=5))])
+        assert stop not in result.outputs[0].token_ids[:5]
+        assert len(result.outputs[0].token_ids) > 5
+
+    def test_what_was_accepted_beyond_a_stop_is_dropped(self) -> None:
+        class Oracle:
+            max_nodes = 8
+
+            def propose(self, branches: list[Any], room: list[int]) -> list[Any]:
+                rest = [free[len(b.known) : len(b.known) + r] for b, r in zip(branches, room, strict=True)]
+                return [type("Chain", (), {"tokens": r, "parents": range(-1, len(r) - 1)}) for r in rest]
+
+            def observe(self, *_: Any) -> None: ...
+
+        free = plain_decoding([4], SamplingParams(temperature=0, max_tokens=30), 0)
+        stop = free[4]
+        engine = toy_engine(proposer=Oracle())
+        params = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[stop], logprobs=0)
+        (result,) = run_all(engine, [([4], params)])
+        (output,) = result.outputs
+        assert output.token_ids == free[1 : free.index(stop, 1) + 1]
+        assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids)
+        assert engine.stats().steps < len(output.token_ids)
+        serves(engine)
+
+
+class TestAbort:
+    def test_in_every_state(self) -> None:
+        engine = toy_engine(num_blocks=7, block_size=4, max_step_rows=9)
+        params = SamplingParams(n=2, seed=3, max_tokens=12)
+        for steps in range(14):
+            ids = [engine.add_request([i, 2, 3, 4, 5, 6, 7], params) for i in range(3)]
+            for _ in range(steps):
+                engine.step()
+            for request_id in reversed(ids):
+                result = engine.abort(request_id)
+                assert result is None or {o.finish_reason for o in result.outputs} <= {"abort", "length"}
+                assert engine.abort(request_id) is None
+            assert not engine.has_work
+            serves(engine)
+
+    def test_unknown(self) -> None:
+        assert toy_engine().abort("nobody") is None
+
+    def test_gives_what_there_is(self) -> None:
+        engine = toy_engine()
+        request_id = engine.add_request([1, 2, 3], GREEDY)
+        for _ in range(3):
+            engine.step()
+        result = engine.abort(request_id)
+        assert isinstance(result, RequestOutput) and result.finished
+        assert result.outputs[0].token_ids == plain_decoding([1, 2, 3], GREEDY, 0)[3:6]
+
+
+class TestFailures:
+    def test_a_request_fails_alone(self) -> None:
+        engine = toy_engine(broken=5)
+        good, bad = ([1, 2, 3], GREEDY), ([1, 5], SamplingParams(n=3, max_tokens=4, seed=1))
+        results = run_all(engine, [good, bad, good])
+        for result in (results[0], results[2]):
+            assert [1, 2, 3, *result.outputs[0].token_ids] == plain_decoding([1, 2, 3], GREEDY, 0)
+        assert isinstance(results[1].error, NonFiniteLogitsError)
+        assert [(o.finish_reason, o.stop_reason) for o in results[1].outputs] == [("error", str(results[1].error))] * 3
+        serves(engine)
+
+    def test_half_way(self) -> None:
+        drawn = plain_decoding([4], SamplingParams(temperature=0, max_tokens=12), 0)[1:]
+        broken = next(token for token in drawn[3:] if token not in (1, 2, 3, 4, *drawn[:3]))
+        engine = toy_engine(broken=broken)
+        (result,) = run_all(engine, [([4], SamplingParams(temperature=0, max_tokens=12))])
+        (output,) = result.outputs
+        assert (output.token_ids, output.finish_reason) == (drawn[: drawn.index(broken) + 1], "error")
+
+    def test_in_prompt_logprobs(self) -> None:
+        engine = toy_engine(broken=5, max_logit_rows=1)
+        (result,) = run_all(engine, [([1, 2, 5, 3], SamplingParams(prompt_logprobs=0))])
+        assert result.outputs[0].finish_reason == "error"
+        serves(engine)
+
+    @pytest.mark.parametrize("where", ["propose", "observe"])
+    def test_a_proposer_that_raises(self, where: str) -> None:
+        class Broken:
+            max_nodes = 4
+
+            def __getattr__(self, name: str) -> Any:
+                if name == where:
+                    raise RuntimeError
+                return lambda *_: []
+
+        engine = toy_engine(proposer=Broken())
+        serves(engine)
+        assert engine.stats().proposer_failures > 0
+
+
+def test_n_equals_separate_branches() -> None:
+    params = SamplingParams(n=5, seed=7, max_tokens=8)
+    (result,) = run_all(toy_engine(), [([1, 2, 3], params)])
+    assert [output.index for output in result.outputs] == list(range(5))
+    for output in result.outputs:
+        assert [1, 2, 3, *output.token_ids] == plain_decoding([1, 2, 3], params, output.index)
+    assert len({tuple(output.token_ids) for output in result.outputs}) == 5
+
+
+def test_seeds_of_requests_that_bring_none() -> None:
+    params = SamplingParams(max_tokens=8)
+    requests = [([1, 2, 3], params)] * 3
+
+    def tokens(seed: int) -> list[list[int]]:
+        return [result.outputs[0].token_ids for result in run_all(toy_engine(seed=seed), requests)]
+
+    assert tokens(0) == tokens(0) != tokens(1)
+    assert len({tuple(t) for t in tokens(0)}) == 3
+
+
+def test_timing_sums_to_wall_time() -> None:
+    engine = toy_engine(max_num_seqs=1)
+    start = perf_counter()
+    first, second = run_all(engine, [([1, 2, 3], GREEDY), ([4], GREEDY)])
+    wall = perf_counter() - start
+    for result in (first, second):
+        timing = result.timing
+        assert min(timing.queue, timing.prefill, timing.decode) > 0
+        assert timing.queue + timing.prefill + timing.decode <= wall
+    total = sum((second.timing.queue, second.timing.prefill, second.timing.decode))
+    assert total == pytest.approx(wall, rel=0.1, abs=1e-3)
+    assert second.timing.queue > first.timing.prefill + first.timing.decode
+
+
+def test_nothing_is_kept_of_a_request() -> None:
+    proposer = Ngram()
+    engine = toy_engine(proposer=proposer)
+    gc.disable()
+    try:
+        run_all(engine, [([1, 2] * 4, SamplingParams(n=3, seed=1))])
+        engine.abort(engine.add_request([1, 2] * 4, GREEDY))
+        assert not proposer._indices and not engine._requests
+    finally:
+        gc.enable()
+
+
+def test_an_end_token_that_the_model_does_not_have() -> None:
+    engine = toy_engine()
+    engine._tokenizer.eos_ids = frozenset({VOCAB, 10**6})  # type: ignore[misc]
+    serves(engine)
+
+
+def test_close() -> None:
+    engine = toy_engine()
+    engine.add_request([1], GREEDY)
+    engine.close()
+    engine.close()
+    executable = engine._stepper.executable
+    assert isinstance(executable, ToyExecutable) and executable.closed
+    assert engine.stats().blocks_free == engine.stats().blocks_total
+    for use in (lambda: engine.add_request([1], GREEDY), engine.step):
+        with pytest.raises(ClosedError):
+            use()
+    assert engine.abort("0") is None

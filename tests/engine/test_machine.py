@@ -1,0 +1,153 @@
+"""The whole engine as a state machine over a toy model: requests come, run, are preempted, aborted and finished.
+
+After every rule: free + held == total, no block in two hands that should not be, KV content right. At the end nothing is
+held, and every finished request has the tokens of plain decoding.
+"""
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headrace.batch import Commit, Guess, StepRows
+from headrace.errors import RequestError
+from headrace.request import SamplingParams, Update
+from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine
+from tests.random_trees import RandomTrees
+
+MAX_MODEL_LEN = 40
+
+
+class Unruly(RandomTrees):
+    """Random trees, and now and then rubbish."""
+
+    def propose(self, branches: list[Any], room: list[int]) -> list[Guess]:
+        mood = self._random.random()
+        if mood < 0.05:
+            raise RuntimeError
+        guesses = super().propose(branches, room)
+        return guesses if mood < 0.9 else [Guess(guess.tokens, [0 for _ in guess.parents]) for guess in guesses]
+
+    def observe(self, branches: list[Any], commits: list[Commit], rows: StepRows) -> None:
+        if self._random.random() < 0.05:
+            raise RuntimeError
+
+
+@st.composite
+def sampling(draw: st.DrawFn) -> SamplingParams:
+    return SamplingParams(
+        n=draw(st.sampled_from([1, 1, 1, 2, 5])),
+        temperature=draw(st.sampled_from([0.0, 0.8])),
+        seed=draw(st.integers(0, 2**64 - 1)),
+        top_k=draw(st.sampled_from([0, 5])),
+        presence_penalty=draw(st.sampled_from([0.0, 1.0])),
+        max_tokens=draw(st.integers(1, 20)),
+        logprobs=draw(st.sampled_from([None, 1])),
+        prompt_logprobs=draw(st.sampled_from([None, None, 2])),
+    )
+
+
+class Life(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(4, 30),
+        block_size=st.sampled_from([1, 3, 4]),
+        max_num_seqs=st.integers(1, 6),
+        max_step_rows=st.integers(1, 25),
+        max_logit_rows=st.integers(1, 12),
+        seed=st.integers(0, 99),
+        max_nodes=st.sampled_from([0, 6, 70]),
+    )
+    def start(self, seed: int, max_nodes: int, **config: int) -> None:
+        self.truth: dict[tuple[int, int], list[int]] = {}
+        self.params: dict[str, SamplingParams] = {}
+        self.finished: dict[str, Update] = {}
+        self.config = config
+        self.engine = toy_engine(max_model_len=MAX_MODEL_LEN, proposer=Unruly(seed, VOCAB, self.truth, max_nodes), **config)
+        self.prompt_lens: list[int] = []
+
+    @rule(prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=MAX_MODEL_LEN - 1), params=sampling())
+    def add(self, prompt: list[int], params: SamplingParams) -> None:
+        try:
+            request_id = self.engine.add_request(prompt, params)
+        except RequestError as error:
+            longest = min(MAX_MODEL_LEN, len(prompt) + (params.max_tokens or 0)) - 1
+            assert longest > self.config["num_blocks"] * self.config["block_size"], error
+            return
+        for index in range(params.n):
+            self.truth[len(self.prompt_lens), index] = plain_decoding(prompt, params, index, MAX_MODEL_LEN)
+        self.params[request_id] = params
+        self.prompt_lens.append(len(prompt))
+
+    @rule(steps=st.integers(1, 10))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self._step()
+
+    @precondition(lambda self: getattr(self, "params", None))
+    @rule(which=st.integers(0))
+    def abort(self, which: int) -> None:
+        request_id = list(self.params)[which % len(self.params)]
+        result = self.engine.abort(request_id)
+        assert (result is None) == (request_id in self.finished)
+        if result is not None:
+            assert all(output.finish_reason in ("abort", "length") for output in result.outputs)
+            self._check(int(request_id), result.outputs, complete=False)
+            del self.params[request_id]
+        assert self.engine.abort(request_id) is None
+
+    @invariant()
+    def blocks_add_up(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        scheduler = self.engine._scheduler
+        assert [b.key for b in scheduler.running] == sorted(b.key for b in scheduler.running)
+        assert all(not branch.table and branch.computed == 0 for branch in scheduler.waiting)
+        self.engine._pool.check([branch.table for branch in scheduler.running])
+        executable = self.engine._stepper.executable
+        assert isinstance(executable, ToyExecutable)
+        for branch in scheduler.running:
+            assert 0 <= branch.computed < len(branch.known)
+            for i, token in enumerate(branch.known[: branch.computed]):
+                assert executable.kv[self.engine._pool.slot(branch.table, i)] == (i, token)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        bound = 4000
+        while self.engine.has_work:
+            self._step()
+            bound -= 1
+            assert bound, "no end in sight"
+        self.blocks_add_up()
+        stats = self.engine.stats()
+        assert stats.blocks_free == stats.blocks_total
+        assert stats.running == stats.waiting == 0
+        assert self.finished.keys() == self.params.keys()
+
+    def _step(self) -> None:
+        before = self.engine.stats()
+        for update in self.engine.step():
+            if update.result:
+                assert update.result.finished
+                self.finished[update.request_id] = update
+                self._check(int(update.request_id), update.result.outputs, complete=True)
+                expected = self.params[update.request_id].prompt_logprobs is not None
+                assert (update.result.prompt_logprobs is not None) == expected
+                if update.result.prompt_logprobs:
+                    assert len(update.result.prompt_logprobs) == len(update.result.prompt_token_ids)
+        after = self.engine.stats()
+        rows, logit_rows, branches = self.engine._stepper.executable.largest
+        assert rows <= self.config["max_step_rows"] and branches <= max(self.config["max_num_seqs"], 1)
+        assert logit_rows <= self.config["max_num_seqs"] + self.config["max_logit_rows"]
+        assert after.steps > before.steps or not self.engine.has_work
+
+    def _check(self, number: int, outputs: list[Any], *, complete: bool) -> None:
+        for output in outputs:
+            expected = self.truth[number, output.index][self.prompt_lens[number] :]
+            assert output.token_ids == (expected if complete else expected[: len(output.token_ids)])
+            assert output.logprobs is None or len(output.logprobs) == len(output.token_ids)
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

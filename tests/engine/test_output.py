@@ -1,0 +1,159 @@
+"""Text, stop strings and finish reasons of one branch, against an oracle that sees the whole output at once."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.batch import TokenLogprobs
+from headrace.engine.output import Output
+from headrace.engine.stops import StopFinder, StopPattern
+from headrace.request import Logprob, SamplingParams
+from tests.tiny import TinyVocabulary
+
+VOCABULARY = TinyVocabulary(60, eos_ids=(5,))
+A, B, C, D, EOS = 0, 1, 2, 3, 5
+AB = VOCABULARY.pieces.index(b"ab")
+EURO = [VOCABULARY.pieces.index(bytes([byte])) for byte in "€".encode()]
+
+
+def output(max_tokens: int = 100, **params: Any) -> Output:
+    sampling = SamplingParams(max_tokens=max_tokens, **params)
+    return Output(sampling, VOCABULARY, [StopPattern(stop) for stop in sampling.stop or ()], max_tokens)
+
+
+def push_all(out: Output, tokens: list[int]) -> list[str]:
+    """The pieces of text that a stream would show."""
+    pieces = []
+    for token in tokens:
+        if out.finish_reason:
+            break
+        out.push(token, None)
+        pieces.append(out.take()[0])
+    return pieces
+
+
+class TestStopStrings:
+    @given(text=st.text("ab", max_size=40), stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4), data=st.data())
+    @settings(max_examples=300, deadline=None)
+    def test_finder_against_search(self, text: str, stops: list[str], data: st.DataObject) -> None:
+        finder = StopFinder(StopPattern(stop) for stop in stops)
+        ends = [end for end in range(1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+        done = 0
+        while done < len(text):
+            piece = text[done : done + data.draw(st.integers(1, 4))]
+            found = finder.push(piece, armed=True)
+            if ends and done < ends[0] <= done + len(piece):
+                assert found is not None and done + found.end == ends[0]
+                assert found.text == max((stop for stop in stops if text[: ends[0]].endswith(stop)), key=len)
+                return
+            assert found is None
+            done += len(piece)
+            prefixes = [stop[:length] for stop in stops for length in range(1, len(stop))]
+            assert finder.held == max((len(prefix) for prefix in prefixes if text[:done].endswith(prefix)), default=0)
+
+    def test_straddles_tokens(self) -> None:
+        out = output(stop="bca")
+        assert push_all(out, [A, B, C, AB]) == ["a", "", "", ""]
+        assert (out.text, out.finish_reason, out.stop_reason) == ("a", "stop", "bca")
+        assert out.token_ids == [A, B, C, AB]
+
+    def test_can_be_kept(self) -> None:
+        out = output(stop=["bca"], include_stop_str_in_output=True)
+        assert "".join(push_all(out, [A, B, C, AB])) == out.text == "abca"
+
+    def test_what_was_held_comes_out_when_it_is_none(self) -> None:
+        out = output(stop="abd")
+        assert push_all(out, [A, B, A, B, C]) == ["", "", "ab", "", "abc"]
+
+    def test_what_was_held_comes_out_at_the_end(self) -> None:
+        out = output(stop="abd", max_tokens=2)
+        assert push_all(out, [A, B]) == ["", "ab"]
+        assert out.finish_reason == "length"
+
+    def test_beats_the_length(self) -> None:
+        out = output(stop="ab", max_tokens=2)
+        push_all(out, [A, B])
+        assert (out.finish_reason, out.stop_reason, out.text) == ("stop", "ab", "")
+
+    def test_inside_a_character_of_several_tokens(self) -> None:
+        out = output(stop="€")
+        assert push_all(out, [A, *EURO, B]) == ["a", "", "", ""]
+        assert out.stop_reason == "€"
+
+    def test_not_before_min_tokens(self) -> None:
+        out = output(stop="ab", min_tokens=2)
+        assert "".join(push_all(out, [A, B, A, B, C])) == "ab"
+        assert out.token_ids == [A, B, A, B]
+
+    def test_may_begin_before_min_tokens(self) -> None:
+        out = output(stop="ab", min_tokens=1)
+        push_all(out, [A, B])
+        assert (out.text, out.finish_reason) == ("", "stop")
+
+    def test_a_long_one(self) -> None:
+        stop = "ab" * 499 + "cd"
+        out = output(max_tokens=2000, stop=stop)
+        push_all(out, [A, B] * 500 + [C, D, A])
+        assert (out.text, out.stop_reason) == ("ab", stop)
+
+
+class TestStopTokens:
+    def test_end_of_text(self) -> None:
+        out = output()
+        assert push_all(out, [A, EOS, B]) == ["a", ""]
+        assert (out.token_ids, out.finish_reason, out.stop_reason) == ([A, EOS], "stop", None)
+
+    def test_ignored(self) -> None:
+        out = output(ignore_eos=True)
+        push_all(out, [A, EOS, B])
+        assert out.finish_reason is None
+
+    def test_of_the_request(self) -> None:
+        out = output(stop_token_ids=[C])
+        push_all(out, [A, C])
+        assert (out.text, out.finish_reason, out.stop_reason) == ("a", "stop", C)
+
+    def test_kept(self) -> None:
+        out = output(stop_token_ids=[C], include_stop_str_in_output=True)
+        push_all(out, [A, C])
+        assert out.text == "ac"
+
+
+class TestText:
+    @given(tokens=st.lists(st.integers(0, 59), max_size=30), stops=st.lists(st.text("abc€", min_size=1, max_size=3), max_size=3))
+    @settings(max_examples=200, deadline=None)
+    def test_the_stream_is_the_text(self, tokens: list[int], stops: list[str]) -> None:
+        out = output(max_tokens=25, stop=stops)
+        pieces = push_all(out, tokens)
+        if out.finish_reason is None:
+            out.finish("abort")
+            pieces.append(out.take()[0])
+        assert "".join(pieces) == out.text == out.completion(0).text
+        if out.stop_reason is None:
+            assert out.text == VOCABULARY.decode(out.token_ids)
+
+    def test_a_cut_character(self) -> None:
+        out = output(max_tokens=2)
+        assert push_all(out, EURO) == ["", "\ufffd"]
+
+
+def test_logprobs() -> None:
+    out = output(logprobs=2)
+    out.push(A, TokenLogprobs(-2.5, 3, [B, C], [-0.5, -1.5]))
+    out.push(B, TokenLogprobs(-0.25, 1, [B, C], [-0.25, -1.75]))
+    completion = out.completion(4)
+    first = {A: Logprob(-2.5, 3, "a"), B: Logprob(-0.5, 1, "b"), C: Logprob(-1.5, 2, "c")}
+    second = {B: Logprob(-0.25, 1, "b"), C: Logprob(-1.75, 2, "c")}
+    assert completion.logprobs == [first, second]
+    assert list(completion.logprobs[0]) == [A, B, C]
+    assert completion.cumulative_logprob == -2.75
+    assert out.take() == ("ab", [A, B], [first, second])
+    assert out.take() == ("", [], [])
+
+
+@pytest.mark.parametrize("asked", [None, 0])
+def test_logprobs_only_when_asked(asked: int | None) -> None:
+    completion = output(logprobs=asked).completion(0)
+    assert (completion.logprobs, completion.cumulative_logprob) == ((None, None) if asked is None else ([], 0.0))

@@ -1,0 +1,138 @@
+"""Promise 1: the same request gives the same tokens, whatever is in the batch, however it is cut, and whoever guesses.
+
+`cpu` must be equal to the bit, log-probabilities included; `reference` computes in float64, in an order that depends on the
+batch, so its log-probabilities may differ in the last place.
+"""
+
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.model.spec import ModelSpec
+from headrace.propose import make_proposer
+from headrace.request import Logprobs, RequestOutput, SamplingParams
+from tests.random_trees import RandomTrees
+from tests.tiny import Tensors, drain, run_all, tiny_engine, tiny_model
+
+BACKENDS = ["reference"]
+VOCAB = 61
+EOS = (60,)
+
+MODELS: list[dict[str, Any]] = [
+    {"seed": 0},
+    {"seed": 1, "window": 6, "kv_heads": 4, "layers": 3},
+    {"seed": 2, "kv_heads": 1, "format": "Q8_0"},
+]
+
+REQUESTS: list[tuple[list[int], SamplingParams]] = [
+    ([7, 8, 9, 7, 8, 9, 7, 8], SamplingParams(temperature=0, max_tokens=14, logprobs=3)),
+    ([3], SamplingParams(seed=1, max_tokens=11, logprobs=0)),
+    (list(range(1, 38)), SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=2, logprobs=1)),
+    ([5, 4, 3, 2], SamplingParams(n=4, seed=2, max_tokens=9, logprobs=1, top_p=0.9)),
+    ([9, 9, 9, 9, 9], SamplingParams(seed=3, max_tokens=12, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3)),
+    ([1, 2], SamplingParams(temperature=0.6, seed=4, top_k=20, min_p=0.02, max_tokens=13, logit_bias={4: 3.0, 5: -100.0})),
+    ([20, 21, 22], SamplingParams(temperature=0, max_tokens=15, presence_penalty=2.0, stop=["a"], min_tokens=3, ignore_eos=True)),
+    ([2, 4] * 7, SamplingParams(n=2, seed=5, temperature=0.5, max_tokens=10, prompt_logprobs=0, stop_token_ids=[6, 7], min_tokens=2)),
+]
+
+
+@cache
+def model(which: int) -> tuple[ModelSpec, Tensors]:
+    return tiny_model(**MODELS[which])
+
+
+@cache
+def alone(backend: str, which: int, kv_dtype: str) -> list[RequestOutput]:
+    """Every request by itself, in one piece, without guesses."""
+    engine = tiny_engine(model(which), backend, eos_ids=EOS, kv_dtype=kv_dtype)
+    return [run_all(engine, [request])[0] for request in REQUESTS]
+
+
+def truth(results: list[RequestOutput], order: list[int]) -> dict[tuple[int, int], list[int]]:
+    """The sequence of each branch when the requests are added in this order."""
+    return {
+        (number, output.index): results[which].prompt_token_ids + output.token_ids
+        for number, which in enumerate(order)
+        for output in results[which].outputs
+    }
+
+
+def same(a: RequestOutput, b: RequestOutput, exact: bool) -> None:
+    for one, other in zip(a.outputs, b.outputs, strict=True):
+        assert (one.token_ids, one.text) == (other.token_ids, other.text)
+        assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
+        same_logprobs(one.logprobs or [], other.logprobs or [], exact)
+    same_logprobs(a.prompt_logprobs or [], b.prompt_logprobs or [], exact)
+
+
+def same_logprobs(a: list[Logprobs] | list[Logprobs | None], b: list[Logprobs] | list[Logprobs | None], exact: bool) -> None:
+    for one, other in zip(a, b, strict=True):
+        if exact or one is None or other is None:
+            assert one == other
+        else:
+            assert list(one) == list(other)
+            assert [v.logprob for v in one.values()] == pytest.approx([v.logprob for v in other.values()], abs=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=60, deadline=None)
+@given(
+    which=st.integers(0, len(MODELS) - 1),
+    order=st.lists(st.integers(0, len(REQUESTS) - 1), min_size=1, max_size=12),
+    kv_dtype=st.sampled_from(["f32", "bf16"]),
+    max_step_rows=st.sampled_from([1, 2, 3, 5, 8, 17, 64]),
+    max_num_seqs=st.sampled_from([1, 2, 5, 32]),
+    max_logit_rows=st.sampled_from([1, 4, 64]),
+    slots=st.sampled_from([42, 56, 80, 800]),
+    guesses=st.sampled_from(["off", "ngram", "trees", "wide trees"]),
+    seed=st.integers(0, 1000),
+    stagger=st.integers(0, 3),
+    threads=st.integers(1, 2),
+)
+def test_same_request_same_tokens(
+    backend: str, which: int, order: list[int], kv_dtype: str, guesses: str, seed: int, stagger: int, **config: Any
+) -> None:
+    expected = alone(backend, which, kv_dtype)
+    nodes = {"trees": 9, "wide trees": 70}.get(guesses)
+    proposer = RandomTrees(seed, VOCAB, truth(expected, order), nodes) if nodes else make_proposer(guesses)
+    engine = tiny_engine(model(which), backend, proposer=proposer, eos_ids=EOS, kv_dtype=kv_dtype, **config)
+    updates, ids = [], []
+    for request in order:
+        ids.append(engine.add_request(*REQUESTS[request]))
+        for _ in range(stagger):
+            updates += engine.step()
+    updates += drain(engine)
+    results = {update.request_id: update.result for update in updates if update.result}
+    for request_id, request in zip(ids, order, strict=True):
+        result = results[request_id]
+        same(result, expected[request], exact=backend == "cpu")
+        for output in result.outputs:
+            mine = [u for u in updates if (u.request_id, u.index) == (request_id, output.index)]
+            assert "".join(update.text for update in mine) == output.text
+            assert [token for update in mine for token in update.token_ids] == output.token_ids
+    stats = engine.stats()
+    assert stats.blocks_free == stats.blocks_total
+    assert stats.proposer_failures == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_right_guesses_save_steps(backend: str) -> None:
+    expected = alone(backend, 0, "f32")
+    proposer = RandomTrees(0, VOCAB, truth(expected, [0]), right=1.0)
+    engine = tiny_engine(model(0), backend, proposer=proposer, eos_ids=EOS, kv_dtype="f32")
+    same(run_all(engine, REQUESTS[:1])[0], expected[0], exact=backend == "cpu")
+    stats = engine.stats()
+    assert stats.accepted >= 6
+    assert stats.steps == len(expected[0].outputs[0].token_ids) - stats.accepted
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_preemption_happens_and_is_not_seen(backend: str) -> None:
+    expected = alone(backend, 0, "f32")
+    engine = tiny_engine(model(0), backend, slots=42, eos_ids=EOS, kv_dtype="f32")  # what the longest request needs alone
+    for i, result in enumerate(run_all(engine, REQUESTS * 3)):
+        same(result, expected[i % len(REQUESTS)], exact=backend == "cpu")
+    assert engine.stats().preemptions > 0

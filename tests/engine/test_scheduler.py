@@ -1,0 +1,121 @@
+"""Who gets rows, in what order, and who gives way."""
+
+from typing import Any
+
+from headrace.engine.engine import Engine
+from headrace.engine.scheduler import Plan
+from headrace.request import SamplingParams
+from tests.engine.toy import VOCAB, toy_engine
+from tests.random_trees import RandomTrees
+
+GREEDY = {"temperature": 0.0, "max_tokens": 20}
+
+
+def add(engine: Engine, prompt_len: int, **params: Any) -> str:
+    return engine.add_request([1] * prompt_len, SamplingParams(**GREEDY | params))
+
+
+def step(engine: Engine) -> list[tuple[int, int, int]]:
+    """(request, forced rows, room) of each part of the step that is run."""
+    plan: list[Plan] = []
+    schedule = engine._scheduler.schedule
+    engine._scheduler.schedule = lambda: plan.append(schedule()) or plan[0]  # type: ignore[method-assign,func-returns-value]
+    engine.step()
+    engine._scheduler.schedule = schedule  # type: ignore[method-assign]
+    return [(part.branch.key[0], part.forced, part.room) for part in plan[0].parts]
+
+
+def test_decoding_goes_before_chunks() -> None:
+    engine = toy_engine(max_step_rows=8)
+    for _ in range(3):
+        add(engine, 1)
+    add(engine, 12)
+    assert step(engine) == [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 5, 0)]
+    assert step(engine) == [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 5, 0)]
+    assert step(engine) == [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 2, 0)]
+
+
+def test_the_oldest_goes_on_whatever_the_others_do() -> None:
+    engine = toy_engine(max_step_rows=3, max_logit_rows=1)
+    add(engine, 9, prompt_logprobs=0)  # one row a step
+    add(engine, 1, n=5)
+    assert step(engine) == [(0, 1, 0), (1, 1, 0)]
+    for _ in range(4):  # five branches decode now, and the budget is three
+        assert step(engine) == [(0, 1, 0), (1, 1, 0), (1, 1, 0)]
+
+
+def test_first_come_first_served() -> None:
+    engine = toy_engine(max_step_rows=8, num_blocks=8, max_num_seqs=2)
+    for prompt_len in (5, 30, 1):
+        add(engine, prompt_len, max_tokens=2)
+    assert [part[0] for part in step(engine)] == [0]  # the second needs all blocks, and the third does not pass it
+    assert [part[0] for part in step(engine)] == [0]
+    assert [part[0] for part in step(engine)] == [1]
+
+
+def test_the_youngest_gives_way_and_is_the_next_to_come_back() -> None:
+    engine = toy_engine(num_blocks=7, block_size=4)
+    for prompt_len in (8, 8, 1):
+        add(engine, prompt_len, max_tokens=12)
+    seen = [[part[0] for part in step(engine)] for _ in range(6)]
+    assert seen == [[0, 1]] * 5 + [[0]]  # both need a fourth block
+    assert engine.stats().preemptions == 1
+    assert [branch.key[0] for branch in engine._scheduler.waiting] == [1, 2]
+    while engine.has_work:
+        engine.step()
+    assert engine.stats().preemptions == 1  # it came back only when it could stay
+
+
+def test_guesses_take_only_what_is_free() -> None:
+    engine = toy_engine(num_blocks=5, block_size=4, proposer=RandomTrees(0, VOCAB, {}, max_nodes=8))
+    add(engine, 5, max_tokens=10)
+    add(engine, 4, max_tokens=10)
+    assert step(engine) == [(0, 5, 8), (1, 4, 0)]
+    assert engine.stats().preemptions == 0
+    engine = toy_engine(num_blocks=6, block_size=4, proposer=RandomTrees(0, VOCAB, {}, max_nodes=8))
+    add(engine, 5, max_tokens=10)
+    add(engine, 4, max_tokens=10)
+    assert step(engine) == [(0, 5, 8), (1, 4, 4)]
+
+
+def test_guesses_share_rows_and_stop_at_the_end() -> None:
+    proposer = RandomTrees(0, VOCAB, {}, max_nodes=8)
+    engine = toy_engine(max_step_rows=10, proposer=proposer)
+    add(engine, 1)
+    add(engine, 1, max_tokens=3)
+    add(engine, 1, n=2)
+    assert step(engine) == [(0, 1, 3), (1, 1, 2), (2, 1, 0)]
+    engine = toy_engine(max_logit_rows=3, proposer=proposer)
+    add(engine, 1)
+    assert step(engine) == [(0, 1, 3)]
+
+
+def test_prompt_logprobs_come_in_chunks() -> None:
+    engine = toy_engine(max_logit_rows=4)
+    add(engine, 10, prompt_logprobs=0)
+    add(engine, 3)
+    assert step(engine) == [(0, 4, 0), (1, 3, 0)]
+    assert step(engine) == [(0, 4, 0), (1, 1, 0)]
+    assert step(engine) == [(0, 2, 0), (1, 1, 0)]
+
+
+def test_more_branches_than_seats() -> None:
+    engine = toy_engine(max_num_seqs=2)
+    request_id = add(engine, 3, n=5, max_tokens=3, temperature=1.0, seed=1)
+    results = []
+    while engine.has_work:
+        assert len(step(engine)) <= 2
+        results = [b.output.token_ids for r in engine._requests.values() for b in r.branches] or results
+    roomy = toy_engine()
+    add(roomy, 3, n=5, max_tokens=3, temperature=1.0, seed=1)
+    (result,) = [update.result for _ in range(3) for update in roomy.step() if update.result]
+    assert request_id == "0" and [output.token_ids for output in result.outputs] == results
+
+
+def test_siblings_share_the_prompt() -> None:
+    engine = toy_engine(num_blocks=40, block_size=4)
+    add(engine, 22, n=8, max_tokens=3)
+    step(engine)
+    assert engine.stats().blocks_total - engine.stats().blocks_free == 6
+    step(engine)
+    assert engine.stats().blocks_total - engine.stats().blocks_free == 5 + 8

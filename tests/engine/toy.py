@@ -1,0 +1,96 @@
+"""A toy model with real bookkeeping: an executable whose KV is a dictionary, and plain decoding of the same model in a loop.
+
+Its logits are a hash of the tokens a row sees, so one wrong token, position or slot changes everything after it.
+"""
+
+import zlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.batch import Ints, RaggedBatch, StepRows
+from headrace.config import EngineConfig, KvConfig
+from headrace.engine.engine import Engine, Limits
+from headrace.propose import make_proposer
+from headrace.request import SamplingParams
+from tests.accept.sampler_twin import SamplerTwin
+from tests.tiny import TinyVocabulary
+
+VOCAB = 23
+
+
+def toy_logits(tokens: list[int]) -> NDArray[np.float32]:
+    rng = np.random.default_rng(zlib.crc32(bytes(tokens)))
+    logits: NDArray[np.float32] = rng.normal(0, 2, VOCAB).astype(np.float32)
+    return logits
+
+
+class ToyExecutable:
+    """Checks every batch while it runs it."""
+
+    def __init__(self, block_size: int, broken: int = -1) -> None:
+        self.block_size = block_size
+        self.broken = broken
+        """A token that gives NaN wherever a row sees it."""
+        self.kv: dict[int, tuple[int, int]] = {}  # slot -> (position, token)
+        self.largest = (0, 0, 0)  # most rows, logit rows and branches in a step
+        self.closed = False
+
+    def run(self, batch: RaggedBatch) -> StepRows:
+        assert len(set(batch.slots.tolist())) == len(batch.slots), "two rows write one slot"
+        assert list(batch.logit_rows) == sorted(set(batch.logit_rows.tolist()))
+        sizes = (len(batch.tokens), len(batch.logit_rows), len(batch.forced_len))
+        self.largest = tuple(map(max, self.largest, sizes))
+        for row in zip(batch.slots.tolist(), batch.positions.tolist(), batch.tokens.tolist(), strict=True):
+            self.kv[row[0]] = row[1:]
+        rows = [self._logits(batch, branch, row) for branch, row in zip(batch.branch_of, batch.logit_rows, strict=True)]
+        return StepRows(np.array(rows, np.float32).reshape(-1, VOCAB), None)
+
+    def _logits(self, batch: RaggedBatch, branch: int, row: int) -> NDArray[np.float32]:
+        start, context, forced = batch.row_start[branch], int(batch.context_len[branch]), int(batch.forced_len[branch])
+        assert start <= row < batch.row_start[branch + 1]
+        local = int(row - start)
+        seen = list(range(context + min(local + 1, forced)))
+        if local >= forced:
+            nodes = range(local - forced + 1)
+            if batch.ancestors is not None:
+                nodes = [n for n in nodes if int(batch.ancestors[row, n // 64]) >> n % 64 & 1]
+            seen += [context + forced + node for node in nodes]
+        visible = [self.kv[batch.block_table[branch, i // self.block_size] * self.block_size + i % self.block_size] for i in seen]
+        assert [position for position, _ in visible] == list(range(len(visible))), "a row sees wrong positions"
+        tokens = [token for _, token in visible]
+        return np.full(VOCAB, np.nan, np.float32) if self.broken in tokens else toy_logits(tokens)
+
+    def move_slots(self, source: Ints, target: Ints) -> None:
+        for s, t in zip(source.tolist(), target.tolist(), strict=True):
+            self.kv[t] = self.kv.get(s, (-1, -1))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def toy_engine(
+    *, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 40, broken: int = -1, proposer: object = None, **config: int
+) -> Engine:
+    limits = Limits(VOCAB, max_model_len, KvConfig(num_blocks, block_size))
+    inner = proposer or make_proposer("off")
+    return Engine(ToyExecutable(block_size, broken), TinyVocabulary(VOCAB), limits, EngineConfig(**config), inner)
+
+
+def plain_decoding(prompt: list[int], params: SamplingParams, index: int, max_model_len: int = 40) -> list[int]:
+    """Prompt and output of one continuation (no stop conditions but the length), token by token, with the sampler's twin."""
+    sampler = SamplerTwin(
+        VOCAB,
+        prompt,
+        branch=index,
+        seed=params.seed or 0,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        presence_penalty=params.presence_penalty,
+        repetition_penalty=params.repetition_penalty,
+    )
+    known = list(prompt)
+    while len(known) < min(max_model_len, len(prompt) + (params.max_tokens or max_model_len)):
+        known.append(sampler.draw(toy_logits(known), len(known)))
+    return known

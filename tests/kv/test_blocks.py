@@ -1,0 +1,160 @@
+"""The block pool alone: counts, copy-on-write, and runs of neighbours."""
+
+import copy
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headrace.kv.blocks import BlockCopy, BlockPool
+
+
+def test_reserve_takes_neighbours() -> None:
+    pool = BlockPool(20, 4)
+    first, second = [], []
+    for length in range(1, 33):
+        assert pool.reserve(first, 0, length) == []
+        assert pool.reserve(second, 0, length) == []
+    for table in (first, second):
+        assert table == list(range(table[0], table[0] + 8))
+        assert table[0] % 8 == 0
+    pool.check([first, second])
+
+
+def test_reserve_is_all_or_nothing() -> None:
+    pool = BlockPool(3, 4)
+    table: list[int] = []
+    assert pool.reserve(table, 0, 9) == []
+    other: list[int] = []
+    assert pool.reserve(other, 0, 1) is None
+    pool.trim(table, 5)
+    before = list(table)
+    assert pool.reserve(table, 5, 12) is None
+    assert table == before and other == [] and pool.num_free == 1
+    pool.check([table])
+
+
+def test_a_shared_block_is_copied_before_it_is_written() -> None:
+    pool = BlockPool(8, 4)
+    parent: list[int] = []
+    pool.reserve(parent, 0, 6)
+    child = pool.fork(parent)
+    assert pool.num_free == 6
+    (made,) = pool.reserve(child, 6, 3) or []
+    assert made == BlockCopy(parent[1], child[1]) and child[0] == parent[0] and len(child) == 3
+    assert pool.reserve(parent, 6, 1) == []  # the last owner writes in place
+    assert pool.slots_of([made]) == [(parent[1] * 4 + i, child[1] * 4 + i) for i in range(4)]
+    pool.check([parent, child])
+
+
+def test_no_copy_of_full_blocks() -> None:
+    pool = BlockPool(8, 4)
+    parent: list[int] = []
+    pool.reserve(parent, 0, 8)
+    child = pool.fork(parent)
+    assert pool.reserve(child, 8, 1) == []
+    assert child[:2] == parent
+
+
+def test_keep_moves_the_path_and_rewinds_the_rest() -> None:
+    pool = BlockPool(8, 4)
+    table: list[int] = []
+    pool.reserve(table, 0, 16)
+    moves = pool.keep(table, 3, [0, 2, 5])
+    slots = [pool.slot(table + [0] * 4, i) for i in range(12)]
+    assert moves[0] == (slots[5], slots[4])
+    assert len(moves) == 2 and len(table) == 2
+    pool.check([table])
+
+
+def test_freeing_twice_is_caught() -> None:
+    pool = BlockPool(4, 4)
+    table: list[int] = []
+    pool.reserve(table, 0, 4)
+    again = list(table)
+    pool.free(table)
+    pool.free(table)
+    with pytest.raises(AssertionError, match="free already"):
+        pool.free(again)
+
+
+@given(num_blocks=st.integers(1, 40), lengths=st.lists(st.integers(1, 30), max_size=30))
+@settings(max_examples=50, deadline=None)
+def test_every_block_can_be_used(num_blocks: int, lengths: list[int]) -> None:
+    pool = BlockPool(num_blocks, 2)
+    tables: list[list[int]] = []
+    for length in lengths:
+        table: list[int] = []
+        if pool.reserve(table, 0, length) is None:
+            assert pool.blocks_for(length) > pool.num_free
+            pool.free(tables.pop(0)) if tables else None
+        else:
+            tables.append(table)
+        pool.check(tables)
+    rest: list[int] = []
+    assert pool.reserve(rest, 0, 2 * pool.num_free) == []
+    assert pool.num_free == 0
+
+
+class Pool(RuleBasedStateMachine):
+    """Branches that grow, fork, rewind and end, over a model of what each must read."""
+
+    @initialize(num_blocks=st.integers(1, 24), block_size=st.sampled_from([1, 2, 4]))
+    def start(self, num_blocks: int, block_size: int) -> None:
+        self.pool = BlockPool(num_blocks, block_size)
+        self.branches: list[tuple[list[int], list[int]]] = []  # (table, content by index)
+        self.memory: dict[int, int] = {}
+        self.written = 0
+
+    @rule()
+    def new(self) -> None:
+        self.branches.append(([], []))
+
+    @precondition(lambda self: self.branches)
+    @rule(which=st.integers(0), length=st.integers(1, 9))
+    def grow(self, which: int, length: int) -> None:
+        table, content = self.branches[which % len(self.branches)]
+        before = copy.deepcopy([table for table, _ in self.branches])
+        copies = self.pool.reserve(table, len(content), length)
+        if copies is None:
+            assert before == [table for table, _ in self.branches]
+            return
+        for source, target in self.pool.slots_of(copies):
+            self.memory[target] = self.memory.get(source, -1)
+        for index in range(len(content), len(content) + length):
+            self.written += 1
+            self.memory[self.pool.slot(table, index)] = self.written
+            content.append(self.written)
+
+    @precondition(lambda self: self.branches)
+    @rule(which=st.integers(0))
+    def fork(self, which: int) -> None:
+        table, content = self.branches[which % len(self.branches)]
+        self.branches.append((self.pool.fork(table), list(content)))
+
+    @precondition(lambda self: self.branches)
+    @rule(which=st.integers(0), keep=st.integers(0, 40))
+    def rewind(self, which: int, keep: int) -> None:
+        table, content = self.branches[which % len(self.branches)]
+        del content[keep:]
+        self.pool.trim(table, len(content))
+
+    @precondition(lambda self: self.branches)
+    @rule(which=st.integers(0))
+    def end(self, which: int) -> None:
+        table, _ = self.branches.pop(which % len(self.branches))
+        self.pool.free(table)
+        assert table == []
+
+    @invariant()
+    def every_branch_reads_what_it_wrote(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check([table for table, _ in self.branches])
+        for table, content in self.branches:
+            assert [self.memory[self.pool.slot(table, i)] for i in range(len(content))] == content
+
+
+TestPool = Pool.TestCase
+TestPool.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

@@ -1,0 +1,81 @@
+from pathlib import Path
+
+import pytest
+
+from headrace.planner import host
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+@pytest.fixture
+def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+
+
+@pytest.mark.usefixtures("sixteen_cores")
+class TestCores:
+    def test_affinity_alone(self, tmp_path: Path) -> None:
+        assert host.usable_cores(tmp_path) == 16
+
+    @pytest.mark.parametrize(
+        ("quota", "cores"), [("max 100000", 16), ("400000 100000", 4), ("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 16)]
+    )
+    def test_quota_of_cgroup_v2(self, tmp_path: Path, quota: str, cores: int) -> None:
+        write(tmp_path, {"proc/self/cgroup": "0::/pod/box\n", "sys/fs/cgroup/pod/box/cpu.max": quota})
+        assert host.usable_cores(tmp_path) == cores
+
+    def test_the_narrowest_of_all_levels_counts(self, tmp_path: Path) -> None:
+        top = "sys/fs/cgroup/"
+        files = {"cpu.max": "1000000 100000", "pod/cpu.max": "300000 100000", "pod/box/cpu.max": "max 100000"}
+        write(tmp_path, {"proc/self/cgroup": "0::/pod/box\n"} | {top + name: text for name, text in files.items()})
+        assert host.usable_cores(tmp_path) == 3
+
+    def test_quota_of_cgroup_v1(self, tmp_path: Path) -> None:
+        group = "sys/fs/cgroup/cpu/box/"
+        files = {group + "cpu.cfs_quota_us": "200000", group + "cpu.cfs_period_us": "100000"}
+        write(tmp_path, {"proc/self/cgroup": "4:memory:/box\n3:cpu,cpuacct:/box\n"} | files)
+        assert host.usable_cores(tmp_path) == 2
+
+    def test_no_quota_in_cgroup_v1(self, tmp_path: Path) -> None:
+        group = "sys/fs/cgroup/cpu/"
+        files = {group + "cpu.cfs_quota_us": "-1", group + "cpu.cfs_period_us": "100000"}
+        write(tmp_path, {"proc/self/cgroup": "3:cpu:/\n"} | files)
+        assert host.usable_cores(tmp_path) == 16
+
+
+MEMINFO = {"proc/meminfo": "MemTotal:       16000000 kB\nMemAvailable:    8000000 kB\n"}
+
+
+class TestMemory:
+    def test_meminfo_alone(self, tmp_path: Path) -> None:
+        assert host.available_memory(write(tmp_path, MEMINFO)) == 8_000_000 * 1024
+
+    def test_limit_less_use_plus_page_cache(self, tmp_path: Path) -> None:
+        group = "sys/fs/cgroup/box/"
+        files = {"memory.max": "1000000", "memory.current": "700000", "memory.stat": "anon 500000\ninactive_file 150000\n"}
+        write(tmp_path, MEMINFO | {"proc/self/cgroup": "0::/box\n"} | {group + name: text for name, text in files.items()})
+        assert host.available_memory(tmp_path) == 450_000
+
+    def test_limit_of_cgroup_v1(self, tmp_path: Path) -> None:
+        group = "sys/fs/cgroup/memory/"
+        files = {group + "memory.limit_in_bytes": "1000000", group + "memory.usage_in_bytes": "900000"}
+        write(tmp_path, MEMINFO | {"proc/self/cgroup": "4:memory:/\n"} | files)
+        assert host.available_memory(tmp_path) == 100_000
+
+    def test_use_beyond_the_limit_leaves_nothing(self, tmp_path: Path) -> None:
+        group = "sys/fs/cgroup/"
+        files = {group + "memory.max": "1000", group + "memory.current": "2000"}
+        assert host.available_memory(write(tmp_path, MEMINFO | {"proc/self/cgroup": "0::/\n"} | files)) == 0
+
+
+def test_this_host() -> None:
+    assert host.usable_cores() >= 1
+    assert host.available_memory() > 0
+    assert host.cpu_name()
+    assert host.huge_pages() in ("always", "madvise", "never", "unknown")

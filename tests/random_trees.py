@@ -1,0 +1,42 @@
+"""A proposer for tests: random guess trees, in part right, because it was told what comes."""
+
+import random
+from collections.abc import Mapping
+
+from headrace.batch import BranchView, Commit, Guess, StepRows
+
+
+class RandomTrees:
+    """Trees of random size and shape. `truth` has the whole sequence of a branch, by its key, where it is known."""
+
+    def __init__(self, seed: int, vocab: int, truth: Mapping[tuple[int, int], list[int]], max_nodes: int = 9, right: float = 0.7) -> None:
+        self.max_nodes = max_nodes
+        self.commits: list[Commit] = []
+        self._random = random.Random(seed)
+        self._vocab = vocab
+        self._truth = truth
+        self._right = right
+
+    def propose(self, branches: list[BranchView], room: list[int]) -> list[Guess]:
+        return [self._tree(branch, nodes) for branch, nodes in zip(branches, room, strict=True)]
+
+    def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:
+        for commit in commits:
+            known = branches[commit.source].known
+            assert not commit.tokens or known[len(known) - len(commit.tokens) :] == commit.tokens or len(commits) > len(branches)
+        self.commits += commits
+
+    def _tree(self, branch: BranchView, room: int) -> Guess:
+        rng, truth = self._random, self._truth.get(branch.key, [])
+        tokens: list[int] = []
+        parents: list[int] = []
+        depth_if_right = {-1: 0}  # nodes whose path is right so far
+        for node in range(rng.randint(0, room)):
+            parent = node - 1 if rng.random() < 0.5 else rng.randint(-1, node - 1)
+            place = len(branch.known) + depth_if_right[parent] if parent in depth_if_right else len(truth)
+            token = truth[place] if place < len(truth) and rng.random() < self._right else rng.randrange(self._vocab)
+            if place < len(truth) and token == truth[place]:
+                depth_if_right[node] = depth_if_right[parent] + 1
+            tokens.append(token)
+            parents.append(parent)
+        return Guess(tokens, parents)

@@ -1,0 +1,157 @@
+"""The house rules that a machine can check: who imports whom, how long things may be, what is never used."""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "headrace"
+FILES = sorted(PACKAGE.rglob("*.py"))
+PYTHON_FILES = [*FILES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py"))]
+CXX_FILES = sorted(f for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", ".h"))
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+BUILD_REQUIREMENTS = PYPROJECT["build-system"]["requires"]
+
+
+def name_of(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Dotted names of all imported modules, those inside functions included."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{name_of(file)}:{node.lineno}: imports are absolute"
+            for alias in node.names:
+                below = ROOT.joinpath(*node.module.split("."), alias.name)
+                is_module = node.module == "headrace" or below.is_dir() or below.with_suffix(".py").exists()
+                yield f"{node.module}.{alias.name}" if is_module else node.module
+
+
+def own_imports(file: Path) -> set[str]:
+    """Imported modules of Headrace, named from the package down: `model.spec`."""
+    return {name.removeprefix("headrace.") for name in imports(file) if name.startswith("headrace.")}
+
+
+def part_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def import_table() -> dict[str, set[str]]:
+    """The table of docs/architecture.md: part -> what it may import."""
+    text = (ROOT / "docs/architecture.md").read_text().partition("## Who may import whom")[2]
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \|$", text, re.MULTILINE)
+    names = [(re.findall(r"`([\w.]+)`", left), set(re.findall(r"`([\w.]+)`", right))) for left, right in rows]
+    return {part: allowed for parts, allowed in names for part in parts}
+
+
+ALLOWED = import_table()
+RECORDS = {"batch", "request", "config", "errors"}
+ALLOWED |= {"__init__": {"llm", *RECORDS}, "__main__": {"cli"}}
+
+
+class TestImports:
+    def test_direction(self) -> None:
+        wrong = []
+        for file in FILES:
+            part = part_of(file)
+            assert part in ALLOWED, f"docs/architecture.md does not say what {part} may import"
+            allowed = ALLOWED[part] | RECORDS | {part}
+            above = {name for name in own_imports(file) if not any(name == a or name.startswith(a + ".") for a in allowed)}
+            wrong += [f"{name_of(file)} imports {name}" for name in sorted(above)]
+        assert not wrong, "see docs/architecture.md"
+
+    def test_the_table_has_no_cycle(self) -> None:
+        def descend(part: str, seen: tuple[str, ...]) -> None:
+            assert part not in seen, f"{' -> '.join(seen)} -> {part}"
+            for name in ALLOWED.get(part, set()):
+                descend(name.partition(".")[0], (*seen, part))
+
+        for part in ALLOWED:
+            descend(part, ())
+
+    def test_proposers_do_not_know_each_other(self) -> None:
+        proposers = [f for f in FILES if f.parent.name == "propose" and f.name != "__init__.py"]
+        assert not [name_of(f) for f in proposers if any(name.startswith("propose.") for name in own_imports(f))]
+
+    def test_the_engine_names_no_proposer_and_no_backend(self) -> None:
+        others = {f.stem for f in FILES if f.parent.name in ("propose", "backend") and f.name != "__init__.py"}
+        for file in (f for f in FILES if f.parent.name == "engine"):
+            words = {node.value for node in ast.walk(tree(file)) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+            words |= {name.rpartition(".")[2] for name in own_imports(file)}
+            assert not words & others, name_of(file)
+
+    def test_only_what_pyproject_names(self) -> None:
+        requirements = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["hub"]]
+        known = {distribution.replace("-", "_") for distribution in names(requirements)} | set(sys.stdlib_module_names) | {"headrace"}
+        used = {(top, name_of(file)) for file in FILES for name in imports(file) if (top := name.partition(".")[0]) not in known}
+        assert not used
+
+    def test_every_dependency_is_used(self) -> None:
+        used = {name.partition(".")[0] for file in FILES for name in imports(file)}
+        assert not set(names(PROJECT["dependencies"])) - used
+
+
+class TestSafety:
+    def test_no_pickle(self) -> None:
+        forbidden = {"pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+        for file in PYTHON_FILES:
+            assert not {name.partition(".")[0] for name in imports(file)} & forbidden, name_of(file)
+            keywords = [node for node in ast.walk(tree(file)) if isinstance(node, ast.keyword) and node.arg == "allow_pickle"]
+            assert all(getattr(node.value, "value", None) is False for node in keywords), name_of(file)
+
+    def test_templates_run_in_one_sandbox(self) -> None:
+        made = []
+        for file in FILES:
+            if any(name.partition(".")[0] == "jinja2" for name in imports(file)):
+                calls = [node.func for node in ast.walk(tree(file)) if isinstance(node, ast.Call)]
+                bases = [base for node in ast.walk(tree(file)) if isinstance(node, ast.ClassDef) for base in node.bases]
+                names = (ast.unparse(node).rpartition(".")[2] for node in (*calls, *bases))
+                made += [name for name in names if name.endswith(("Environment", "Template"))]
+        assert made == ["ImmutableSandboxedEnvironment"]
+
+
+class TestSizes:
+    def test_python_files(self) -> None:
+        most = dict.fromkeys(PYTHON_FILES, 400) | {PACKAGE / "batch.py": 120, PACKAGE / "engine/step.py": 120}
+        assert not [f"{name_of(f)}: {n} lines" for f in PYTHON_FILES if (n := num_lines(f)) >= most[f]]
+
+    def test_cxx_files(self) -> None:
+        assert CXX_FILES
+        assert not [f"{name_of(f)}: {n} lines" for f in CXX_FILES if (n := num_lines(f)) >= 600]
+
+    def test_functions(self) -> None:
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        functions = [(file, node) for file in PYTHON_FILES for node in ast.walk(tree(file)) if isinstance(node, kinds)]
+        assert not [f"{name_of(file)}: {f.name}" for file, f in functions if (f.end_lineno or 0) - f.lineno + 1 >= 60]
+
+
+class TestDependencies:
+    def test_each_has_its_reason(self) -> None:
+        extras = chain.from_iterable(PROJECT["optional-dependencies"].values())
+        listed = names([*BUILD_REQUIREMENTS, *PROJECT["dependencies"], *extras])
+        cells = re.findall(r"^\|(.*)\|$", (ROOT / "docs/dependencies.md").read_text(), re.MULTILINE)
+        explained = {word for row in cells for cell in row.split("|")[:2] for word in re.findall(r"[\w-]+", cell)}
+        assert not set(listed) - explained
+
+
+def num_lines(file: Path) -> int:
+    return len(file.read_text().splitlines())
+
+
+def names(requirements: list[str]) -> list[str]:
+    """Distributions without their version bounds."""
+    return [re.split(r"[\s<>=!~;\[]", requirement, maxsplit=1)[0] for requirement in requirements]
