@@ -1,8 +1,13 @@
 #include "pool.h"
 
 #include <algorithm>
+#include <chrono>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#endif
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
 #endif
 
 namespace headrace {
@@ -16,6 +21,9 @@ void pause_cpu() {
 
 constexpr int kSpins = 2000;  // about 20-50 us: longer than any wait inside a step on a quiet machine
 constexpr int kChunksPerThread = 8;
+// How long a worker waits for the next step before it parks: longer than what Python does between two steps, short enough not to
+// keep a core from others for long.
+constexpr std::chrono::microseconds kLinger{300};
 
 }  // namespace
 
@@ -64,7 +72,9 @@ void Pool::wait_change(const std::atomic<uint32_t>& value, uint32_t old) {
 void Pool::work(int thread) {
   uint32_t seen = 0;
   for (;;) {
-    for (int spins = 0; spins < kSpins && job_number_.load(std::memory_order_acquire) == seen; spins++) pause_cpu();
+    const auto deadline = std::chrono::steady_clock::now() + kLinger;
+    while (job_number_.load(std::memory_order_acquire) == seen && std::chrono::steady_clock::now() < deadline)
+      for (int spins = 0; spins < 64 && job_number_.load(std::memory_order_acquire) == seen; spins++) pause_cpu();
     job_number_.wait(seen, std::memory_order_acquire);
     seen = job_number_.load(std::memory_order_acquire);
     if (stop_) return;
@@ -73,8 +83,22 @@ void Pool::work(int thread) {
   }
 }
 
+void Pool::keep_off_caller() {
+#if defined(__linux__)
+  const int cpu = sched_getcpu();
+  if (cpu == caller_cpu_ || cpu < 0) return;
+  caller_cpu_ = cpu;
+  cpu_set_t others;
+  if (sched_getaffinity(0, sizeof others, &others) != 0) return;
+  CPU_CLR(cpu, &others);
+  if (CPU_COUNT(&others) < threads_ - 1) return;
+  for (auto& worker : workers_) pthread_setaffinity_np(worker.native_handle(), sizeof others, &others);
+#endif
+}
+
 void Pool::run(const std::function<void(int)>& job) {
   if (threads_ == 1) return job(0);
+  keep_off_caller();
   job_ = &job;
   running_.store(threads_ - 1, std::memory_order_relaxed);
   job_number_.fetch_add(1, std::memory_order_release);

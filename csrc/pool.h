@@ -1,4 +1,6 @@
-// The thread pool: n - 1 workers and the calling thread. Workers spin between the regions of a step and park between steps.
+// The thread pool: n - 1 workers and the calling thread. Workers spin between the regions of a step and for a short while between
+// steps, then park. They keep off the processor that the caller runs on: a kernel likes to wake a thread beside the one that woke
+// it, and there it would wait until the caller, which does not sleep, is preempted.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -57,6 +59,7 @@ class Pool {
  private:
   static void wait_change(const std::atomic<uint32_t>& value, uint32_t old);
   void work(int thread);
+  void keep_off_caller();
 
   const int threads_;
   std::vector<std::thread> workers_;
@@ -65,6 +68,7 @@ class Pool {
   alignas(64) std::atomic<int> running_{0};
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<uint32_t> generation_{0};
+  int caller_cpu_ = -1;
   bool stop_ = false;
 };
 

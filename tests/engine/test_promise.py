@@ -17,7 +17,7 @@ from headrace.request import Logprobs, RequestOutput, SamplingParams
 from tests.random_trees import RandomTrees
 from tests.tiny import Tensors, drain, run_all, tiny_engine, tiny_model
 
-BACKENDS = ["reference"]
+BACKENDS = ["cpu", "reference"]
 VOCAB = 61
 EOS = (60,)
 
