@@ -81,7 +81,7 @@ double dot_rate(const std::string& kind, int threads) {
   const Kernels* kernels = kernels_for("");
   const int64_t iterations = 1 << 20;
   double best = 0;
-  for (int pass = 0; pass < 3; pass++) {
+  for (int pass = 0; pass < 10; pass++) {
     std::vector<double> done(pool.threads());
     const double seconds = seconds_of([&] { pool.run([&](int t) { done[t] = kernels->dot_rate(static_cast<int>(k), iterations); }); });
     double total = 0;

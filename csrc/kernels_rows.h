@@ -99,8 +99,8 @@ double dot_rate_of(int64_t iterations) {
   Vi sums[12];
   Vf floats[12];
 #pragma GCC unroll 12
-  for (int i = 0; i < 12; i++) sums[i] = set1(i), floats[i] = zero();
-  const volatile float half = 0.5f;  // volatile: the product of two constants would be folded
+  for (int i = 0; i < 12; i++) sums[i] = set1(i), floats[i] = set1(static_cast<float>(i));  // all different, or one chain would do for all
+  const volatile float half = 0.5f;
   const Vf f = set1(half);
   for (int64_t n = 0; n < iterations; n++) {
 #pragma GCC unroll 12
