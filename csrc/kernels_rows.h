@@ -16,22 +16,38 @@ HR_INLINE Vf exp(Vf x) {
   return keep_if_ge(scale_by_power(p, n), x, -87.0f);
 }
 
+// The lines of a row: whole ones, then what is left; `line(i, n)` has n numbers at i.
+template <class F>
+HR_INLINE void each_line(int n, F&& line) {
+  int i = 0;
+  for (; i + 16 <= n; i += 16) line(i, 16);
+  if (i < n) line(i, n - i);
+}
+
+HR_INLINE Vf load_line(const float* p, int n) { return n == 16 ? load(p) : load_partial(p, n); }
+HR_INLINE void store_line(float* p, Vf x, int n) {
+  if (n == 16)
+    store(p, x);
+  else
+    store_partial(p, x, n);
+}
+
 void norm(const float* x, const float* weight, float eps, int n, float* out) {
   Vf squares = zero();
-  for (int i = 0; i < n; i += 16) {
-    const Vf v = load_partial(x + i, n - i);
+  each_line(n, [&](int i, int m) {
+    const Vf v = load_line(x + i, m);
     squares = fma(v, v, squares);
-  }
+  });
   const Vf factor = set1(1.0f / __builtin_sqrtf(reduce_add(squares) / static_cast<float>(n) + eps));
-  for (int i = 0; i < n; i += 16)
-    store_partial(out + i, mul(mul(load_partial(x + i, n - i), factor), load_partial(weight + i, n - i)), n - i < 16 ? n - i : 16);
+  each_line(n, [&](int i, int m) { store_line(out + i, mul(mul(load_line(x + i, m), factor), load_line(weight + i, m)), m); });
 }
 
 // int8 per 32 columns: scale = half of the range / 127, codes rounded to nearest even; around 0, or around the middle of the range.
 template <bool Offset>
 void pack_q8(const float* x, int n, int columns, uint8_t* block, int rows, int m) {
   for (int k = 0; k < columns; k += kGroup, block += q8_group_bytes(Offset) * rows) {
-    Vf a = load_partial(x + k, n - k), b = load_partial(x + k + 16, n - k - 16);
+    const bool whole = n - k >= kGroup;
+    Vf a = whole ? load(x + k) : load_partial(x + k, n - k), b = whole ? load(x + k + 16) : load_partial(x + k + 16, n - k - 16);
     float top, middle = 0;
     if constexpr (Offset) {
       const float high = reduce_max(max(a, b)), low = -reduce_max(max(sub(zero(), a), sub(zero(), b)));
@@ -70,16 +86,15 @@ void pack_bf16(const float* x, int n, int columns, uint8_t* block, int rows, int
 }
 
 void silu_mul(const float* gate, const float* up, float* out, int n) {
-  for (int i = 0; i < n; i += 16) {
-    const Vf g = load_partial(gate + i, n - i);
+  each_line(n, [&](int i, int m) {
+    const Vf g = load_line(gate + i, m);
     const Vf silu = div(g, add(set1(1.0f), exp(max(sub(zero(), g), set1(-80.0f)))));
-    store_partial(out + i, mul(silu, load_partial(up + i, n - i)), n - i < 16 ? n - i : 16);
-  }
+    store_line(out + i, mul(silu, load_line(up + i, m)), m);
+  });
 }
 
 void add_rows(const float* x, const float* y, float* out, int n) {
-  for (int i = 0; i < n; i += 16)
-    store_partial(out + i, add(load_partial(x + i, n - i), load_partial(y + i, n - i)), n - i < 16 ? n - i : 16);
+  each_line(n, [&](int i, int m) { store_line(out + i, add(load_line(x + i, m), load_line(y + i, m)), m); });
 }
 
 void rotate(float* x, const float* cos, const float* sin) {
@@ -88,7 +103,7 @@ void rotate(float* x, const float* cos, const float* sin) {
 }
 
 void scale(const float* x, float factor, float* out, int n) {
-  for (int i = 0; i < n; i += 16) store_partial(out + i, mul(load_partial(x + i, n - i), set1(factor)), n - i < 16 ? n - i : 16);
+  each_line(n, [&](int i, int m) { store_line(out + i, mul(load_line(x + i, m), set1(factor)), m); });
 }
 
 // Multiply-adds done by `iterations` rounds of twelve independent dots, to measure what the processor can do.

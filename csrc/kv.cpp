@@ -10,30 +10,37 @@ uint16_t to_bf16(float x) {
   return static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-void store_value(uint8_t* record, const KvRecord& shape, int lane, int d, uint16_t bits) {
-  auto* pair = reinterpret_cast<uint16_t*>(record + shape.value_offset()) + (static_cast<size_t>(lane / 2) * shape.padded_dim() + d) * 2;
-  pair[lane % 2] = bits;
-  // A block is filled in ascending order; clearing the partner keeps numbers of an earlier owner out of the dot products, where
-  // even a weight of zero would let a NaN through.
-  if (lane % 2 == 0) pair[1] = 0;
+// A block is filled in ascending order. Writing an even token clears its partner: numbers of an earlier owner must not come into
+// the dot products, where even a weight of zero would let a NaN through.
+void store_value(uint32_t* pair, int lane, uint16_t bits) {
+  if (lane % 2 == 0)
+    *pair = bits;
+  else
+    reinterpret_cast<uint16_t*>(pair)[1] = bits;
+}
+
+uint32_t* value_pairs(uint8_t* record, const KvRecord& shape, int lane) {
+  return reinterpret_cast<uint32_t*>(record + shape.value_offset()) + static_cast<size_t>(lane / 2) * shape.padded_dim();
 }
 
 }  // namespace
 
-void write_key(uint8_t* record, const KvRecord& shape, int lane, int d, float x) {
+void write_keys(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n) {
+  auto* lines = reinterpret_cast<uint32_t*>(record) + lane;
   if (shape.type == KvType::kBf16) {
-    const uint16_t bits = to_bf16(x);
-    std::memcpy(record + (static_cast<size_t>(d / 2 * kKvTile + lane) * 2 + d % 2) * 2, &bits, 2);
+    for (int i = 0; i < n; i += 2) lines[(d + i) / 2 * kKvTile] = to_bf16(x[i]) | static_cast<uint32_t>(to_bf16(x[i + 1])) << 16;
   } else {
-    std::memcpy(record + static_cast<size_t>(d * kKvTile + lane) * 4, &x, 4);
+    for (int i = 0; i < n; i++) std::memcpy(&lines[(d + i) * kKvTile], &x[i], 4);
   }
 }
 
-void write_value(uint8_t* record, const KvRecord& shape, int lane, int d, float x) {
-  if (shape.type == KvType::kBf16)
-    store_value(record, shape, lane, d, to_bf16(x));
-  else
-    std::memcpy(record + shape.value_offset() + (static_cast<size_t>(lane) * shape.padded_dim() + d) * 4, &x, 4);
+void write_values(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n) {
+  if (shape.type == KvType::kF32) {
+    std::memcpy(record + shape.value_offset() + (static_cast<size_t>(lane) * shape.padded_dim() + d) * 4, x, static_cast<size_t>(n) * 4);
+    return;
+  }
+  uint32_t* pairs = value_pairs(record, shape, lane) + d;
+  for (int i = 0; i < n; i++) store_value(&pairs[i], lane, to_bf16(x[i]));
 }
 
 void copy_token(uint8_t* to, int to_lane, const uint8_t* from, int from_lane, const KvRecord& shape) {
@@ -45,7 +52,8 @@ void copy_token(uint8_t* to, int to_lane, const uint8_t* from, int from_lane, co
     return;
   }
   const auto* source = reinterpret_cast<const uint16_t*>(from + values + from_lane / 2 * width) + from_lane % 2;
-  for (int d = 0; d < shape.head_dim; d++) store_value(to, shape, to_lane, d, source[2 * d]);
+  uint32_t* pairs = value_pairs(to, shape, to_lane);
+  for (int d = 0; d < shape.head_dim; d++) store_value(&pairs[d], to_lane, source[2 * d]);
 }
 
 void KvCache::move(int source, int target) const {

@@ -151,13 +151,11 @@ class QkvRopeWrite : public Op {
       return;
     }
     const int slot = step.slots[row], lane = slot % kKvTile;
-    for (int i = 0; i < n; i++) {
-      const int head = (first + i) / shape.head_dim, d = (first + i) % shape.head_dim;
+    for (int i = 0; i < n;) {  // a tile of a small head reaches into the next
+      const int head = (first + i) / shape.head_dim, d = (first + i) % shape.head_dim, run = std::min(n - i, shape.head_dim - d);
       uint8_t* record = plan.kv().record(a_.layer, head, slot / kKvTile);
-      if (part == 1)
-        write_key(record, shape, lane, d, y[i]);
-      else
-        write_value(record, shape, lane, d, y[i]);
+      (part == 1 ? write_keys : write_values)(record, shape, lane, d, y + i, run);
+      i += run;
     }
   }
 
