@@ -1,7 +1,7 @@
 # `make run`, `make test`, `make lint`, `make bench`: each does its own set-up in .venv, once. Needs gcc, cmake, Python >= 3.11.
 PYTHON ?= python3
 MODEL  ?= smollm2
-PROMPT ?= Why does water turn a mill wheel? Answer in two sentences.
+PROMPT ?= How does a water wheel turn falling water into useful work?
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
