@@ -17,7 +17,7 @@ from headrace.engine.engine import Engine, Limits, Stats
 from headrace.errors import ClosedError, MemoryLimitError, RequestError, RequestFailedError
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
-from headrace.planner.host import available_memory
+from headrace.planner.host import available_memory, usable_cores
 from headrace.propose import PROPOSERS, make_proposer
 from headrace.request import RequestOutput, SamplingParams, Update, check_names, integer
 
@@ -73,7 +73,8 @@ def load_engine(model: str, config: EngineConfig) -> Loaded:
     kv = size_kv(spec, config, max_model_len, weights, available_memory())
     program = trace_model(spec, checkpoint.tensors)
     tokenizer = checkpoint.load_tokenizer()
-    executable = compile_program(config.backend, program, checkpoint.tensors, kv, config.threads)
+    threads = config.threads or usable_cores()
+    executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads)
     limits = Limits(spec.vocab_size, max_model_len, kv)
     return Loaded(Engine(executable, tokenizer, limits, config, make_proposer(config.proposer)), tokenizer, checkpoint)
 

@@ -21,10 +21,10 @@ BLOCK_SIZE = 32
 
 
 def compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int) -> "CpuExecutable":
-    """Compile for this processor; `threads` 0 means all that the process may use, HEADRACE_ISA can lower the instruction set."""
+    """Compile for this processor, at least one thread; HEADRACE_ISA can lower the instruction set."""
     if kv.block_size != BLOCK_SIZE:
         raise RequestError(f"the cpu backend stores KV in blocks of {BLOCK_SIZE} tokens, not {kv.block_size}")
-    return CpuExecutable(program, weights, kv, threads or len(os.sched_getaffinity(0)), os.environ.get("HEADRACE_ISA", ""))
+    return CpuExecutable(program, weights, kv, threads, os.environ.get("HEADRACE_ISA", ""))
 
 
 class CpuExecutable:
