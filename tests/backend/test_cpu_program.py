@@ -14,6 +14,8 @@ from headrace.backend import cpu, reference
 from headrace.config import KvConfig
 from headrace.model import trace_model
 from headrace.program.fuse import fuse
+from headrace.program.ops import Add, Glu, Linear, Value
+from headrace.program.trace import Tracer, trace
 from tests.backend.batches import Sequence, batch_of
 from tests.tiny import tiny_model
 
@@ -64,6 +66,36 @@ def test_cpu_equals_reference(isa: str, shape: dict, trees: bool, threads: int, 
     kv = KvConfig(BLOCKS, 32, "f32")
     truth, fast = reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, threads, isa)
     for batch in random_steps(np.random.default_rng(seed), spec.vocab_size, trees):
+        want, got = truth.run(batch).logits, fast.run(batch).logits
+        assert np.linalg.norm(got - want) <= 1e-4 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_ops_that_do_not_fuse(isa: str) -> None:
+    """Values with several readers keep their ops apart: add and glu alone, and inputs that are packed beside their float32 form."""
+    spec, tensors = tiny_model(4, layers=1, dim=64, heads=2, kv_heads=1, ffn=96)
+
+    def attended(g: Tracer) -> Value:
+        angles = g.rope_angles((1.0, 0.1), 1.0)
+        x = g.embed(g.weight("embed", spec.vocab_size, spec.dim))
+        q, k, v = (g.linear(x, g.weight(f"layers.0.{n}", rows, spec.dim)) for n, rows in (("q", 64), ("k", 32), ("v", 32)))
+        g.kv_write(g.rope(k, angles, spec.head_dim), v, 0)
+        return g.add(x, g.attention(g.rope(q, angles, spec.head_dim), 0, 1, spec.head_dim))
+
+    def forward(g: Tracer) -> Value:
+        x = g.gather_rows(attended(g))
+        gate = g.linear(x, g.weight("layers.0.gate", spec.ffn_dim, spec.dim))
+        up = g.linear(x, g.weight("layers.0.up", spec.ffn_dim, spec.dim))
+        down = g.weight("layers.0.down", spec.dim, spec.ffn_dim)
+        y = g.add(g.linear(g.glu(gate, up), down), g.linear(g.glu(up, gate), down))
+        z = g.add(y, x)
+        return g.linear(g.add(g.add(z, y), z), g.weight("head", spec.vocab_size, spec.dim))
+
+    program, kv = trace(forward, tensors), KvConfig(BLOCKS, 32, "f32")
+    truth, fast = reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, 2, isa)
+    kinds = {type(op) for op in fast.program.ops}
+    assert {Add, Glu, Linear} <= kinds
+    for batch in random_steps(np.random.default_rng(0), spec.vocab_size, trees=True):
         want, got = truth.run(batch).logits, fast.run(batch).logits
         assert np.linalg.norm(got - want) <= 1e-4 * np.linalg.norm(want)
 
