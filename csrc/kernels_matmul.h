@@ -2,7 +2,8 @@
 //
 // A group's weights are decoded once into registers and the rows of the block stream against them. Integer sums are exact, and
 // the float sum of an output runs over the groups in ascending order in one accumulator, so a row's result does not depend on
-// how many rows share the block (promise 1).
+// how many rows share the block (promise 1). All loops over the rows are unrolled by hand: one that is not makes the compiler keep
+// the accumulators in memory.
 
 // Scale and minimum of one group of 32 columns; `low` and `high` are the integers of its 16-column halves.
 template <Scales S>
@@ -111,6 +112,7 @@ template <Format F, int Rows, bool Offset>
 void matmul_quantised(const uint8_t* tile, int units, const uint8_t* block, float* out) {
   constexpr Unit U = unit_of(F);
   Vf acc[Rows];
+#pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) acc[m] = zero();
   for (int u = 0; u < units; u++, tile += U.bytes()) {
     if constexpr (Rows >= 4) {  // few rows run at the pace of memory, where the hardware prefetcher does better alone
@@ -130,6 +132,7 @@ void matmul_quantised(const uint8_t* tile, int units, const uint8_t* block, floa
       }
     }
   }
+#pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[m]);
 }
 
@@ -137,6 +140,7 @@ void matmul_quantised(const uint8_t* tile, int units, const uint8_t* block, floa
 template <int Rows>
 void matmul_bf16(const uint8_t* tile, int units, const uint8_t* block, float* out) {
   Vf acc[Rows];
+#pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) acc[m] = zero();
   const auto* x = reinterpret_cast<const Pair*>(block);
   for (int u = 0; u < units; u++, tile += 64, x += kPairStride * Rows) {
@@ -144,6 +148,7 @@ void matmul_bf16(const uint8_t* tile, int units, const uint8_t* block, float* ou
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) acc[m] = dot_pair(acc[m], w, x + kPairStride * m);
   }
+#pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[m]);
 }
 
@@ -151,6 +156,7 @@ void matmul_bf16(const uint8_t* tile, int units, const uint8_t* block, float* ou
 template <Format F, int Rows>
 void matmul_float(const uint8_t* tile, int units, const uint8_t* block, float* out) {
   Vf acc[Rows];
+#pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) acc[m] = zero();
   const auto* x = reinterpret_cast<const float*>(block);
   for (int u = 0; u < units; u++, tile += unit_bytes(F)) {
@@ -159,6 +165,7 @@ void matmul_float(const uint8_t* tile, int units, const uint8_t* block, float* o
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) acc[m] = fma(w, set1(column[2 * m]), acc[m]);
   }
+#pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[m]);
 }
 
