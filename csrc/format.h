@@ -43,7 +43,7 @@ constexpr int kNumFormats = 12;
 
 // How a kernel wants its activations. An activation buffer holds every form that its readers need.
 // kQ8 is symmetric int8 per 32 columns. kQ8Offset puts the range of the codes around the middle of the group's numbers: behind a
-// norm, where single channels stick out to one side, it has a third of the error, for one more multiply-add per group.
+// norm, where single channels stick out to one side, it loses less than half as much in KL, for one more multiply-add per group.
 enum class Form : int { kQ8, kQ8Offset, kBf16, kF32 };
 constexpr int kNumForms = 4;
 

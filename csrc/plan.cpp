@@ -116,7 +116,7 @@ void Plan::run(const Step& step) {
   reserve(step);
   const int n = static_cast<int>(ops_.size());
   const auto prepare = [&](int i) {
-    if (i < n) deal_.reset(ops_[i]->items(*this, step), ops_[i]->min_chunk());
+    if (i < n) deal_.reset(ops_[i]->items(*this, step));
   };
   prepare(0);
   double started = now();

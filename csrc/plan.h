@@ -58,7 +58,6 @@ class Op {
   virtual ~Op() = default;
   // Items of work in this step; called by one thread before the region, so it may also prepare.
   virtual int items(const Plan& plan, const Step& step) = 0;
-  virtual int min_chunk() const { return 1; }
   virtual void run(const Plan& plan, const Step& step, int begin, int end, int thread) = 0;
 
   const std::string kind;
@@ -88,14 +87,13 @@ class Plan {
   KvCache& kv() { return kv_; }
   int num_heads() const { return num_heads_; }
   int threads() const { return pool_->threads(); }
-  Pool& pool() const { return *pool_; }
   // Rows of a buffer in a step, and the blocks that they are packed in.
   static int rows_of(const Buffer& buffer, const Step& step) { return buffer.logit ? step.logit_rows : step.rows; }
   const Blocks& blocks_of(const Buffer& buffer) const { return buffer.logit ? logit_blocks_ : row_blocks_; }
   // Writes row x[width] of a packed buffer in all wanted forms.
   void pack_row(const Buffer& buffer, int row, const float* x) const;
 
-  // Nanoseconds and calls of each op kind since the last call, and barriers passed; measured when `profile` is set.
+  // Seconds spent in each kind of op and barriers passed, since profiling was switched on.
   struct Profile {
     std::vector<std::pair<std::string, double>> seconds;
     int64_t barriers = 0;

@@ -27,13 +27,13 @@ constexpr std::chrono::microseconds kLinger{300};
 
 }  // namespace
 
-void Deal::reset(int items, int min_chunk) {
+void Deal::reset(int items) {
   const int n = static_cast<int>(ranges_.size());
   for (int t = 0; t < n; t++) {
     ranges_[t].next.store(static_cast<int>(static_cast<int64_t>(items) * t / n), std::memory_order_relaxed);
     ranges_[t].end = static_cast<int>(static_cast<int64_t>(items) * (t + 1) / n);
   }
-  chunk_ = std::max(min_chunk, items / (n * kChunksPerThread));
+  chunk_ = std::max(1, items / (n * kChunksPerThread));
 }
 
 bool Deal::next(int thread, int& begin, int& end) {
@@ -112,9 +112,9 @@ void Pool::run(const std::function<void(int)>& job) {
   }
 }
 
-void Pool::parallel(int items, int min_chunk, const std::function<void(int, int, int)>& body) {
+void Pool::parallel(int items, const std::function<void(int, int, int)>& body) {
   Deal deal(threads_);
-  deal.reset(items, min_chunk);
+  deal.reset(items);
   run([&](int thread) {
     int begin, end;
     while (deal.next(thread, begin, end)) body(begin, end, thread);

@@ -15,7 +15,7 @@ namespace headrace {
 class Deal {
  public:
   explicit Deal(int threads) : ranges_(static_cast<size_t>(threads)) {}
-  void reset(int items, int min_chunk);
+  void reset(int items);
   // The next chunk for `thread`, or false when nothing is left.
   bool next(int thread, int& begin, int& end);
 
@@ -53,8 +53,8 @@ class Pool {
     }
   }
 
-  // parallel_for over `items` in chunks of at least min_chunk: body(begin, end, thread).
-  void parallel(int items, int min_chunk, const std::function<void(int, int, int)>& body);
+  // Deals `items` to all threads: body(begin, end, thread).
+  void parallel(int items, const std::function<void(int, int, int)>& body);
 
  private:
   static void wait_change(const std::atomic<uint32_t>& value, uint32_t old);

@@ -236,7 +236,7 @@ Weight pack(const Stored& stored, uint8_t* to, size_t stride, Pool& pool) {
   for (const int64_t row : stored.row_order)
     if (row < 0 || row >= stored.rows) throw std::invalid_argument("a weight's row order names a row that is not there");
   const Weight w{source.format, stored.rows, stored.cols, units_of(source.format, stored.cols), stride, to};
-  pool.parallel(w.tiles(), 1, [&](int begin, int end, int) {
+  pool.parallel(w.tiles(), [&](int begin, int end, int) {
     for (int row = begin * kTileRows; row < std::min(end * kTileRows, w.rows); row++) {
       const int64_t from = stored.row_order.empty() ? row : stored.row_order[row];
       const uint8_t* bytes = stored.data + from * row_bytes;

@@ -28,7 +28,6 @@ struct Weight {
   const uint8_t* data;
 
   int tiles() const { return (rows + kTileRows - 1) / kTileRows; }
-  int padded_cols() const { return units * unit_columns(format); }
   const uint8_t* tile(int i) const { return data + static_cast<size_t>(i) * stride; }
 };
 

@@ -144,7 +144,7 @@ def _norm(lo: _Lowering, op: ops.Norm) -> None:
 def _linear(lo: _Lowering, op: ops.Linear) -> None:
     x, weight, bias = lo.packed_input(op.x), lo.weight(op.weight), lo.vector(op.bias)
     # The logits are worth the finer activations, as queries and keys are (csrc/ops_linear.cpp): together these two inputs make
-    # half of what int8 activations cost in KL, and they are a sixth of the arithmetic.
+    # half of what int8 activations cost in KL, for a sixth of a prefill's arithmetic.
     is_head = op.out == lo.program.logits
     lo.write(op.out, lambda out: lo.plan.linear(out, x, weight, bias, -1, is_head))
 

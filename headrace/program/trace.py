@@ -14,7 +14,6 @@ from headrace.program.ops import (
     Glu,
     KvWrite,
     Linear,
-    Load,
     Norm,
     Op,
     Rope,
@@ -38,12 +37,6 @@ class Program:
         attention = [op for op in self.ops if isinstance(op, Attention)]
         return len(attention), attention[0].num_kv_heads, attention[0].head_dim
 
-    def flops(self, load: Load) -> int:
-        return sum(op.flops(load) for op in self.ops)
-
-    def bytes(self, load: Load) -> int:
-        return sum(op.bytes(load) for op in self.ops)
-
     def last_use(self) -> dict[int, int]:
         """Index of the last op that reads each value (by id); the logits outlive all ops."""
         last = {value.id: i for i, op in enumerate(self.ops) for value in op.inputs()}
@@ -57,9 +50,6 @@ class Tracer:
         self.ops: list[Op] = []
         self._tensors = tensors
         self._ids = count()
-
-    def has(self, name: str) -> bool:
-        return name in self._tensors
 
     def weight(self, name: str, rows: int, cols: int) -> Weight:
         """The named tensor, held against the shape that the equations need. Raises FormatError."""

@@ -116,6 +116,19 @@ def test_move_slots(isa: str, dtype: str) -> None:
     assert np.array_equal(here, executable.run(batch_of([away], [[7]], [([], [])], False)).logits)
 
 
+def test_profile_counts_time_and_barriers() -> None:
+    spec, tensors = tiny_model(6, layers=2)
+    executable = cpu.CpuExecutable(trace_model(spec, tensors), tensors, KvConfig(4, 32, "f32"), 2, "")
+    executable.plan.set_profiling(True)
+    executable.run(batch_of([Sequence([0, 1], 32)], [[1, 2, 3]], [([], [])], False))
+    seconds, barriers = executable.plan.profile()
+    assert {"embed", "norm", "qkv_rope_write", "attention", "glu_linear", "linear_add", "linear"} <= {kind for kind, _ in seconds}
+    assert all(spent > 0 for _, spent in seconds)
+    # A layer's seven ops, and merging and packing what was attended; the last layer gathers rows twice instead of packing.
+    # Around the layers: angles, embedding, norm, head.
+    assert barriers == 9 * spec.num_layers - 1 + 2 + 4
+
+
 def test_fused_program_equals_the_traced_one() -> None:
     spec, tensors = tiny_model(5, layers=3)
     program, kv = trace_model(spec, tensors), KvConfig(BLOCKS, 32, "f32")
