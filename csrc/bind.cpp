@@ -120,7 +120,7 @@ void bind_ops(nb::class_<Plan>& c) {
              p.add_op(make_qkv_rope_write({out, x, angles, weights, biases, layer}));
            })
       .def("attention", [](Plan& p, int out, int q, int layer, float scale, int window) {
-        for (auto& op : make_attention(out, q, layer, scale, window)) p.add_op(std::move(op));
+        for (auto& op : make_attention(out, q, layer, scale, p.attention_work(window))) p.add_op(std::move(op));
       });
 }
 

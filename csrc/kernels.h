@@ -6,8 +6,9 @@
 namespace headrace {
 
 enum class KvType : int { kBf16, kF32 };
-constexpr int kKvTile = 32;       // tokens in a KV block
-constexpr int kMaxQueries = 8;    // query vectors that share one pass over a KV block
+constexpr int kKvTile = 32;      // tokens in a KV block
+constexpr int kSplitBlocks = 8;  // blocks of a context that are one softmax; such splits are then merged in ascending order
+constexpr int kSplitTokens = kSplitBlocks * kKvTile;
 constexpr float kNoMax = -1e30f;  // maximum of no scores: finite, so that differences of two are numbers
 
 // KV of one head and block: K as [head_dim / per][32 tokens][per], then V as [32 / per][padded head_dim][per], where `per` numbers
@@ -22,24 +23,32 @@ struct KvRecord {
   constexpr size_t bytes() const { return (value_offset() + static_cast<size_t>(kKvTile) / per() * padded_dim() * 4 + 63) / 64 * 64; }
 };
 
-// One KV block against up to kMaxQueries query vectors, added to their running softmax.
-struct AttendBlock {
-  const uint8_t* record;
+// The KV records of a split, at most kSplitBlocks.
+struct SplitRecords {
+  int blocks = 0;
+  const uint8_t* at[kSplitBlocks];
+};
+
+// One split of a context against up to max_queries query vectors. The maximum is that of the scores times scale / ln 2.
+struct AttendSplit {
+  const SplitRecords& kv;
+  const SplitRecords* next;  // what this thread reads after `kv`, if that is not in the caches: values and these are fetched ahead
   KvRecord shape;
   float scale;
   int num;
   const uint8_t* queries;  // packed by pack_query, query_stride bytes apart
   size_t query_stride;
-  const int* first;  // [num] visible tokens of the block: first..last-1
+  const int* first;  // [num] visible tokens of the split: first..last-1
   const int* last;
-  float* max;  // [num] running maximum, sum and weighted values
+  float* max;  // [num] maximum, sum of weights and weighted values, written
   float* sum;
   float* out;  // [num][padded head_dim]
 };
 
 struct Kernels {
   const char* name;
-  int max_rows;  // rows of an activation block
+  int max_rows;     // rows of an activation block
+  int max_queries;  // query vectors of an AttendSplit
 
   // out[rows][16] = 16 weight rows times a block of activation rows, both `units` units long.
   using Matmul = void (*)(const uint8_t* tile, int units, const uint8_t* block, float* out);
@@ -54,7 +63,7 @@ struct Kernels {
   // x[16] rotated pair by pair: x * cos + swapped x * sin, with the signs in `sin`.
   void (*rotate)(float* x, const float* cos, const float* sin);
   void (*pack_query[2])(const float* q, int head_dim, uint8_t* out);
-  void (*attend[2])(const AttendBlock&);
+  void (*attend[2])(const AttendSplit&);
   // Folds one softmax state into another: a over the context before, b over what follows.
   void (*merge)(float* max, float* sum, float* out, float max_b, float sum_b, const float* out_b, int n);
   void (*scale)(const float* x, float factor, float* out, int n);

@@ -1,8 +1,9 @@
-// Attention of a few query vectors over one KV block (online softmax, Milakov and Gimelshein 2018; Dao et al. 2022).
+// Attention of a few query vectors over one split of their context (flash decoding, Dao et al. 2023): scores, their maximum, weights
+// and weighted values, each over the whole split, so that the accumulators of the values never leave the registers.
 // Included inside the namespace of an instruction set.
 //
 // Lanes are tokens for the scores and dimensions for the weighted sum. A query's numbers go through the same operations in the
-// same order whoever shares the block, so a row in a prefill tile equals the row alone (promise 1).
+// same order whoever shares the split, so a row in a prefill tile equals the row alone (promise 1).
 
 struct KvBf16 {
   static constexpr int kPer = 2;
@@ -32,131 +33,145 @@ void pack_query(const float* q, int head_dim, uint8_t* out) {
   }
 }
 
-// Weights of one block for one query: updates maximum, sum and the values gathered so far; p[32] is ready for weigh_values.
+// The split's tokens that query n, or any query, sees: a range of lanes.
+struct Lanes {
+  int begin, end;
+};
+
+HR_INLINE Lanes visible_to(const AttendSplit& t, int n) {
+  const int tokens = t.kv.blocks * kKvTile;
+  return {t.first[n] < 0 ? 0 : t.first[n], t.last[n] > tokens ? tokens : t.last[n]};
+}
+
+HR_INLINE Lanes visible_to_any(const AttendSplit& t) {
+  Lanes all{t.kv.blocks * kKvTile, 0};
+  for (int n = 0; n < t.num; n++) {
+    const Lanes lanes = visible_to(t, n);
+    all.begin = lanes.begin < all.begin ? lanes.begin : all.begin;
+    all.end = lanes.end > all.end ? lanes.end : all.end;
+  }
+  return all;
+}
+
+// scores[query][token] = q . k, for the blocks with visible tokens.
+template <class Kv, int Num>
+HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTokens]) {
+  const size_t stride = t.query_stride / sizeof(typename Kv::Query);
+  for (int b = lanes.begin / kKvTile; b * kKvTile < lanes.end; b++) {
+    Vf sums[Num][2];
+#pragma GCC unroll 12
+    for (int n = 0; n < Num; n++) sums[n][0] = sums[n][1] = zero();
+    const uint8_t* line = t.kv.at[b];
+    const uint8_t* ahead = t.next ? b + 1 < t.kv.blocks ? t.kv.at[b + 1] : t.next->at[0] : nullptr;
+    const auto* query = reinterpret_cast<const typename Kv::Query*>(t.queries);
+    for (int d = 0; d < t.shape.head_dim / Kv::kPer; d++, line += 128, query += Kv::kStride) {
+      if (ahead) {
+        const uint8_t* values = line + t.shape.value_offset();
+        prefetch(ahead + 128 * d), prefetch(ahead + 128 * d + 64);
+        prefetch_l2(values), prefetch_l2(values + 64);
+      }
+#pragma GCC unroll 12
+      for (int n = 0; n < Num; n++) {
+        sums[n][0] = Kv::dot(sums[n][0], line, query + n * stride);
+        sums[n][1] = Kv::dot(sums[n][1], line + 64, query + n * stride);
+      }
+    }
+#pragma GCC unroll 12
+    for (int n = 0; n < Num; n++) {
+      store(scores[n] + b * kKvTile, sums[n][0]);
+      store(scores[n] + b * kKvTile + 16, sums[n][1]);
+    }
+  }
+}
+
+// weights[token] = 2^(s - max), 0 for tokens that query n does not see; their sum. Scores are in units of ln 2, so that a power of
+// two is a power of e.
 template <class Kv>
-HR_INLINE void soften(const AttendBlock& t, int n, Vf s0, Vf s1, typename Kv::Query* p) {
-  const int first = t.first[n], last = t.last[n], width = t.shape.padded_dim();
-  const bool whole = first <= 0 && last >= kKvTile;
-  s0 = mul(s0, set1(t.scale));
-  s1 = mul(s1, set1(t.scale));
-  if (!whole) {
-    s0 = keep_lanes(s0, first, last, kNoMax);
-    s1 = keep_lanes(s1, first - 16, last - 16, kNoMax);
+HR_INLINE void soften(const AttendSplit& t, int n, Lanes all, float* scores, typename Kv::Query* weights) {
+  const Lanes seen = visible_to(t, n);
+  Vf top = set1(kNoMax);
+  for (int i = seen.begin & -16; i < seen.end; i += 16) {
+    Vf s = load(scores + i);
+    if (i < seen.begin || i + 16 > seen.end) store(scores + i, s = keep_lanes(s, seen.begin - i, seen.end - i, kNoMax));
+    top = max(top, s);
   }
-  const float top = reduce_max(max(s0, s1));
-  if (top > t.max[n]) {
-    const Vf shrink = exp(set1(t.max[n] - top));
-    t.max[n] = top;
-    alignas(64) float factor[16];
-    store(factor, shrink);
-    t.sum[n] *= factor[0];
-    float* out = t.out + static_cast<size_t>(n) * width;
-    for (int i = 0; i < width; i += 16) store(out + i, mul(load(out + i), shrink));
+  const float unit = t.scale * 1.44269504f, high = reduce_max(top) * unit;
+  Vf sum = zero();
+  for (int i = all.begin & -16; i < all.end; i += 16) {
+    Vf w = zero();
+    if (i + 16 > seen.begin && i < seen.end) {
+      w = exp2(fma(load(scores + i), set1(unit), set1(-high)));
+      sum = add(sum, w);
+    }
+    if constexpr (Kv::kPer == 2)
+      store_pairs(weights + i / 2 * Kv::kStride, w);
+    else
+      store(weights + i, w);
   }
-  s0 = exp(sub(s0, set1(t.max[n])));
-  s1 = exp(sub(s1, set1(t.max[n])));
-  if (!whole) {
-    s0 = keep_lanes(s0, first, last, 0.0f);
-    s1 = keep_lanes(s1, first - 16, last - 16, 0.0f);
-  }
-  t.sum[n] += reduce_add(add(s0, s1));
-  if constexpr (Kv::kPer == 2) {
-    store_pairs(p, s0);
-    store_pairs(p + 8 * kPairStride, s1);
-  } else {
-    store(p, s0);
-    store(p + 16, s1);
-  }
+  t.max[n] = seen.begin < seen.end ? high : kNoMax;
+  t.sum[n] = reduce_add(sum);
 }
 
-// out[query][dims d .. d + 16 Lines) += p @ V, for Queries queries at once.
-template <class Kv, int Queries, int Lines>
-HR_INLINE void weigh_values(const AttendBlock& t, int n, int d, int begin, int end, const typename Kv::Query (*p)[kKvTile]) {
+// out[query][dims d .. d + 16 Lines) = weights @ V.
+template <class Kv, int Num, int Lines>
+HR_INLINE void weigh_lines(const AttendSplit& t, int d, Lanes lanes, const typename Kv::Query (*weights)[kSplitTokens]) {
   const int width = t.shape.padded_dim();
-  const uint8_t* values = t.record + t.shape.value_offset() + static_cast<size_t>(d) * 4;
-  float* out = t.out + static_cast<size_t>(n) * width + d;
-  Vf acc[Queries][Lines];
-#pragma GCC unroll 4
-  for (int q = 0; q < Queries; q++)
-#pragma GCC unroll 4
-    for (int i = 0; i < Lines; i++) acc[q][i] = load(out + q * width + 16 * i);
-  for (int k = begin; k < end; k++) {
-    const uint8_t* line = values + static_cast<size_t>(k) * width * 4;
-#pragma GCC unroll 4
-    for (int i = 0; i < Lines; i++)
-#pragma GCC unroll 4
-      for (int q = 0; q < Queries; q++) acc[q][i] = Kv::dot(acc[q][i], line + 64 * i, &p[n + q][k * Kv::kStride]);
+  Vf acc[Num][Lines];
+#pragma GCC unroll 12
+  for (int n = 0; n < Num; n++)
+#pragma GCC unroll 8
+    for (int i = 0; i < Lines; i++) acc[n][i] = zero();
+  for (int b = lanes.begin / kKvTile; b * kKvTile < lanes.end; b++) {
+    const int begin = lanes.begin - b * kKvTile, end = lanes.end - b * kKvTile;
+    const int first = begin < 0 ? 0 : begin / Kv::kPer, last = ((end > kKvTile ? kKvTile : end) + Kv::kPer - 1) / Kv::kPer;
+    const uint8_t* line = t.kv.at[b] + t.shape.value_offset() + (static_cast<size_t>(first) * width + d) * 4;
+    const uint8_t* ahead = t.next && d == 0 && b < t.next->blocks ? t.next->at[b] : nullptr;
+    for (int k = first; k < last; k++, line += static_cast<size_t>(width) * 4) {
+      if (ahead)
+        for (int i = 0; i < width * 4; i += 64) prefetch_l2(ahead + static_cast<size_t>(k) * width * 4 + i);
+      const int pair = (b * (kKvTile / Kv::kPer) + k) * Kv::kStride;
+#pragma GCC unroll 8
+      for (int i = 0; i < Lines; i++)
+#pragma GCC unroll 12
+        for (int n = 0; n < Num; n++) acc[n][i] = Kv::dot(acc[n][i], line + 64 * i, &weights[n][pair]);
+    }
   }
-#pragma GCC unroll 4
-  for (int q = 0; q < Queries; q++)
-#pragma GCC unroll 4
-    for (int i = 0; i < Lines; i++) store(out + q * width + 16 * i, acc[q][i]);
+#pragma GCC unroll 12
+  for (int n = 0; n < Num; n++)
+#pragma GCC unroll 8
+    for (int i = 0; i < Lines; i++) store(t.out + static_cast<size_t>(n) * width + d + 16 * i, acc[n][i]);
 }
 
-template <class Kv, int Queries>
-HR_INLINE void weigh_all_values(const AttendBlock& t, int n, int begin, int end, const typename Kv::Query (*p)[kKvTile]) {
-  const int width = t.shape.padded_dim();
-  int d = 0;
-  for (; d + 64 <= width; d += 64) weigh_values<Kv, Queries, 4>(t, n, d, begin, end, p);
-  for (; d < width; d += 16) weigh_values<Kv, Queries, 1>(t, n, d, begin, end, p);
+// As many dimensions from d on as fill whole sets of lines; returns the first one left.
+template <class Kv, int Num, int Lines>
+HR_INLINE int weigh(const AttendSplit& t, int d, Lanes lanes, const typename Kv::Query (*weights)[kSplitTokens]) {
+  for (; d + 16 * Lines <= t.shape.padded_dim(); d += 16 * Lines) weigh_lines<Kv, Num, Lines>(t, d, lanes, weights);
+  return d;
 }
 
 template <class Kv, int Num>
-void attend_num(const AttendBlock& t) {
-  using Query = typename Kv::Query;
-  Vf scores[Num][2];
-#pragma GCC unroll 8
-  for (int n = 0; n < Num; n++) scores[n][0] = scores[n][1] = zero();
-  const uint8_t* line = t.record;
-  const auto* query = reinterpret_cast<const Query*>(t.queries);
-  const size_t stride = t.query_stride / sizeof(Query);
-  for (int d = 0; d < t.shape.head_dim / Kv::kPer; d++, line += 128, query += Kv::kStride)
-#pragma GCC unroll 8
-    for (int n = 0; n < Num; n++) {
-      scores[n][0] = Kv::dot(scores[n][0], line, query + n * stride);
-      scores[n][1] = Kv::dot(scores[n][1], line + 64, query + n * stride);
-    }
-  alignas(64) Query p[Num][kKvTile];
-  int begin = kKvTile, end = 0;
-#pragma GCC unroll 8
-  for (int n = 0; n < Num; n++) {
-    soften<Kv>(t, n, scores[n][0], scores[n][1], p[n]);
-    begin = t.first[n] < begin ? t.first[n] : begin;
-    end = t.last[n] > end ? t.last[n] : end;
-  }
-  begin = (begin < 0 ? 0 : begin) / Kv::kPer;
-  end = ((end > kKvTile ? kKvTile : end) + Kv::kPer - 1) / Kv::kPer;
-  int n = 0;
-  for (; n + 4 <= Num; n += 4) weigh_all_values<Kv, 4>(t, n, begin, end, p);
-  if constexpr (Num % 4 >= 2) weigh_all_values<Kv, 2>(t, n, begin, end, p), n += 2;
-  if constexpr (Num % 2 == 1) weigh_all_values<Kv, 1>(t, n, begin, end, p);
+void attend_num(const AttendSplit& t) {
+  alignas(64) float scores[Num][kSplitTokens];
+  alignas(64) typename Kv::Query weights[Num][kSplitTokens];
+  const Lanes lanes = visible_to_any(t);
+  score<Kv, Num>(t, lanes, scores);
+  for (int n = 0; n < Num; n++) soften<Kv>(t, n, lanes, scores[n], weights[n]);
+  int d = 0;
+  if constexpr (8 * Num <= kAccumulators) d = weigh<Kv, Num, 8>(t, d, lanes, weights);
+  if constexpr (4 * Num <= kAccumulators) d = weigh<Kv, Num, 4>(t, d, lanes, weights);
+  if constexpr (2 * Num <= kAccumulators) d = weigh<Kv, Num, 2>(t, d, lanes, weights);
+  weigh<Kv, Num, 1>(t, d, lanes, weights);
 }
 
-template <class Kv>
-void attend(const AttendBlock& t) {
-  switch (t.num) {
-    case 1:
-      return attend_num<Kv, 1>(t);
-    case 2:
-      return attend_num<Kv, 2>(t);
-    case 3:
-      return attend_num<Kv, 3>(t);
-    case 4:
-      return attend_num<Kv, 4>(t);
-    case 5:
-      return attend_num<Kv, 5>(t);
-    case 6:
-      return attend_num<Kv, 6>(t);
-    case 7:
-      return attend_num<Kv, 7>(t);
-    default:
-      return attend_num<Kv, 8>(t);
-  }
+template <class Kv, int Num = 1>
+void attend(const AttendSplit& t) {
+  if (t.num == Num) return attend_num<Kv, Num>(t);
+  if constexpr (Num < kMaxQueries) attend<Kv, Num + 1>(t);
 }
 
 void merge(float* max_a, float* sum_a, float* out_a, float max_b, float sum_b, const float* out_b, int n) {
   const float top = *max_a > max_b ? *max_a : max_b;
-  const Vf a = exp(set1(*max_a - top)), b = exp(set1(max_b - top));
+  const Vf a = exp2(set1(*max_a - top)), b = exp2(set1(max_b - top));
   alignas(64) float factor[2][16];
   store(factor[0], a);
   store(factor[1], b);

@@ -6,14 +6,16 @@ HR_INLINE uint16_t to_bf16(float x) {
   return static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-// e^x to 4e-6, 0 below -87: 2^n times a polynomial in the remainder (coefficients of 2^r on [-1/2, 1/2]).
-HR_INLINE Vf exp(Vf x) {
-  const Vf t = mul(max(x, set1(-87.0f)), set1(1.44269504f));
-  const Vf n = round(t), r = sub(t, n);
+// 2^t to 4e-6 for t up to 127, 0 from -127 down: a power of two times a polynomial in the remainder (coefficients of 2^r on
+// [-1/2, 1/2]). Adding a number whose last bit counts ones rounds t, and leaves n + 127, the exponent of 2^n, in the low bits.
+HR_INLINE Vf exp2(Vf t) {
+  constexpr float kRound = 12582912.0f + 127.0f;
+  t = max(set1(-127.0f), t);  // the second operand is what x86 returns when one is NaN
+  const Vf shifted = add(t, set1(kRound)), r = sub(t, sub(shifted, set1(kRound)));
   Vf p = set1(1.3333558e-3f);
   constexpr float coefficients[] = {9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f};
   for (const float c : coefficients) p = fma(p, r, set1(c));
-  return keep_if_ge(scale_by_power(p, n), x, -87.0f);
+  return mul(p, exponent_from_low_bits(shifted));
 }
 
 // The lines of a row: whole ones, then what is left; `line(i, n)` has n numbers at i.
@@ -88,7 +90,7 @@ void pack_bf16(const float* x, int n, int columns, uint8_t* block, int rows, int
 void silu_mul(const float* gate, const float* up, float* out, int n) {
   each_line(n, [&](int i, int m) {
     const Vf g = load_line(gate + i, m);
-    const Vf silu = div(g, add(set1(1.0f), exp(max(sub(zero(), g), set1(-80.0f)))));
+    const Vf silu = div(g, add(set1(1.0f), exp2(mul(max(g, set1(-80.0f)), set1(-1.44269504f)))));
     store_line(out + i, mul(silu, load_line(up + i, m)), m);
   });
 }

@@ -12,6 +12,7 @@ const Kernels* make_table(const char* name) {
   static Kernels k;
   k.name = name;
   k.max_rows = kMaxRows;
+  k.max_queries = kMaxQueries;
   fill_matmuls(k);
   k.pack[static_cast<int>(Form::kQ8)] = pack_q8<false>;
   k.pack[static_cast<int>(Form::kQ8Offset)] = pack_q8<true>;

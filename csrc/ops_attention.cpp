@@ -1,203 +1,166 @@
-// Paged attention. The context of a row is cut into splits of 256 tokens counted from position 0; each split is one online
-// softmax over its blocks, and the splits are merged in ascending order. Where the splits of a row are computed, by one thread
-// or by several, does not change a bit.
+// Paged attention. The context of a row is cut into splits of 256 tokens counted from position 0; each split is a softmax of its own,
+// and the splits are merged in ascending order. Where the splits of a row are computed, by one thread or by several, does not
+// change a bit.
 #include <algorithm>
 #include <bit>
 #include <cstring>
 
-#include "plan.h"
+#include "attention_work.h"
 
 namespace headrace {
 namespace {
 
-constexpr int kSplitBlocks = 8;
-constexpr int kItemQueries = 64;  // query vectors (rows x heads of a group) that walk over the context together
-
-// Some rows of a branch, one KV head, and the splits [first_split, last_split) of their context. `partial` >= 0: the first of this
-// item's entries in the table of partial results, to be merged once all splits are there.
-struct Item {
-  int branch, head, first_row, last_row, first_split, last_split;
-  int partial;
-};
-
-// Running softmax of some query vectors: maximum, sum, values.
-struct States {
-  std::vector<float> max, sum, out;
-
-  void reset(int n, int width) {
-    max.assign(n, kNoMax);
-    sum.assign(n, 0.0f);
-    out.assign(static_cast<size_t>(n) * width, 0.0f);
-  }
-};
-
 // Working memory of a thread, the same for all layers.
 struct Scratch {
-  std::vector<uint8_t> queries, block;
-  States split, total;
+  std::vector<uint8_t> queries, blocks;
+  SoftmaxStates split, total;
+  std::vector<int> first, last;
 };
 thread_local Scratch scratch;
 
 class Attention : public Op {
  public:
-  Attention(int out, int q, int layer, float scale, int window)
-      : Op("attention"), out_(out), q_(q), layer_(layer), scale_(scale), window_(window) {}
+  Attention(int out, int q, int layer, float scale, AttentionWork& work)
+      : Op("attention"), out_(out), q_(q), layer_(layer), scale_(scale), work_(work) {}
 
   int items(const Plan& plan, const Step& step) override {
-    plan_items(plan, step);
-    return static_cast<int>(items_.size());
+    work_.prepare(plan, step);
+    return static_cast<int>(work_.items.size());
   }
 
   void run(const Plan& plan, const Step& step, int begin, int end, int) override {
-    for (int i = begin; i < end; i++) run_item(plan, step, items_[i], scratch);
+    SplitRecords records = locate(plan, step, work_.items[begin], work_.items[begin].first_split);
+    for (int i = begin; i < end; i++) run_item(plan, step, work_.items[i], i + 1 < end ? &work_.items[i + 1] : nullptr, records, scratch);
   }
 
   // The second region of a step whose contexts were split over threads: merges the partial results.
-  int merge_items() const { return static_cast<int>(merges_.size()); }
+  int merge_items() const { return static_cast<int>(work_.merges.size()); }
   void merge(const Plan& plan, int i) const {
-    const Item& item = merges_[i];
-    const int width = plan.kv().shape().padded_dim(), queries = num_queries(plan, item), group = group_size(plan);
-    States total;
-    total.reset(queries, width);
-    for (int s = 0; s < item.last_split; s++)
-      for (int n = 0; n < queries; n++) {
-        const size_t p = item.partial + static_cast<size_t>(s) * queries + n;
-        plan.kernels().merge(&total.max[n], &total.sum[n], &total.out[static_cast<size_t>(n) * width], partial_.max[p], partial_.sum[p],
-                             &partial_.out[p * width], width);
-      }
-    finish(plan, item, total, group);
+    const AttentionItem& item = work_.merges[i];
+    const int queries = num_queries(plan, item), splits = item.last_split - item.first_split;
+    SoftmaxStates& total = work_.partial;  // the first split's, where nobody else writes
+    for (int s = 1; s < splits; s++) merge_states(plan, total, item.partial, work_.partial, item.partial + s * queries, queries);
+    finish(plan, item, total, item.partial);
   }
 
  private:
   static int group_size(const Plan& plan) { return plan.num_heads() / plan.kv().heads(); }
-  static int num_queries(const Plan& plan, const Item& item) { return (item.last_row - item.first_row) * group_size(plan); }
-  static int blocks_of(int tokens) { return (tokens + kKvTile - 1) / kKvTile; }
+  static int num_queries(const Plan& plan, const AttentionItem& item) { return item.rows() * group_size(plan); }
+  static size_t query_stride(const KvRecord& shape) { return (static_cast<size_t>(shape.head_dim) + 16) * 4; }
 
-  void plan_items(const Plan& plan, const Step& step) {
-    items_.clear();
-    merges_.clear();
-    const int rows_per_item = std::max(1, kItemQueries / group_size(plan)), heads = plan.kv().heads();
-    int whole = 0;
-    for (int b = 0; b < step.branches; b++)
-      whole += (step.row_start[b + 1] - step.row_start[b] + rows_per_item - 1) / rows_per_item * heads;
-    const bool few = whole < 4 * plan.threads() && plan.threads() > 1;
-    int partial = 0;
-    for (int b = 0; b < step.branches; b++)
-      for (int row = step.row_start[b]; row < step.row_start[b + 1]; row += rows_per_item) {
-        const int last = std::min(row + rows_per_item, step.row_start[b + 1]);
-        const int splits = (blocks_of(deepest(step, row, last) + 1) + kSplitBlocks - 1) / kSplitBlocks;
-        for (int h = 0; h < heads; h++) {
-          Item item{b, h, row, last, 0, splits, -1};
-          if (few && splits > 1) {
-            item.partial = partial;
-            merges_.push_back(item);
-            for (int s = 0; s < splits; s++, partial += num_queries(plan, item)) items_.push_back({b, h, row, last, s, s + 1, partial});
-          } else {
-            items_.push_back(item);
-          }
-        }
-      }
-    // Long ones first, so that the threads end together.
-    const auto cost = [&](const Item& i) {
-      return (i.last_row - i.first_row) *
-             (std::min(i.last_split * kSplitBlocks * kKvTile, step.positions[i.last_row - 1] + 1) - i.first_split * kSplitBlocks * kKvTile);
-    };
-    std::stable_sort(items_.begin(), items_.end(), [&](const Item& a, const Item& b) { return cost(a) > cost(b); });
-    partial_.max.resize(partial);
-    partial_.sum.resize(partial);
-    partial_.out.resize(static_cast<size_t>(partial) * plan.kv().shape().padded_dim());
+  SplitRecords locate(const Plan& plan, const Step& step, const AttentionItem& item, int split) const {
+    SplitRecords records;
+    const int first = split * kSplitBlocks;
+    for (; records.blocks < kSplitBlocks && (first + records.blocks) * kKvTile < item.context; records.blocks++)
+      records.at[records.blocks] =
+          plan.kv().record(layer_, item.head, step.block_table[item.branch * step.max_blocks + first + records.blocks]);
+    return records;
   }
 
-  static int deepest(const Step& step, int first, int last) { return *std::max_element(step.positions + first, step.positions + last); }
-
-  void run_item(const Plan& plan, const Step& step, const Item& item, Scratch& s) const {
+  // `records` are those of the first split; when it is done, those of the next item.
+  void run_item(const Plan& plan, const Step& step, const AttentionItem& item, const AttentionItem* next_item, SplitRecords& records,
+                Scratch& s) const {
     const KvRecord& shape = plan.kv().shape();
     const int group = group_size(plan), queries = num_queries(plan, item), width = shape.padded_dim();
-    const size_t stride = (static_cast<size_t>(shape.head_dim) + 16) * 4;
-    s.queries.resize(std::max(s.queries.size(), queries * stride));
-    s.block.resize(std::max(s.block.size(), shape.bytes()));
+    s.queries.resize(std::max(s.queries.size(), queries * query_stride(shape)));
+    s.blocks.resize(std::max(s.blocks.size(), kSplitBlocks * shape.bytes()));
+    s.first.resize(queries), s.last.resize(queries);
+    s.total.resize(queries, width), s.split.resize(queries, width);
     for (int n = 0; n < queries; n++)
       plan.kernels().pack_query[static_cast<int>(shape.type)](
           plan.buffer(q_).row(item.first_row + n / group) + (item.head * group + n % group) * shape.head_dim, shape.head_dim,
-          s.queries.data() + n * stride);
-    s.total.reset(queries, width);
+          s.queries.data() + n * query_stride(shape));
     for (int split = item.first_split; split < item.last_split; split++) {
-      s.split.reset(queries, width);
-      const int end = std::min((split + 1) * kSplitBlocks, blocks_of(deepest(step, item.first_row, item.last_row) + 1));
-      for (int t = split * kSplitBlocks; t < end; t++) walk_block(plan, step, item, t, s);
-      for (int n = 0; n < queries; n++) {
-        const size_t at = static_cast<size_t>(n) * width;
-        plan.kernels().merge(&s.total.max[n], &s.total.sum[n], &s.total.out[at], s.split.max[n], s.split.sum[n], &s.split.out[at], width);
-      }
+      SoftmaxStates& states = split == item.first_split ? s.total : s.split;
+      const SplitRecords next = split + 1 < item.last_split ? locate(plan, step, item, split + 1)
+                                : next_item                 ? locate(plan, step, *next_item, next_item->first_split)
+                                                            : records;
+      attend_split(plan, step, item, split, records, next, states, s);
+      if (split > item.first_split) merge_states(plan, s.total, 0, s.split, 0, queries);
+      records = next;
     }
-    if (item.partial < 0) return finish(plan, item, s.total, group);
-    std::copy(s.split.max.begin(), s.split.max.end(), partial_.max.begin() + item.partial);
-    std::copy(s.split.sum.begin(), s.split.sum.end(), partial_.sum.begin() + item.partial);
-    std::copy(s.split.out.begin(), s.split.out.end(), partial_.out.begin() + static_cast<size_t>(item.partial) * width);
+    if (item.partial < 0) return finish(plan, item, s.total, 0);
+    std::copy(s.total.max.begin(), s.total.max.end(), work_.partial.max.begin() + item.partial);
+    std::copy(s.total.sum.begin(), s.total.sum.end(), work_.partial.sum.begin() + item.partial);
+    std::copy(s.total.out.begin(), s.total.out.end(), work_.partial.out.begin() + static_cast<size_t>(item.partial) * width);
   }
 
-  // Block t of the context against all rows of the item. Below the guess rows of a tree every row sees the same slots; from there
+  static void merge_states(const Plan& plan, SoftmaxStates& to, int first, const SoftmaxStates& from, int first_from, int queries) {
+    const int width = plan.kv().shape().padded_dim();
+    for (int n = 0; n < queries; n++) {
+      const size_t a = first + n, b = first_from + n;
+      plan.kernels().merge(&to.max[a], &to.sum[a], &to.out[a * width], from.max[b], from.sum[b], &from.out[b * width], width);
+    }
+  }
+
+  // One split of the context against all rows of the item. Below the guess rows of a tree every row sees the same slots; from there
   // on each row has a path of its own, gathered in position order so that every lane holds what it would hold in plain decoding.
-  void walk_block(const Plan& plan, const Step& step, const Item& item, int t, Scratch& s) const {
-    const int b = item.branch, shared = step.context_len[b] + step.forced_len[b];
-    const uint8_t* record = plan.kv().record(layer_, item.head, step.block_table[b * step.max_blocks + t]);
-    if (!step.ancestors || (t + 1) * kKvTile <= shared) return attend(plan, step, item, t, item.first_row, item.last_row, record, s);
-    for (int row = item.first_row; row < item.last_row; row++) {
-      const bool guess = row - step.row_start[b] >= step.forced_len[b];
-      attend(plan, step, item, t, row, row + 1, guess ? gather(plan, step, item, t, row, record, s) : record, s);
+  void attend_split(const Plan& plan, const Step& step, const AttentionItem& item, int split, const SplitRecords& records,
+                    const SplitRecords& next, SoftmaxStates& states, Scratch& s) const {
+    const int b = item.branch, shared = step.context_len[b] + step.forced_len[b], group = group_size(plan);
+    for (int row = item.first_row, n = 0; row < item.last_row; row++)
+      for (int g = 0; g < group; g++, n++) {
+        s.first[n] = work_.first_visible(step.positions[row]) - split * kSplitTokens;
+        s.last[n] = step.positions[row] + 1 - split * kSplitTokens;
+      }
+    int row = item.last_row;
+    if (step.ancestors && split * kSplitTokens + records.blocks * kKvTile > shared)
+      row = std::clamp(step.row_start[b] + step.forced_len[b], item.first_row, item.last_row);
+    attend(plan, records, &next, 0, (row - item.first_row) * group, states, s);
+    for (; row < item.last_row; row++) {
+      SplitRecords gathered = records;
+      for (int i = 0; i < records.blocks; i++)
+        gathered.at[i] = gather(plan, step, item, row, split * kSplitBlocks + i, records.at[i], &s.blocks[i * plan.kv().shape().bytes()]);
+      attend(plan, gathered, nullptr, (row - item.first_row) * group, (row + 1 - item.first_row) * group, states, s);
     }
   }
 
-  const uint8_t* gather(const Plan& plan, const Step& step, const Item& item, int t, int row, const uint8_t* record, Scratch& s) const {
+  // Block t of a guess row's context, put together in `copy` if the row's own path crosses it.
+  const uint8_t* gather(const Plan& plan, const Step& step, const AttentionItem& item, int row, int t, const uint8_t* record,
+                        uint8_t* copy) const {
     const KvRecord& shape = plan.kv().shape();
     const int b = item.branch, shared = step.context_len[b] + step.forced_len[b];
-    std::memcpy(s.block.data(), record, shape.bytes());
+    if ((t + 1) * kKvTile <= shared) return record;
+    std::memcpy(copy, record, shape.bytes());
     int position = shared;
     for (int word = 0; word < step.ancestor_words; word++)
       for (uint64_t bits = step.ancestors[static_cast<size_t>(row) * step.ancestor_words + word]; bits; bits &= bits - 1, position++) {
         if (position / kKvTile != t) continue;
         const int slot = step.slots[step.row_start[b] + step.forced_len[b] + 64 * word + std::countr_zero(bits)];
-        copy_token(s.block.data(), position % kKvTile, plan.kv().record(layer_, item.head, slot / kKvTile), slot % kKvTile, shape);
+        copy_token(copy, position % kKvTile, plan.kv().record(layer_, item.head, slot / kKvTile), slot % kKvTile, shape);
       }
-    return s.block.data();
+    return copy;
   }
 
-  void attend(const Plan& plan, const Step& step, const Item& item, int t, int first_row, int last_row, const uint8_t* record,
+  // Query vectors [begin, end) of the item. `next` is fetched ahead by the first of them, who finds nothing in the caches.
+  void attend(const Plan& plan, const SplitRecords& records, const SplitRecords* next, int begin, int end, SoftmaxStates& states,
               Scratch& s) const {
     const KvRecord& shape = plan.kv().shape();
-    const int group = group_size(plan), begin = (first_row - item.first_row) * group, end = (last_row - item.first_row) * group;
-    const size_t stride = (static_cast<size_t>(shape.head_dim) + 16) * 4;
-    int first[kMaxQueries], last[kMaxQueries];
-    const Blocks chunks(end - begin, kMaxQueries);
+    const Blocks chunks(end - begin, plan.kernels().max_queries);
     for (int c = 0; c < chunks.count; c++) {
-      const int start = begin + chunks.first(c), num = chunks.rows(c);
-      bool any = false;
-      for (int n = 0; n < num; n++) {
-        const int position = step.positions[item.first_row + (start + n) / group];
-        first[n] = (window_ ? std::max(0, position - window_ + 1) : 0) - t * kKvTile;
-        last[n] = position + 1 - t * kKvTile;
-        any |= first[n] < kKvTile && last[n] > 0;
-      }
-      if (!any) continue;
-      plan.kernels().attend[static_cast<int>(shape.type)]({record, shape, scale_, num, s.queries.data() + start * stride, stride, first,
-                                                           last, &s.split.max[start], &s.split.sum[start],
-                                                           &s.split.out[static_cast<size_t>(start) * shape.padded_dim()]});
+      const int n = begin + chunks.first(c);
+      plan.kernels().attend[static_cast<int>(shape.type)](
+          {records, c ? nullptr : next, shape, scale_, chunks.rows(c), s.queries.data() + n * query_stride(shape), query_stride(shape),
+           &s.first[n], &s.last[n], &states.max[n], &states.sum[n], &states.out[static_cast<size_t>(n) * shape.padded_dim()]});
     }
   }
 
-  void finish(const Plan& plan, const Item& item, const States& states, int group) const {
+  void finish(const Plan& plan, const AttentionItem& item, SoftmaxStates& states, int first) const {
     const KvRecord& shape = plan.kv().shape();
-    for (int n = 0; n < static_cast<int>(states.sum.size()); n++)
-      plan.kernels().scale(&states.out[static_cast<size_t>(n) * shape.padded_dim()], 1.0f / states.sum[n],
-                           plan.buffer(out_).row(item.first_row + n / group) + (item.head * group + n % group) * shape.head_dim,
-                           shape.head_dim);
+    const Buffer& out = plan.buffer(out_);
+    const int group = group_size(plan);
+    for (int n = 0; n < num_queries(plan, item); n++) {
+      const int row = item.first_row + n / group, column = (item.head * group + n % group) * shape.head_dim;
+      float* values = &states.out[static_cast<size_t>(first + n) * shape.padded_dim()];
+      const float factor = 1.0f / states.sum[first + n];
+      plan.kernels().scale(values, factor, out.packed ? values : out.row(row) + column, shape.head_dim);
+      if (out.packed) plan.pack_columns(out, row, column, values, shape.head_dim);
+    }
   }
 
   const int out_, q_, layer_;
   const float scale_;
-  const int window_;
-  std::vector<Item> items_, merges_;
-  mutable States partial_;
+  AttentionWork& work_;
 };
 
 class AttentionMerge : public Op {
@@ -214,8 +177,8 @@ class AttentionMerge : public Op {
 
 }  // namespace
 
-std::array<std::unique_ptr<Op>, 2> make_attention(int out, int q, int layer, float scale, int window) {
-  auto attention = std::make_unique<Attention>(out, q, layer, scale, window);
+std::array<std::unique_ptr<Op>, 2> make_attention(int out, int q, int layer, float scale, AttentionWork& work) {
+  auto attention = std::make_unique<Attention>(out, q, layer, scale, work);
   auto merge = std::make_unique<AttentionMerge>(attention.get());
   return {std::move(attention), std::move(merge)};
 }

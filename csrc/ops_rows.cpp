@@ -67,7 +67,7 @@ class Norm : public RowOp {
     scratch.resize(x.width);
     float* y = out.packed ? scratch.data() : out.row(row);
     plan.kernels().norm(x.row(row), plan.vector(weight_), eps_, x.width, y);
-    if (out.packed) plan.pack_row(out, row, y);
+    if (out.packed) plan.pack_columns(out, row, 0, y, out.width);
   }
   const int x_, weight_;
   const float eps_;
@@ -78,7 +78,10 @@ class Pack : public RowOp {
   Pack(int out, int x) : RowOp("pack", out), x_(x) {}
 
  protected:
-  void run_row(const Plan& plan, const Step&, int row) override { plan.pack_row(plan.buffer(out_), row, plan.buffer(x_).row(row)); }
+  void run_row(const Plan& plan, const Step&, int row) override {
+    const Buffer& out = plan.buffer(out_);
+    plan.pack_columns(out, row, 0, plan.buffer(x_).row(row), out.width);
+  }
   const int x_;
 };
 
@@ -91,7 +94,7 @@ class GatherRows : public RowOp {
     const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
     const float* from = x.row(step.logit_row[row]);
     if (out.packed)
-      plan.pack_row(out, row, from);
+      plan.pack_columns(out, row, 0, from, out.width);
     else
       std::memcpy(out.row(row), from, static_cast<size_t>(x.width) * 4);
   }

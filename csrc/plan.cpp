@@ -4,6 +4,8 @@
 #include <chrono>
 #include <stdexcept>
 
+#include "attention_work.h"
+
 namespace headrace {
 namespace {
 
@@ -20,6 +22,8 @@ Plan::Plan(const Kernels* kernels, int threads, int num_layers, int num_heads, K
   if (num_layers <= 0 || num_heads <= 0 || num_heads % kv_.heads())
     throw std::invalid_argument("query heads must be a multiple of KV heads");
 }
+
+Plan::~Plan() = default;
 
 uint8_t* Plan::allocate(size_t bytes) {
   bytes = (bytes + 63) / 64 * 64;
@@ -101,36 +105,54 @@ void Plan::reserve(const Step& step) {
   walk(activations_.data());
 }
 
-void Plan::pack_row(const Buffer& buffer, int row, const float* x) const {
+void Plan::pack_columns(const Buffer& buffer, int row, int first, const float* x, int n) const {
   const Blocks& blocks = blocks_of(buffer);
-  const int b = blocks.of_row(row);
-  for (int f = 0; f < kNumForms; f++)
-    if (buffer.wanted[f])
-      kernels_->pack[f](x, buffer.width, buffer.columns, buffer.block(static_cast<Form>(f), blocks, b), blocks.rows(b),
-                        row - blocks.first(b));
+  const int b = blocks.of_row(row), rows = blocks.rows(b), columns = first + n == buffer.width ? buffer.columns - first : n;
+  for (int f = 0; f < kNumForms; f++) {  // in every form the columns before `first` fill whole units of the block
+    if (!buffer.wanted[f]) continue;
+    const auto form = static_cast<Form>(f);
+    kernels_->pack[f](x, n, columns, buffer.block(form, blocks, b) + form_row_bytes(form, first) * rows, rows, row - blocks.first(b));
+  }
+}
+
+AttentionWork& Plan::attention_work(int window) {
+  auto& work = attention_work_[window];
+  if (!work) work = std::make_unique<AttentionWork>(window);
+  return *work;
+}
+
+// The first op from `op` on that has work for several threads. What is a single item is run on the way, while the others wait:
+// that is as fast as a region of its own, and saves a barrier.
+int Plan::advance(int op, const Step& step, int thread) {
+  for (; op < static_cast<int>(ops_.size()); op++) {
+    const int items = ops_[op]->items(*this, step);
+    if (items > 1) {
+      deal_.reset(items);
+      break;
+    }
+    if (items == 1) ops_[op]->run(*this, step, 0, 1, thread);
+    add_time(*ops_[op]);
+  }
+  return op;
 }
 
 void Plan::run(const Step& step) {
   row_blocks_ = Blocks(step.rows, kernels_->max_rows);
   logit_blocks_ = Blocks(step.logit_rows, kernels_->max_rows);
   reserve(step);
+  step_number_++;
+  last_time_ = now();
   const int n = static_cast<int>(ops_.size());
-  const auto prepare = [&](int i) {
-    if (i < n) deal_.reset(ops_[i]->items(*this, step));
-  };
-  prepare(0);
-  double started = now();
+  int op = advance(0, step, 0);  // changed by one thread, between regions
   pool_->run([&](int thread) {
-    for (int i = 0; i < n; i++) {
+    while (op < n) {
+      Op& region = *ops_[op];
       int begin, end;
-      while (deal_.next(thread, begin, end)) ops_[i]->run(*this, step, begin, end, thread);
+      while (deal_.next(thread, begin, end)) region.run(*this, step, begin, end, thread);
       pool_->barrier([&] {
-        if (profiling_) {
-          const double t = now();
-          add_time(*ops_[i], t - started);
-          started = t;
-        }
-        prepare(i + 1);
+        add_time(region);
+        profile_.barriers++;
+        op = advance(op + 1, step, thread);
       });
     }
   });
@@ -141,8 +163,11 @@ void Plan::set_profiling(bool on) {
   profile_ = {};
 }
 
-void Plan::add_time(const Op& op, double seconds) {
-  profile_.barriers++;
+// Books the time since the last call on `op`.
+void Plan::add_time(const Op& op) {
+  if (!profiling_) return;
+  const double t = now(), seconds = t - last_time_;
+  last_time_ = t;
   for (auto& [kind, total] : profile_.seconds)
     if (kind == op.kind) {
       total += seconds;

@@ -1,6 +1,7 @@
 // A compiled program: ops over buffers, run by all threads of a pool, one barrier between ops. A step is one call of run().
 #pragma once
 #include <array>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -51,6 +52,7 @@ struct Buffer {
 };
 
 class Plan;
+class AttentionWork;
 
 class Op {
  public:
@@ -66,6 +68,7 @@ class Op {
 class Plan {
  public:
   Plan(const Kernels* kernels, int threads, int num_layers, int num_heads, KvCache kv);
+  ~Plan();
 
   int add_weight(const Stored& stored);
   // Two matrices of one format, tile by tile in turn, so that a gated unit reads one stream.
@@ -90,8 +93,12 @@ class Plan {
   // Rows of a buffer in a step, and the blocks that they are packed in.
   static int rows_of(const Buffer& buffer, const Step& step) { return buffer.logit ? step.logit_rows : step.rows; }
   const Blocks& blocks_of(const Buffer& buffer) const { return buffer.logit ? logit_blocks_ : row_blocks_; }
-  // Writes row x[width] of a packed buffer in all wanted forms.
-  void pack_row(const Buffer& buffer, int row, const float* x) const;
+  // Writes x[n] to columns `first`.. of a row of a packed buffer, in all wanted forms; `first` is a multiple of the group. What comes
+  // last in a row brings the zeros behind it.
+  void pack_columns(const Buffer& buffer, int row, int first, const float* x, int n) const;
+  // The attention work of the running step, planned once for all layers with the same window.
+  AttentionWork& attention_work(int window);
+  int64_t step_number() const { return step_number_; }
 
   // Seconds spent in each kind of op and barriers passed, since profiling was switched on.
   struct Profile {
@@ -105,7 +112,8 @@ class Plan {
  private:
   uint8_t* allocate(size_t bytes);
   void reserve(const Step& step);
-  void add_time(const Op& op, double seconds);
+  int advance(int op, const Step& step, int thread);
+  void add_time(const Op& op);
 
   const Kernels* kernels_;
   std::unique_ptr<Pool> pool_;
@@ -121,8 +129,11 @@ class Plan {
   Arena activations_;
   int capacity_rows_ = 0, capacity_logit_rows_ = 0;
   Deal deal_;
+  std::map<int, std::unique_ptr<AttentionWork>> attention_work_;  // by window
+  int64_t step_number_ = 0;
   bool profiling_ = false;
   Profile profile_;
+  double last_time_ = 0;
 };
 
 // The ops. Buffers, weights and vectors by id; -1 is none.
@@ -142,6 +153,6 @@ struct QkvArgs {
 };
 std::unique_ptr<Op> make_qkv_rope_write(const QkvArgs& args);
 // Attention, and the op after it that merges contexts split over threads.
-std::array<std::unique_ptr<Op>, 2> make_attention(int out, int q, int layer, float scale, int window);
+std::array<std::unique_ptr<Op>, 2> make_attention(int out, int q, int layer, float scale, AttentionWork& work);
 
 }  // namespace headrace

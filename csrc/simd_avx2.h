@@ -7,6 +7,8 @@ struct Vi {
 };
 using Vb = Vi;
 constexpr int kMaxRows = 4;
+constexpr int kAccumulators = 6;  // vectors of sums that stay in registers
+constexpr int kMaxQueries = kAccumulators / 2;
 constexpr bool kHasBf16 = false;
 
 HR_INLINE Vf zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -48,10 +50,6 @@ HR_INLINE Vf keep_lanes(Vf x, int first, int last, float other) {
   const __m256 o = _mm256_set1_ps(other);
   return {_mm256_blendv_ps(o, x.a, _mm256_castsi256_ps(ma)), _mm256_blendv_ps(o, x.b, _mm256_castsi256_ps(mb))};
 }
-HR_INLINE Vf keep_if_ge(Vf v, Vf x, float bound) {
-  const __m256 b = _mm256_set1_ps(bound);
-  return {_mm256_and_ps(v.a, _mm256_cmp_ps(x.a, b, _CMP_GE_OQ)), _mm256_and_ps(v.b, _mm256_cmp_ps(x.b, b, _CMP_GE_OQ))};
-}
 HR_INLINE Vi set1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 HR_INLINE Vi add(Vi x, Vi y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 HR_INLINE Vi sub(Vi x, Vi y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
@@ -62,13 +60,9 @@ HR_INLINE Vi shift_left(Vi x) {
 }
 HR_INLINE Vf to_float(Vi x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 HR_INLINE Vi round_to_int(Vf x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
-HR_INLINE Vf round(Vf x) {
-  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-  return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
-}
-HR_INLINE Vf scale_by_power(Vf x, Vf n) {
-  const Vi e = shift_left<23>(add(round_to_int(n), set1(127)));
-  return mul(x, {_mm256_castsi256_ps(e.a), _mm256_castsi256_ps(e.b)});
+HR_INLINE Vf exponent_from_low_bits(Vf x) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x.a), 23)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x.b), 23))};
 }
 HR_INLINE void store_s8(int8_t* p, Vi x) {
   const __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xD8);
@@ -139,3 +133,4 @@ HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
 }
 HR_INLINE void store_pairs(Pair* p, Vf x) { store(p, x); }
 HR_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+HR_INLINE void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }

@@ -7,6 +7,8 @@ struct Vi {
 };
 using Vb = Vi;
 constexpr int kMaxRows = 16;
+constexpr int kAccumulators = 24;  // vectors of sums that stay in registers
+constexpr int kMaxQueries = kAccumulators / 2;
 
 HR_INLINE Vf zero() { return _mm512_setzero_ps(); }
 HR_INLINE Vf set1(float x) { return _mm512_set1_ps(x); }
@@ -26,9 +28,6 @@ HR_INLINE Vf swap_pairs(Vf x) { return _mm512_permute_ps(x, 0xB1); }
 HR_INLINE Vf keep_lanes(Vf x, int first, int last, float other) {
   return _mm512_mask_mov_ps(_mm512_set1_ps(other), static_cast<__mmask16>(lanes_below(last) & ~lanes_below(first)), x);
 }
-HR_INLINE Vf keep_if_ge(Vf v, Vf x, float bound) {
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(bound), _CMP_GE_OQ), v);
-}
 HR_INLINE Vi set1(int32_t x) { return {_mm512_set1_epi32(x)}; }
 HR_INLINE Vi add(Vi x, Vi y) { return {_mm512_add_epi32(x.v, y.v)}; }
 HR_INLINE Vi sub(Vi x, Vi y) { return {_mm512_sub_epi32(x.v, y.v)}; }
@@ -39,8 +38,7 @@ HR_INLINE Vi shift_left(Vi x) {
 }
 HR_INLINE Vf to_float(Vi x) { return _mm512_cvtepi32_ps(x.v); }
 HR_INLINE Vi round_to_int(Vf x) { return {_mm512_cvtps_epi32(x)}; }
-HR_INLINE Vf round(Vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-HR_INLINE Vf scale_by_power(Vf x, Vf n) { return _mm512_mul_ps(x, _mm512_castsi512_ps(shift_left<23>(add(round_to_int(n), set1(127))).v)); }
+HR_INLINE Vf exponent_from_low_bits(Vf x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 23)); }
 HR_INLINE void store_s8(int8_t* p, Vi x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x.v)); }
 HR_INLINE int32_t reduce_add(Vi x) { return _mm512_reduce_add_epi32(x.v); }
 HR_INLINE float reduce_add(Vf x) {
@@ -84,3 +82,4 @@ HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
 HR_INLINE void store_pairs(Pair* p, Vf x) { store(p, x); }
 #endif
 HR_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+HR_INLINE void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }

@@ -9,6 +9,8 @@ struct Vb {  // 16 lanes of 4 bytes
   Vint v;
 };
 constexpr int kMaxRows = 4;
+constexpr int kAccumulators = 4;  // vectors of sums that stay in registers
+constexpr int kMaxQueries = kAccumulators / 2;
 constexpr bool kHasBf16 = false;
 
 #define EACH_LANE(expr)                     \
@@ -47,8 +49,6 @@ HR_INLINE Vf keep_lanes(Vf a, int first, int last, float other) {
   Vf r;
   EACH_LANE(i >= first && i < last ? a[i] : other);
 }
-// a where x >= bound, 0 elsewhere.
-HR_INLINE Vf keep_if_ge(Vf a, Vf x, float bound) { return x >= bound ? a : Vf{}; }
 HR_INLINE Vi set1(int32_t x) { return {Vint{} + x}; }
 HR_INLINE Vi add(Vi a, Vi b) { return {a.v + b.v}; }
 HR_INLINE Vi sub(Vi a, Vi b) { return {a.v - b.v}; }
@@ -58,16 +58,13 @@ HR_INLINE Vi shift_left(Vi a) {
   return {a.v << N};
 }
 HR_INLINE Vf to_float(Vi a) { return __builtin_convertvector(a.v, Vf); }
-HR_INLINE Vf round(Vf a) {
-  Vf r;
-  EACH_LANE(__builtin_rintf(a[i]));
+HR_INLINE Vi round_to_int(Vf a) {
+  Vint r;
+  for (int i = 0; i < 16; i++) r[i] = static_cast<int32_t>(__builtin_rintf(a[i]));
+  return {r};
 }
-HR_INLINE Vi round_to_int(Vf a) { return {__builtin_convertvector(round(a), Vint)}; }
-// a * 2^n for integral n.
-HR_INLINE Vf scale_by_power(Vf a, Vf n) {
-  const Vint bits = (__builtin_convertvector(n, Vint) + 127) << 23;
-  return a * reinterpret_cast<Vf>(bits);
-}
+// The number whose exponent field is the low bits of x.
+HR_INLINE Vf exponent_from_low_bits(Vf a) { return reinterpret_cast<Vf>(reinterpret_cast<Vint>(a) << 23); }
 HR_INLINE void store_s8(int8_t* p, Vi a) {
   for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(a.v[i]);
 }
@@ -126,4 +123,5 @@ HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
 // 16 floats in the form that dot_pair takes: 8 pairs.
 HR_INLINE void store_pairs(Pair* p, Vf a) { store(p, a); }
 HR_INLINE void prefetch(const void*) {}
+HR_INLINE void prefetch_l2(const void*) {}
 #undef EACH_LANE

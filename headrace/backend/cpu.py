@@ -18,6 +18,8 @@ from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 
 BLOCK_SIZE = 32
+GROUP = 32
+"""Columns that share a scale in packed activations."""
 
 
 def compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int) -> "CpuExecutable":
@@ -167,7 +169,13 @@ def _glu_linear(lo: _Lowering, op: ops.GluLinear) -> None:
 
 
 def _attention(lo: _Lowering, op: ops.Attention) -> None:
-    lo.write(op.out, lambda out: lo.plan.attention(out, lo.buffer(op.q), op.layer, op.scale, op.window))
+    def lower(out: int) -> None:
+        lo.plan.attention(out, lo.buffer(op.q), op.layer, op.scale, op.window)
+
+    if lo.program.kv_shape[2] % GROUP:
+        lo.write(op.out, lower)
+    else:  # a head is whole groups, so attention can pack what it wrote
+        lower(lo.buffer(op.out))
 
 
 def _gather_rows(lo: _Lowering, op: ops.GatherRows) -> None:

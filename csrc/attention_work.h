@@ -1,0 +1,49 @@
+// What there is to attend to in a step: items of work for the threads, the same for every layer with the same window.
+#pragma once
+#include <vector>
+
+#include "plan.h"
+
+namespace headrace {
+
+// Some rows of a branch, one KV head, and the splits [first_split, last_split) of their context.
+struct AttentionItem {
+  int branch, head, first_row, last_row, first_split, last_split;
+  int context;  // tokens that the deepest row sees
+  int partial;  // >= 0: the first of this item's entries among the partial results, to be merged once all splits are there
+
+  int rows() const { return last_row - first_row; }
+};
+
+// Softmax of some query vectors over a part of their context: maximum, sum of weights, weighted values.
+struct SoftmaxStates {
+  std::vector<float> max, sum, out;
+
+  void resize(size_t n, int width) {
+    max.resize(n), sum.resize(n);
+    out.resize(n * width);
+  }
+};
+
+class AttentionWork {
+ public:
+  explicit AttentionWork(int window) : window_(window) {}
+
+  // Plans the running step, unless that is done already.
+  void prepare(const Plan& plan, const Step& step);
+
+  // Visible tokens for a row at `position`: from here to `position`.
+  int first_visible(int position) const { return window_ && position >= window_ ? position - window_ + 1 : 0; }
+
+  std::vector<AttentionItem> items;
+  std::vector<AttentionItem> merges;  // items that were cut into splits
+  SoftmaxStates partial;              // their results
+
+ private:
+  void add(const Plan& plan, const AttentionItem& item, bool cut);
+
+  const int window_;
+  int64_t step_ = -1;
+};
+
+}  // namespace headrace
