@@ -46,6 +46,14 @@ class StepRows(NamedTuple):
     hidden: NDArray[np.float32] | None  # [R, dim] final hidden rows, when the executable was asked to keep them
 
 
+class StepTimes(NamedTuple):
+    """Where the time of a step went, in seconds."""
+
+    wall: float  # from the call to its return
+    ops: dict[str, float]  # of each op by name, all its calls together; a backend may have ops that the program does not name
+    barriers: int  # how often all threads waited for each other; an op's time ends with its barrier
+
+
 class TokenLogprobs(NamedTuple):
     """Raw-distribution log-probabilities at one position: the token's own, its rank (1 = likeliest), and the top ones."""
 

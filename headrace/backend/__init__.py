@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Protocol
 
-from headrace.batch import Ints, RaggedBatch, StepRows
+from headrace.batch import Ints, RaggedBatch, StepRows, StepTimes
 from headrace.config import KvConfig
 from headrace.errors import RequestError
 from headrace.program.trace import Program
@@ -16,8 +16,14 @@ BACKENDS = ("cpu", "reference")
 class Executable(Protocol):
     """A compiled program with its weights and KV storage."""
 
+    program: Program
+    """What runs, after fusing."""
+
     def run(self, batch: RaggedBatch) -> StepRows:
         """One forward over all rows of the batch."""
+
+    def profile(self, batch: RaggedBatch) -> StepTimes:
+        """The same forward, with a clock beside it."""
 
     def move_slots(self, source: Ints, target: Ints) -> None:
         """Copy the KV of slots `source[i]` to `target[i]`, in order, all layers and heads."""

@@ -1,6 +1,7 @@
 """The CPU backend: lowers a program to a native plan. A step is one native call with the GIL released."""
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.batch import Ints, RaggedBatch, StepRows
+from headrace.batch import Ints, RaggedBatch, StepRows, StepTimes
 from headrace.config import KvConfig
 from headrace.errors import RequestError, UnsupportedModelError
 from headrace.program import ops
@@ -47,6 +48,15 @@ class CpuExecutable:
         self.plan.run(self.vocab, *batch[:8], batch.logit_rows)
         logits: NDArray[np.float32] = self.plan.floats(self._logits, len(batch.logit_rows))
         return StepRows(logits, None)
+
+    def profile(self, batch: RaggedBatch) -> StepTimes:
+        self.plan.set_profiling(True)  # from zero
+        started = time.perf_counter()
+        self.run(batch)
+        wall = time.perf_counter() - started
+        ops, barriers = self.plan.profile()
+        self.plan.set_profiling(False)
+        return StepTimes(wall, dict(ops), barriers)
 
     def move_slots(self, source: Ints, target: Ints) -> None:
         self.plan.move_slots(np.ascontiguousarray(source, np.int32), np.ascontiguousarray(target, np.int32))

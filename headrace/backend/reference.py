@@ -1,5 +1,6 @@
 """The reference backend: NumPy, op by op, readable. It is the truth that every other backend is held to in tests."""
 
+import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.batch import Ints, RaggedBatch, StepRows
+from headrace.batch import Ints, RaggedBatch, StepRows, StepTimes
 from headrace.config import KvConfig
 from headrace.program import ops
 from headrace.program.trace import Program
@@ -45,10 +46,17 @@ class ReferenceExecutable:
     def run(self, batch: RaggedBatch) -> StepRows:
         step = _Step(self, batch)
         for op in self.program.ops:
-            out, result = op.output(), _RUN[type(op)](step, op)
-            if out is not None and result is not None:
-                step.rows[out.id] = result
+            step.run(op)
         return StepRows(step.rows[self.program.logits.id].astype(np.float32), None)
+
+    def profile(self, batch: RaggedBatch) -> StepTimes:
+        started = time.perf_counter()
+        step, ops = _Step(self, batch), dict.fromkeys((op.name for op in self.program.ops), 0.0)
+        for op in self.program.ops:
+            before = time.perf_counter()
+            step.run(op)
+            ops[op.name] += time.perf_counter() - before
+        return StepTimes(time.perf_counter() - started, ops, 0)
 
     def move_slots(self, source: Ints, target: Ints) -> None:
         for cache in (self.keys, self.values):
@@ -66,6 +74,11 @@ class _Step:
         self.executable = executable
         self.batch = batch
         self.rows: dict[int, Floats] = {}
+
+    def run(self, op: ops.Op) -> None:
+        out, result = op.output(), _RUN[type(op)](self, op)
+        if out is not None and result is not None:
+            self.rows[out.id] = result
 
     def x(self, value: ops.Value) -> Floats:
         return self.rows[value.id]

@@ -18,6 +18,7 @@ VERBS = {  # each is a module of this package with `configure(parser)` and `run(
     "pull": "fetch a model",
     "ls": "list the models at hand",
     "show": "what a model is, what it needs, and how fast it can be here",
+    "profile": "where the time of prefill and decode goes, op by op, and what bounds it",
     "doctor": "measure this machine, and test that the engine computes right on it",
 }
 
@@ -25,7 +26,7 @@ HELP = f"""usage: headrace VERB ...
 
 Runs transformer language models on the hardware you have.
 
-{chr(10).join(f"  {verb:8}{what}" for verb, what in VERBS.items())}
+{chr(10).join(f"  {verb:9}{what}" for verb, what in VERBS.items())}
 
   headrace run smollm2 "Why is the sky blue?"     one answer, on stdout
   headrace run                                    a chat with the default model

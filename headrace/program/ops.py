@@ -5,6 +5,7 @@ Every op is one line of equations over row matrices of float32. `flops(load)` co
 The planner, the profiler and the benchmarks read these figures; there is no other copy of the arithmetic.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -49,6 +50,11 @@ class Weight:
 @dataclass(frozen=True)
 class Op:
     """Base of all ops. By convention the output field is called `out`."""
+
+    @property
+    def name(self) -> str:
+        """What profiles call it: `qkv_rope_write`."""
+        return re.sub(r"\B[A-Z]", r"_\g<0>", type(self).__name__).lower()
 
     def inputs(self) -> list[Value]:
         return [v for name, v in vars(self).items() if name != "out" and isinstance(v, Value)]

@@ -1,0 +1,150 @@
+"""Profile a model op by op: time, bytes, operations, share of what this machine was measured to do, and what bounds each op.
+
+Runs prefills, and single decode steps at several depths and batch sizes; memory bandwidth and arithmetic are measured before
+and after. Every depth is run with the first batch size, and every batch size at the first depth.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from headrace.cli.arguments import add_json, add_model
+from headrace.config import EngineConfig, KvDtype
+from headrace.errors import HeadraceError, MemoryLimitError, RequestError
+
+if TYPE_CHECKING:
+    from headrace.checkpoint.load import Checkpoint
+    from headrace.planner.profile import Phase
+    from headrace.planner.report import Report
+
+_KV_BYTES = {"bf16": 2, "f32": 4}
+_MOST = 2**20
+"""Tokens or branches that may be asked for."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this verb."""
+    add_model(parser, optional=True)
+    parser.add_argument("--prefill", type=_counts, default="512,2048", metavar="N,...", help="prompt lengths, or `none`")
+    parser.add_argument("--depth", type=_counts, default="128,2048", metavar="N,...", help="tokens of context to decode at, or `none`")
+    parser.add_argument("--batch", type=_counts, default="1,4,8,16,32", metavar="N,...", help="sequences that decode together")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; 0: as many as may be used")
+    parser.add_argument("--kv-dtype", choices=get_args(KvDtype), default=EngineConfig.kv_dtype, help="number format of keys and values")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the roofline with the ops as points")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a table for each phase, or one JSON document; draw the picture if asked to."""
+    from headrace.cli.table import print_json
+
+    if args.svg and (args.svg.is_dir() or not args.svg.absolute().parent.is_dir()):
+        raise RequestError(f"{args.svg}: no file can be written there; name a file in a folder that exists")
+    report = examine(args)
+    if args.svg:
+        _draw(report, args.svg)
+    if args.json:
+        print_json(report.facts())
+        return 0
+    from headrace.cli.profile_tables import print_report
+
+    print_report(report)
+    if args.svg:
+        print(f"\nThe roofline is drawn in {args.svg}.")
+    return 0
+
+
+def examine(args: argparse.Namespace) -> "Report":
+    """Measure the machine, run the phases, measure the machine again.
+
+    Raises ModelError as every verb does, MemoryLimitError where not one phase fits in memory, and RequestError where none is
+    left to run.
+    """
+    from headrace.checkpoint.load import open_checkpoint
+    from headrace.checkpoint.source import resolve
+    from headrace.llm import engine_config
+    from headrace.planner.hardware import measure
+    from headrace.planner.profile import account, better, phases
+    from headrace.planner.report import Report
+
+    config = engine_config({"threads": args.threads, "kv_dtype": args.kv_dtype})
+    asked = phases(args.prefill, args.depth, args.batch, _KV_BYTES[args.kv_dtype])
+    checkpoint = open_checkpoint(resolve(args.model))
+    fitting, skipped = _choose(asked, checkpoint, config)
+    before = measure(args.threads)
+    program, rounds = _run(checkpoint, config, fitting)
+    after = measure(args.threads)
+    machine = better(before, after)
+    profiles = [account(phase, program, machine, times) for phase, times in zip(fitting, rounds, strict=True)]
+    return Report(args.model, checkpoint.spec, args.kv_dtype, before, after, machine, profiles, skipped)
+
+
+def _choose(asked: "Sequence[Phase]", checkpoint: "Checkpoint", config: EngineConfig) -> "tuple[list[Phase], dict[str, str]]":
+    """The phases that can run here, and why the others cannot, by name."""
+    from headrace.cli.stopwatch import BLOCK_SIZE, num_blocks
+    from headrace.planner import host
+    from headrace.planner.fit import Fit
+
+    spec = checkpoint.spec
+    weights = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    fit = Fit(host.available_memory(), weights, spec.kv_bytes_per_token(_KV_BYTES[config.kv_dtype]), spec.max_context)
+    if not fit.kv_room:
+        raise MemoryLimitError(
+            f"{weights:,} bytes of weights do not fit in the {fit.memory:,} bytes that are available: "
+            "the model is too large for this machine"
+        )
+    fitting, skipped, short = [], {}, 0
+    for phase in asked:
+        needed = num_blocks(phase) * BLOCK_SIZE * fit.kv_per_token + 4 * phase.branches * spec.vocab_size
+        if phase.length > spec.max_context:
+            skipped[phase.name] = f"needs {phase.length:,} tokens of context, and the model's ends at {spec.max_context:,}"
+        elif needed > fit.kv_room:
+            skipped[phase.name] = f"needs {needed:,} bytes for KV and logits, and {fit.kv_room:,} are left beside the weights"
+            short += 1
+        else:
+            fitting.append(phase)
+    if not fitting:
+        why = "; ".join(f"{name} {reason}" for name, reason in skipped.items()) or "give --prefill, or --depth and --batch"
+        raise (MemoryLimitError if short else RequestError)(f"nothing to profile: {why}")
+    return fitting, skipped
+
+
+def _run(checkpoint: "Checkpoint", config: EngineConfig, fitting: "Sequence[Phase]") -> Any:
+    """The program as it ran, and the step times of every phase; with a progress bar where there is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from headrace.cli.stopwatch import Stopwatch, num_blocks
+
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("loading", total=len(fitting) + 1)
+        stopwatch = Stopwatch(checkpoint, config, max(map(num_blocks, fitting)))
+        try:
+            rounds = []
+            for phase in fitting:
+                bar.update(task, advance=1, description=phase.name)
+                rounds.append(stopwatch.rounds(phase))
+            return stopwatch.executable.program, rounds
+        finally:
+            stopwatch.close()
+
+
+def _draw(report: "Report", file: Path) -> None:
+    from headrace.planner.picture import roofline_svg
+
+    try:
+        file.write_text(roofline_svg(report.title, report.machine, report.profiles), encoding="utf-8")
+    except OSError as error:
+        raise HeadraceError(f"{file}: cannot be written: {error.strerror}") from None
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """`512,2048`; no numbers for `none`."""
+    if text == "none":
+        return ()
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and 1 <= int(word) <= _MOST for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 1 to {_MOST:,}, such as 128,2048")
+    return tuple(int(word) for word in words)

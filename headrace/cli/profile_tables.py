@@ -1,0 +1,95 @@
+"""A profile as tables: the machine, each phase op by op, and all phases in one."""
+
+from headrace.cli.table import print_figures, print_table
+from headrace.planner.hardware import Machine
+from headrace.planner.profile import OpProfile, PhaseProfile
+from headrace.planner.report import Report
+
+_HEADINGS = ["op", ">calls", ">ms", ">%", ">MB", ">GB/s", ">%", ">G op", ">G op/s", ">%", ">least ms", "bound by"]
+_DRIFT = 0.1
+"""Of the measurements: from here on it is worth a word."""
+
+
+def print_report(report: Report) -> None:
+    """Everything, on stdout."""
+    print_figures(report.title, _machine_figures(report.before, report.after))
+    for profile in report.profiles:
+        _print_phase(report, profile)
+    _print_summary(report)
+    if report.skipped:
+        print()
+        print_figures("Left out", report.skipped)
+    print(_LEGEND)
+
+
+_LEGEND = """
+Each figure is a median over the rounds. % after ms: of the phase; after GB/s and G op/s: of what was
+measured here, above 100 where bytes came from a cache or the machine was busier at the measurement.
+Least ms: what bytes and operations allow. Bound by latency, or neither: they explain less than half
+of the time, of short calls or long ones. An op's time includes the wait at the barrier after it."""
+
+
+def _machine_figures(before: Machine, after: Machine) -> dict[str, str]:
+    pairs = {"memory read": (before.bandwidth, after.bandwidth, "GB/s")}
+    pairs |= {f"{kind} arithmetic": (rate, after.rates[kind], "G op/s") for kind, rate in before.rates.items()}
+    figures = {}
+    for name, (first, last, unit) in pairs.items():
+        drift = abs(last / first - 1)
+        note = f"; it moved by {drift:.0%}, and so may shares".replace("%", " %") if drift > _DRIFT else ""
+        figures[name] = f"{_short(first / 1e9)} {unit} before, {_short(last / 1e9)} after{note}"
+    return figures
+
+
+def _print_phase(report: Report, profile: PhaseProfile) -> None:
+    rows = [_op_row(op, profile.seconds) for op in sorted(profile.ops, key=lambda op: -op.seconds)]
+    outside = ["outside ops", "", _ms(profile.outside), _percent(profile.outside / profile.seconds), *[""] * 8]
+    num_bytes, flops = sum(op.bytes for op in profile.ops), sum(op.flops for op in profile.ops)
+    total = ["all", "", _ms(profile.seconds), "100", _short(num_bytes / 1e6), _short(num_bytes / profile.seconds / 1e9)]
+    total += [_percent(sum(op.memory_seconds for op in profile.ops) / profile.seconds), _short(flops / 1e9)]
+    total += [_short(flops / profile.seconds / 1e9), _percent(sum(op.arithmetic_seconds for op in profile.ops) / profile.seconds)]
+    steps = len(profile.phase.steps)
+    title = (
+        f"{profile.phase.name}: {_ms(profile.wall)} ms ({_ms(min(profile.walls))}-{_ms(max(profile.walls))} in {len(profile.walls)} rounds"
+    )
+    title += f"; {steps} steps), " if steps > 1 else "), "
+    title += f"{report.barriers_per_layer(profile):.1f} barriers a layer"
+    print_table(_HEADINGS, [*rows, outside, [*total, _ms(profile.floor), ""]], title)
+    print()
+
+
+def _op_row(op: OpProfile, total: float) -> list[str]:
+    row = [op.name, f"{op.calls:,}" if op.calls else "-", _ms(op.seconds), _percent(op.seconds / total)]
+    if op.bytes and op.seconds:
+        row += [_short(op.bytes / 1e6), _short(op.bytes / op.seconds / 1e9), _percent(op.memory_share)]
+    else:
+        row += [_short(op.bytes / 1e6) if op.bytes else "-", "-", "-"]
+    if op.flops and op.seconds:
+        row += [_short(op.flops / 1e9), _short(op.flops / op.seconds / 1e9), _percent(op.arithmetic_share)]
+    else:
+        row += [_short(op.flops / 1e9) if op.flops else "-", "-", "-"]
+    return [*row, _ms(op.floor) if op.floor else "-", op.bound]
+
+
+def _print_summary(report: Report) -> None:
+    headings = ["phase", ">ms", ">tokens/s", ">limit", ">% of it", ">outside ops", "most time in"]
+    rows = []
+    for p in report.profiles:
+        top = max(p.ops, key=lambda op: op.seconds)
+        rows.append(
+            [p.phase.name, _ms(p.wall), f"{p.tokens_per_second:,.0f}", f"{p.limit:,.0f}", _percent(p.floor / p.wall)]
+            + [f"{_percent(p.outside / p.seconds)} %", f"{top.name} ({top.bound}), {_percent(top.seconds / p.seconds)} %"]
+        )
+    print_table(headings, rows, "All phases")
+
+
+def _ms(seconds: float) -> str:
+    return _short(1000 * seconds)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}"
+
+
+def _short(number: float) -> str:
+    """Three digits that count, or all before the point."""
+    return f"{number:,.{0 if number >= 99.95 else 1 if number >= 9.995 else 2}f}"

@@ -1,0 +1,76 @@
+"""Runs the phases of a profile on a model and takes the time of every step."""
+
+import time
+
+import numpy as np
+
+from headrace.backend import compile_program
+from headrace.batch import RaggedBatch, StepTimes
+from headrace.checkpoint.load import Checkpoint
+from headrace.config import EngineConfig, KvConfig
+from headrace.model import trace_model
+from headrace.planner.host import usable_cores
+from headrace.planner.profile import Phase
+from headrace.planner.roofline import PREFILL_CHUNK
+from headrace.program.ops import Load
+
+BLOCK_SIZE = KvConfig.block_size
+_SECONDS = 1.5
+"""Of a phase: rounds go on until so much time is spent, within the bounds below."""
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 100
+
+
+def num_blocks(phase: Phase) -> int:
+    """KV blocks that a phase needs."""
+    return phase.branches * _blocks_of_branch(phase.length)
+
+
+class Stopwatch:
+    """A compiled model whose KV is written to the last of `blocks` blocks: a page that was never written costs nothing to read."""
+
+    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, blocks: int) -> None:
+        program = trace_model(checkpoint.spec, checkpoint.tensors)
+        kv = KvConfig(blocks, BLOCK_SIZE, config.kv_dtype)
+        self.executable = compile_program(config.backend, program, checkpoint.tensors, kv, config.threads or usable_cores())
+        self._vocab = checkpoint.spec.vocab_size
+        slots = np.arange(blocks * BLOCK_SIZE, dtype=np.int32)
+        filled = min(PREFILL_CHUNK, len(slots))
+        self.executable.run(self._batch(Load(((0, filled),), 1, 0)))
+        self.executable.move_slots(slots[filled:] % filled, slots[filled:])
+
+    def rounds(self, phase: Phase) -> list[list[StepTimes]]:
+        """The times of all steps of the phase, several times over. What a round leaves in the KV does not change the next."""
+        batches = [self._batch(load) for load in phase.steps]
+        rounds: list[list[StepTimes]] = []
+        end = time.monotonic() + _SECONDS
+        while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and time.monotonic() < end):
+            rounds.append([self.executable.profile(batch) for batch in batches])
+        return rounds
+
+    def close(self) -> None:
+        self.executable.close()
+
+    def _batch(self, load: Load) -> RaggedBatch:
+        """A step of this load: branch after branch, each with blocks of its own in order, and logits for its last row."""
+        context, rows = np.array(load.branches, np.int32).T.copy()
+        ends = np.cumsum(rows, dtype=np.int32)
+        branch = np.repeat(np.arange(len(rows), dtype=np.int32), rows)
+        row = np.arange(ends[-1], dtype=np.int32)
+        positions = row - (ends - rows)[branch] + context[branch]
+        blocks = _blocks_of_branch(int((context + rows).max()))
+        return RaggedBatch(
+            tokens=row * 37 % self._vocab,
+            positions=positions,
+            slots=branch * (blocks * BLOCK_SIZE) + positions,
+            row_start=np.concatenate([[0], ends]).astype(np.int32),
+            context_len=context,
+            forced_len=rows,
+            block_table=np.arange(len(rows) * blocks, dtype=np.int32).reshape(len(rows), blocks),
+            ancestors=None,
+            logit_rows=ends - 1,
+            branch_of=np.arange(len(rows), dtype=np.int32),
+        )
+
+
+def _blocks_of_branch(length: int) -> int:
+    return -(-length // BLOCK_SIZE)

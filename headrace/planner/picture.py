@@ -1,0 +1,266 @@
+"""The roofline as an SVG picture: what the machine was measured to do, and the ops as points (Williams et al. 2009).
+
+Colour tells the op, shape the phase, area the share of the phase's time. The background is painted, so that the picture reads
+the same in a dark viewer.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+from headrace.planner.hardware import KINDS, Kind, Machine
+from headrace.planner.profile import OpProfile, PhaseProfile
+
+WIDTH, HEIGHT = 1000, 640
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 748, 84, 572  # of the plot; the legend is right of it
+_INK, _FAINT, _GRID = "#1f2933", "#5f6c7b", "#e8ecf0"
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b4fa0", "#8a6d3b", "#333333")
+"""After Okabe and Ito 2008, which colour-blind readers can tell apart; darkest where most is drawn."""
+_SHAPES = ("circle", "square", "up", "diamond", "down", "pentagon", "star", "hexagon", "cross")
+_RADII = (3.2, 11.0)
+
+
+class _Point(NamedTuple):
+    """An op in a phase, on the page."""
+
+    op: OpProfile
+    phase: str
+    share: float
+    x: float
+    y: float
+    colour: str
+    shape: str
+
+    @property
+    def radius(self) -> float:
+        return max(_RADII[0], _RADII[1] * math.sqrt(self.share))
+
+
+class _Axes:
+    """Decades of operations per byte and of G operations per second, on the page."""
+
+    def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
+        self.x_range, self.y_range = _span(xs), _span(ys)
+
+    def x(self, intensity: float) -> float:
+        low, high = self.x_range
+        return _LEFT + (_RIGHT - _LEFT) * (math.log10(intensity) - low) / (high - low)
+
+    def y(self, rate: float) -> float:
+        low, high = self.y_range
+        return _BOTTOM - (_BOTTOM - _TOP) * (math.log10(rate) - low) / (high - low)
+
+
+def roofline_svg(title: str, machine: Machine, profiles: Sequence[PhaseProfile]) -> str:
+    """The picture as an XML document. Ops that read or compute nothing have no place on it."""
+    plotted = [(p, op) for p in profiles for op in p.ops if op.bytes and op.flops and op.seconds]
+    kinds = [kind for kind in KINDS if any(op.kind == kind for _, op in plotted)]
+    xs = [op.flops / op.bytes for _, op in plotted] + [machine.ridge(kind) for kind in kinds]
+    ys = [op.flops / op.seconds for _, op in plotted] + [machine.rates[kind] * 1.2 for kind in kinds]
+    axes = _Axes(xs or [1.0], ys or [1.0])
+    total = {op.name: sum(o.seconds for _, o in plotted if o.name == op.name) for _, op in plotted}
+    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(sorted(total, key=lambda name: -total[name]))}
+    shapes = {p.phase.name: _SHAPES[i % len(_SHAPES)] for i, p in enumerate(profiles)}
+    points = [_point(axes, p, op, colours[op.name], shapes[p.phase.name]) for p, op in plotted]
+    body = [
+        *_frame(axes),
+        *_roof(axes, machine, kinds),
+        *_paths(points),
+        *(_mark(p) for p in sorted(points, key=lambda p: -p.share)),
+        *_names(points),
+        *_legend(colours, shapes),
+    ]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        f'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="{_INK}">',
+        f"<title>Roofline: {_plain(title)}</title>",
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
+        _text(_LEFT, 34, title, size=18, weight="bold"),
+        _text(_LEFT, 56, _subtitle(machine, kinds), fill=_FAINT),
+    )
+    return "\n".join((*head, *body, "</svg>", ""))
+
+
+def _subtitle(machine: Machine, kinds: Sequence[Kind]) -> str:
+    rates = ", ".join(f"{kind} {machine.rates[kind] / 1e9:,.0f}" for kind in kinds)
+    return f"Measured in the same run ({machine.isa}): memory read {machine.bandwidth / 1e9:.1f} GB/s; {rates} G operations/s"
+
+
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    """Decimal logarithms of a range with some air around the values."""
+    low, high = math.log10(min(values)), math.log10(max(values))
+    air = max(0.08 * (high - low), 0.15)
+    return low - air, high + air
+
+
+def _point(axes: _Axes, profile: PhaseProfile, op: OpProfile, colour: str, shape: str) -> _Point:
+    x, y = axes.x(op.flops / op.bytes), axes.y(op.flops / op.seconds)
+    return _Point(op, profile.phase.name, op.seconds / profile.seconds, x, y, colour, shape)
+
+
+def _frame(axes: _Axes) -> Iterator[str]:
+    for value in _ticks(axes.x_range):
+        x = axes.x(value)
+        yield _line([(x, _TOP), (x, _BOTTOM)], _GRID, 1)
+        yield _text(x, _BOTTOM + 18, _number(value), anchor="middle")
+    for value in _ticks(axes.y_range, unit=1e9):
+        y = axes.y(value)
+        yield _line([(_LEFT, y), (_RIGHT, y)], _GRID, 1)
+        yield _text(_LEFT - 8, y + 4, _number(value / 1e9), anchor="end")
+    yield _line([(_LEFT, _TOP), (_LEFT, _BOTTOM), (_RIGHT, _BOTTOM)], _INK, 1)
+    yield _text((_LEFT + _RIGHT) / 2, _BOTTOM + 42, "operations per byte of weights and KV", anchor="middle", size=13)
+    middle = (_TOP + _BOTTOM) / 2
+    yield _text(24, middle, "G operations per second", anchor="middle", size=13, turn=-90)
+
+
+def _ticks(span: tuple[float, float], unit: float = 1.0) -> list[float]:
+    """1, 10, 100, ... of the unit; with 2 and 5 between them where the range is short."""
+    steps = (1,) if span[1] - span[0] > 2.5 else (1, 2, 5)
+    decades = range(math.floor(span[0] - math.log10(unit)), math.ceil(span[1] - math.log10(unit)) + 1)
+    values = (step * 10.0**decade * unit for decade in decades for step in steps)
+    return [value for value in values if span[0] <= math.log10(value) <= span[1]]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+
+
+def _roof(axes: _Axes, machine: Machine, kinds: Sequence[Kind]) -> Iterator[str]:
+    """A ceiling for each kind of number, from where memory no longer holds it down, and the slope of memory below them."""
+    right, left = 10 ** axes.x_range[1], 10 ** axes.x_range[0]
+    top = max((machine.rates[kind] for kind in kinds), default=10 ** axes.y_range[1])
+    start = max(left, 10 ** axes.y_range[0] / machine.bandwidth)
+    slope = [(axes.x(start), axes.y(start * machine.bandwidth)), (axes.x(top / machine.bandwidth), axes.y(top))]
+    yield _line(slope, _INK, 2)
+    for kind in kinds:
+        y = axes.y(machine.rates[kind])
+        yield _line([(axes.x(machine.ridge(kind)), y), (axes.x(right), y)], _INK, 2)
+        yield _text(axes.x(right) - 4, y - 7, f"{kind} {machine.rates[kind] / 1e9:,.0f} G op/s", anchor="end")
+    (x0, y0), (x1, y1) = slope
+    angle = math.degrees(math.atan2(y1 - y0, x1 - x0))
+    x, y = x0 + 0.55 * (x1 - x0), y0 + 0.55 * (y1 - y0)
+    yield _text(x - 6, y - 8, f"memory {machine.bandwidth / 1e9:.1f} GB/s", anchor="middle", turn=angle)
+
+
+def _paths(points: Sequence[_Point]) -> Iterator[str]:
+    """A faint line through the points of each op, from few operations per byte to many."""
+    for name in dict.fromkeys(p.op.name for p in points):
+        own = sorted((p for p in points if p.op.name == name), key=lambda p: (p.x, -p.y))
+        if len(own) > 1:
+            yield _line([(p.x, p.y) for p in own], own[0].colour, 1.2, opacity=0.35)
+
+
+def _mark(p: _Point) -> str:
+    what = f"{p.op.name}, {p.phase}: {p.share:.0%} of the time; bound by {p.op.bound}"
+    style = f'fill="{p.colour}" fill-opacity="0.82" stroke="#ffffff" stroke-width="0.9"'
+    return f'<g class="point" {style}><title>{_plain(what)}</title>{_shape(p.shape, p.x, p.y, p.radius)}</g>'
+
+
+def _shape(shape: str, x: float, y: float, r: float) -> str:
+    if shape == "circle":
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{r:.1f}"/>'
+    corners = {
+        "square": [(a, 0.89) for a in (45, 135, 225, 315)],
+        "diamond": [(a, 1.25) for a in (0, 90, 180, 270)],
+        "up": [(a, 1.3) for a in (90, 210, 330)],
+        "down": [(a, 1.3) for a in (30, 150, 270)],
+        "pentagon": [(90 + 72 * i, 1.1) for i in range(5)],
+        "hexagon": [(60 * i, 1.05) for i in range(6)],
+        "star": [(90 + 36 * i, 1.4 if i % 2 == 0 else 0.6) for i in range(10)],
+        "cross": [(a + d, s) for a in (0, 90, 180, 270) for d, s in ((-18, 1.3), (18, 1.3), (45, 0.57))],
+    }[shape]
+    at = ((x + s * r * math.cos(math.radians(a)), y - s * r * math.sin(math.radians(a))) for a, s in corners)
+    return f'<polygon points="{_pairs(at)}"/>'
+
+
+def _names(points: Sequence[_Point]) -> Iterator[str]:
+    """The name of each op beside the point of it that has most room."""
+    taken = [(p.x - p.radius, p.y - p.radius, p.x + p.radius, p.y + p.radius) for p in points]
+    for name in dict.fromkeys(p.op.name for p in sorted(points, key=lambda p: -p.share)):
+        width, height = 6.6 * len(name) + 4, 13.0
+        places = [
+            (cost + bias, x, y, p.colour)
+            for p in points
+            if p.op.name == name
+            for bias, x, y in _places(p, width, height)
+            for cost in [sum(_overlap((x, y, x + width, y + height), box) for box in taken)]
+            if x >= _LEFT + 2 and x + width <= _RIGHT and y >= _TOP and y + height <= _BOTTOM
+        ]
+        if places:
+            _, x, y, colour = min(places)
+            taken.append((x, y, x + width, y + height))
+            yield _text(x + 2, y + 10, name, fill=colour, weight="bold", halo=True)
+
+
+def _places(p: _Point, width: float, height: float) -> Iterator[tuple[float, float, float]]:
+    """Corners of a label right of, left of, below and above a point, each with what speaks against it."""
+    gap = 1.2 * p.radius + 3
+    yield 0.0, p.x + gap, p.y - height / 2
+    yield 0.5, p.x - gap - width, p.y - height / 2
+    yield 1.0, p.x - width / 2, p.y + gap
+    yield 1.5, p.x - width / 2, p.y - gap - height
+
+
+def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> float:
+    wide, high = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    return wide * high if wide > 0 and high > 0 else 0.0
+
+
+def _legend(colours: dict[str, str], shapes: dict[str, str]) -> Iterator[str]:
+    x, y = _RIGHT + 30, _TOP + 10
+    yield _text(x, y, "Op", weight="bold")
+    for name, colour in colours.items():
+        y += 21
+        yield f'<rect x="{x}" y="{y - 9}" width="18" height="9" rx="2" fill="{colour}"/>'
+        yield _text(x + 28, y, name)
+    y += 38
+    yield _text(x, y, "Phase", weight="bold")
+    for name, shape in shapes.items():
+        y += 21
+        yield f'<g fill="{_FAINT}">{_shape(shape, x + 9, y - 4, 5.5)}</g>'
+        yield _text(x + 28, y, name)
+    y += 38
+    yield _text(x, y, "Share of the phase's time", weight="bold")
+    y += 24
+    at = x + 3.0
+    for share in (0.05, 0.2, 0.5):
+        r = _RADII[1] * math.sqrt(share)
+        yield f'<circle cx="{at + r:.1f}" cy="{y - 4}" r="{r:.1f}" fill="{_FAINT}"/>'
+        yield _text(at + 2 * r + 5, y, f"{100 * share:.0f} %")
+        at += 2 * r + 46
+
+
+def _line(points: Iterable[tuple[float, float]], colour: str, width: float, opacity: float = 1.0) -> str:
+    fade = f' stroke-opacity="{opacity}"' if opacity < 1 else ""
+    return f'<polyline points="{_pairs(points)}" fill="none" stroke="{colour}" stroke-width="{width}"{fade}/>'
+
+
+def _pairs(points: Iterable[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    anchor: str = "start",
+    size: int = 12,
+    weight: str = "",
+    fill: str = "",
+    turn: float = 0.0,
+    halo: bool = False,
+) -> str:
+    extra = f' text-anchor="{anchor}"' if anchor != "start" else ""
+    extra += f' font-size="{size}"' if size != 12 else ""
+    extra += f' font-weight="{weight}"' if weight else ""
+    extra += f' fill="{fill}"' if fill else ""
+    extra += f' transform="rotate({turn:.1f} {x:.1f} {y:.1f})"' if turn else ""
+    extra += ' stroke="#ffffff" stroke-width="3" paint-order="stroke"' if halo else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}"{extra}>{_plain(text)}</text>'
+
+
+def _plain(text: str) -> str:
+    """Fit for XML: names come from files of unknown origin."""
+    return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))

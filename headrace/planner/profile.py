@@ -1,0 +1,186 @@
+"""Where the time of steps goes, op by op, beside the least time that bytes and operations allow (Williams et al. 2009).
+
+A phase is what is profiled as one: a prefill in its chunks, or one decode step of a batch at a depth. Times are measured
+elsewhere (`Executable.profile`); bytes, operations and limits come from the ops themselves.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from headrace.batch import StepTimes
+from headrace.planner.hardware import Kind, Machine
+from headrace.planner.roofline import PREFILL_CHUNK, op_kind, op_seconds
+from headrace.program.ops import Load, Op
+from headrace.program.trace import Program
+
+Bound = Literal["memory", "arithmetic", "latency", "neither", "untimed"]
+
+_SHORT = 20e-6
+"""Seconds of a call that is mostly start, barrier and first cache misses."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Steps that are profiled as one."""
+
+    name: str
+    branches: int
+    depth: int
+    """Tokens of context of each branch before the phase."""
+    tokens: int
+    """Computed in the phase, all branches together."""
+    steps: tuple[Load, ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens of context of each branch after the phase."""
+        return self.depth + self.tokens // self.branches
+
+
+def prefill_phase(tokens: int, kv_bytes: float) -> Phase:
+    """One prompt, from an empty cache, in chunks as the engine cuts it; a row of logits in each, as in `prefill_limit`."""
+    starts = range(0, tokens, PREFILL_CHUNK)
+    steps = tuple(Load(((start, min(PREFILL_CHUNK, tokens - start)),), 1, kv_bytes) for start in starts)
+    return Phase(f"prefill {tokens:,}", 1, 0, tokens, steps)
+
+
+def decode_phase(depth: int, branches: int, kv_bytes: float) -> Phase:
+    """One step of so many plainly decoding branches, each with `depth` tokens of context."""
+    step = Load(((depth, 1),) * branches, branches, kv_bytes)
+    return Phase(f"decode, depth {depth:,}, batch {branches:,}", branches, depth, branches, (step,))
+
+
+def phases(prefill: Iterable[int], depths: Sequence[int], batches: Sequence[int], kv_bytes: float) -> list[Phase]:
+    """Every prefill, every depth with the first batch, and every batch at the first depth; each once."""
+    shapes = [(depth, batches[0]) for depth in depths if batches] + [(depths[0], batch) for batch in batches if depths]
+    decode = [decode_phase(depth, batch, kv_bytes) for depth, batch in dict.fromkeys(shapes)]
+    return [prefill_phase(tokens, kv_bytes) for tokens in dict.fromkeys(prefill)] + decode
+
+
+@dataclass(frozen=True)
+class OpProfile:
+    """All calls of one kind of op in a phase."""
+
+    name: str
+    calls: int
+    """0 where the program has no such op: the backend has brought it along, and its cost is unknown."""
+    seconds: float
+    """0 where the backend does not time it by itself."""
+    bytes: int
+    flops: int
+    kind: Kind
+    """Number format of most of its multiply-adds."""
+    memory_seconds: float
+    """What its bytes take at the measured bandwidth."""
+    arithmetic_seconds: float
+    """What its operations take at the measured rates."""
+    floor: float
+    """Least seconds: call by call, the longer of the two."""
+
+    @property
+    def memory_share(self) -> float:
+        """Share of the measured bandwidth; above 1 the bytes came from a cache, or the machine was busier when it was measured."""
+        return self.memory_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def arithmetic_share(self) -> float:
+        """Share of the measured rate."""
+        return self.arithmetic_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def bound(self) -> Bound:
+        """Memory or arithmetic if it explains half of the time or more; else latency of short calls, and neither of long ones."""
+        if not self.seconds:
+            return "untimed"
+        if max(self.memory_share, self.arithmetic_share) < 0.5:
+            return "latency" if self.calls and self.seconds / self.calls < _SHORT else "neither"
+        return "memory" if self.memory_share >= self.arithmetic_share else "arithmetic"
+
+
+@dataclass(frozen=True)
+class PhaseProfile:
+    """A phase as it was measured."""
+
+    phase: Phase
+    ops: tuple[OpProfile, ...]
+    """In the order in which the program first names them."""
+    walls: tuple[float, ...]
+    """Seconds of each round from the first call to the last return."""
+    outside: float
+    """Seconds of no op: the calls themselves, checking the batch, waking the threads."""
+    barriers: int
+    """All steps together. The wait at the end of an op is part of its time."""
+
+    @property
+    def wall(self) -> float:
+        """Median seconds of a round."""
+        return median(self.walls)
+
+    @property
+    def seconds(self) -> float:
+        """Sum of the parts, each of them a median: close to `wall`, and what shares are taken of."""
+        return sum(op.seconds for op in self.ops) + self.outside
+
+    @property
+    def floor(self) -> float:
+        """Least seconds of all ops."""
+        return sum(op.floor for op in self.ops)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.phase.tokens / self.wall
+
+    @property
+    def limit(self) -> float:
+        """Most tokens per second."""
+        return self.phase.tokens / self.floor
+
+
+def account(phase: Phase, program: Program, machine: Machine, rounds: Sequence[Sequence[StepTimes]]) -> PhaseProfile:
+    """What the rounds of a phase, each with the times of all its steps, come to: medians over the rounds."""
+    walls = [sum(step.wall for step in steps) for steps in rounds]
+    seconds = [_total(steps) for steps in rounds]
+    outside = median(wall - sum(ops.values()) for wall, ops in zip(walls, seconds, strict=True))
+    groups: dict[str, list[Op]] = defaultdict(list)
+    for op in program.ops:
+        groups[op.name].append(op)
+    names = dict.fromkeys([*groups, *(name for ops in seconds for name in ops)])
+    ops = (_op_profile(name, groups[name], phase, machine, median(ops.get(name, 0.0) for ops in seconds)) for name in names)
+    barriers = sum(step.barriers for step in rounds[0])
+    return PhaseProfile(phase, tuple(op for op in ops if op.seconds or op.floor), tuple(walls), max(0.0, outside), barriers)
+
+
+def better(before: Machine, after: Machine) -> Machine:
+    """The better of two measurements, figure by figure: neighbours take bandwidth away and never add any."""
+    rates = {kind: max(before.rates[kind], after.rates[kind]) for kind in before.rates}
+    return Machine(before.cpu, before.isa, before.threads, max(before.bandwidth, after.bandwidth), rates)
+
+
+def _total(steps: Sequence[StepTimes]) -> dict[str, float]:
+    total: dict[str, float] = defaultdict(float)
+    for step in steps:
+        for name, seconds in step.ops.items():
+            total[name] += seconds
+    return total
+
+
+def _op_profile(name: str, ops: Sequence[Op], phase: Phase, machine: Machine, seconds: float) -> OpProfile:
+    calls = [(op, load) for load in phase.steps for op in ops]
+    flops: dict[Kind, int] = defaultdict(int)
+    for op, load in calls:
+        flops[op_kind(op, load)] += op.flops(load)
+    num_bytes = sum(op.bytes(load) for op, load in calls)
+    return OpProfile(
+        name=name,
+        calls=len(calls),
+        seconds=seconds,
+        bytes=num_bytes,
+        flops=sum(flops.values()),
+        kind=max(flops, key=flops.__getitem__, default="f32"),
+        memory_seconds=num_bytes / machine.bandwidth,
+        arithmetic_seconds=sum(count / machine.rates[kind] for kind, count in flops.items()),
+        floor=sum(op_seconds(op, load, machine) for op, load in calls),
+    )

@@ -1,0 +1,93 @@
+"""A whole profile run, and what of it goes to JSON."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.model.spec import ModelSpec
+from headrace.planner.hardware import Machine
+from headrace.planner.profile import OpProfile, PhaseProfile
+
+
+@dataclass(frozen=True)
+class Report:
+    """The phases that ran, and the machine as it was before, after and, for all shares, at its better."""
+
+    model: str
+    spec: ModelSpec
+    kv_dtype: str
+    before: Machine
+    after: Machine
+    machine: Machine
+    profiles: Sequence[PhaseProfile]
+    skipped: Mapping[str, str]
+    """Phases that could not run, and why."""
+
+    @property
+    def title(self) -> str:
+        """Model, processor and threads in one line."""
+        threads = f"{self.machine.threads} thread" + "s" * (self.machine.threads > 1)
+        return f"{self.spec.name} on {self.machine.cpu}, {threads}"
+
+    def barriers_per_layer(self, profile: PhaseProfile) -> float:
+        """Of one step, those around the layers included."""
+        return profile.barriers / len(profile.phase.steps) / self.spec.num_layers
+
+    def facts(self) -> dict[str, Any]:
+        """Everything with raw numbers: seconds, bytes, operations, and shares of 1."""
+        return {
+            "model": self.model,
+            "name": self.spec.name,
+            "layers": self.spec.num_layers,
+            "kv_dtype": self.kv_dtype,
+            "cpu": self.machine.cpu,
+            "isa": self.machine.isa,
+            "threads": self.machine.threads,
+            "machine": {name: _machine(getattr(self, attribute)) for name, attribute in _MACHINES.items()},
+            "phases": [self._phase(profile) for profile in self.profiles],
+            "skipped": dict(self.skipped),
+        }
+
+    def _phase(self, profile: PhaseProfile) -> dict[str, Any]:
+        phase = profile.phase
+        return {
+            "name": phase.name,
+            "batch": phase.branches,
+            "depth": phase.depth,
+            "tokens": phase.tokens,
+            "steps": len(phase.steps),
+            "rounds": len(profile.walls),
+            "wall": {"median": profile.wall, "min": min(profile.walls), "max": max(profile.walls)},
+            "floor": profile.floor,
+            "tokens_per_second": profile.tokens_per_second,
+            "limit": profile.limit,
+            "barriers": profile.barriers,
+            "barriers_per_layer": self.barriers_per_layer(profile),
+            "outside_ops": profile.outside,
+            "ops": [_op(op, profile.seconds) for op in profile.ops],
+        }
+
+
+_MACHINES = {"before": "before", "after": "after", "used": "machine"}
+
+
+def _machine(machine: Machine) -> dict[str, Any]:
+    return {"bandwidth": machine.bandwidth, "rates": dict(machine.rates)}
+
+
+def _op(op: OpProfile, seconds: float) -> dict[str, Any]:
+    return {
+        "op": op.name,
+        "calls": op.calls,
+        "seconds": op.seconds,
+        "share": op.seconds / seconds,
+        "bytes": op.bytes,
+        "bytes_per_second": op.bytes / op.seconds if op.seconds else 0.0,
+        "share_of_bandwidth": op.memory_share,
+        "operations": op.flops,
+        "operations_per_second": op.flops / op.seconds if op.seconds else 0.0,
+        "kind": op.kind,
+        "share_of_rate": op.arithmetic_share,
+        "floor": op.floor,
+        "bound": op.bound,
+    }
