@@ -8,16 +8,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from headrace.cli.arguments import add_json, add_model
 from headrace.config import EngineConfig, KvDtype
 from headrace.errors import HeadraceError, MemoryLimitError, RequestError
 
 if TYPE_CHECKING:
+    from headrace.batch import StepTimes
     from headrace.checkpoint.load import Checkpoint
     from headrace.planner.profile import Phase
     from headrace.planner.report import Report
+    from headrace.program.trace import Program
 
 _KV_BYTES = {"bf16": 2, "f32": 4}
 _MOST = 2**20
@@ -32,6 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=_counts, default="1,4,8,16,32", metavar="N,...", help="sequences that decode together")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; 0: as many as may be used")
     parser.add_argument("--kv-dtype", choices=get_args(KvDtype), default=EngineConfig.kv_dtype, help="number format of keys and values")
+    parser.add_argument("--turns", type=_turns, default=5, metavar="N", help="how often each phase has its turn; more is steadier")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the roofline with the ops as points")
     add_json(parser)
 
@@ -74,7 +77,7 @@ def examine(args: argparse.Namespace) -> "Report":
     checkpoint = open_checkpoint(resolve(args.model))
     fitting, skipped = _choose(asked, checkpoint, config)
     before = measure(args.threads)
-    program, rounds = _run(checkpoint, config, fitting)
+    program, rounds = _run(checkpoint, config, fitting, args.turns)
     after = measure(args.threads)
     machine = better(before, after)
     profiles = [account(phase, program, machine, times) for phase, times in zip(fitting, rounds, strict=True)]
@@ -111,21 +114,27 @@ def _choose(asked: "Sequence[Phase]", checkpoint: "Checkpoint", config: EngineCo
     return fitting, skipped
 
 
-def _run(checkpoint: "Checkpoint", config: EngineConfig, fitting: "Sequence[Phase]") -> Any:
-    """The program as it ran, and the step times of every phase; with a progress bar where there is a terminal."""
+def _run(
+    checkpoint: "Checkpoint", config: EngineConfig, fitting: "Sequence[Phase]", turns: int
+) -> "tuple[Program, list[list[list[StepTimes]]]]":
+    """The program as it ran, and the times of every phase: rounds of steps. A progress bar where there is a terminal.
+
+    The phases take turns, so that a neighbour who is busy for a while slows a part of each, which its median hides.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
     from headrace.cli.stopwatch import Stopwatch, num_blocks
 
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("loading", total=len(fitting) + 1)
+        task = bar.add_task("loading", total=turns * len(fitting) + 1)
         stopwatch = Stopwatch(checkpoint, config, max(map(num_blocks, fitting)))
         try:
-            rounds = []
-            for phase in fitting:
-                bar.update(task, advance=1, description=phase.name)
-                rounds.append(stopwatch.rounds(phase))
+            rounds: list[list[list[StepTimes]]] = [[] for _ in fitting]
+            for _ in range(turns):
+                for phase, times in zip(fitting, rounds, strict=True):
+                    bar.update(task, advance=1, description=phase.name)
+                    times += stopwatch.turn(phase)
             return stopwatch.executable.program, rounds
         finally:
             stopwatch.close()
@@ -135,7 +144,7 @@ def _draw(report: "Report", file: Path) -> None:
     from headrace.planner.picture import roofline_svg
 
     try:
-        file.write_text(roofline_svg(report.title, report.machine, report.profiles), encoding="utf-8")
+        file.write_text(roofline_svg(f"Roofline of {report.spec.name}", report.machine, report.profiles), encoding="utf-8")
     except OSError as error:
         raise HeadraceError(f"{file}: cannot be written: {error.strerror}") from None
 
@@ -148,3 +157,9 @@ def _counts(text: str) -> tuple[int, ...]:
     if not all(word.strip().isdecimal() and 1 <= int(word) <= _MOST for word in words):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 1 to {_MOST:,}, such as 128,2048")
     return tuple(int(word) for word in words)
+
+
+def _turns(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {_MOST:,}")
+    return int(text)

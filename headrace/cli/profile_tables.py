@@ -25,8 +25,8 @@ def print_report(report: Report) -> None:
 _LEGEND = """
 Each figure is a median over the rounds. % after ms: of the phase; after GB/s and G op/s: of what was
 measured here, above 100 where bytes came from a cache or the machine was busier at the measurement.
-Least ms: what bytes and operations allow. Bound by latency, or neither: they explain less than half
-of the time, of short calls or long ones. An op's time includes the wait at the barrier after it."""
+Least ms: what bytes and operations allow. Bound by latency, or neither: these two explain less than
+half of the time, of short calls or of long ones. An op's time ends with the barrier after it."""
 
 
 def _machine_figures(before: Machine, after: Machine) -> dict[str, str]:
@@ -47,14 +47,19 @@ def _print_phase(report: Report, profile: PhaseProfile) -> None:
     total = ["all", "", _ms(profile.seconds), "100", _short(num_bytes / 1e6), _short(num_bytes / profile.seconds / 1e9)]
     total += [_percent(sum(op.memory_seconds for op in profile.ops) / profile.seconds), _short(flops / 1e9)]
     total += [_short(flops / profile.seconds / 1e9), _percent(sum(op.arithmetic_seconds for op in profile.ops) / profile.seconds)]
-    steps = len(profile.phase.steps)
-    title = (
-        f"{profile.phase.name}: {_ms(profile.wall)} ms ({_ms(min(profile.walls))}-{_ms(max(profile.walls))} in {len(profile.walls)} rounds"
-    )
-    title += f"; {steps} steps), " if steps > 1 else "), "
-    title += f"{report.barriers_per_layer(profile):.1f} barriers a layer"
-    print_table(_HEADINGS, [*rows, outside, [*total, _ms(profile.floor), ""]], title)
+    print_table(_HEADINGS, [*rows, outside, [*total, _ms(profile.floor), ""]], _title(report, profile))
+    if profile.wall > (1 + _DRIFT) * profile.seconds:
+        print(
+            f"Neighbours were busy: the medians of the parts come to {_ms(profile.seconds)} ms, that of the rounds to {_ms(profile.wall)}."
+        )
     print()
+
+
+def _title(report: Report, profile: PhaseProfile) -> str:
+    walls, steps = profile.walls, len(profile.phase.steps)
+    times = f"{_ms(profile.wall)} ms ({_ms(min(walls))}-{_ms(max(walls))}, {_count(len(walls), 'round')})"
+    cut = f" in {steps} steps" if steps > 1 else ""
+    return f"{profile.phase.name}{cut}: {times}, {report.barriers_per_layer(profile):.1f} barriers a layer"
 
 
 def _op_row(op: OpProfile, total: float) -> list[str]:
@@ -71,19 +76,22 @@ def _op_row(op: OpProfile, total: float) -> list[str]:
 
 
 def _print_summary(report: Report) -> None:
-    headings = ["phase", ">ms", ">tokens/s", ">limit", ">% of it", ">outside ops", "most time in"]
+    headings = ["phase", ">ms", ">tokens/s", ">limit", ">% of it", ">% outside ops", "most time in"]
     rows = []
     for p in report.profiles:
         top = max(p.ops, key=lambda op: op.seconds)
-        rows.append(
-            [p.phase.name, _ms(p.wall), f"{p.tokens_per_second:,.0f}", f"{p.limit:,.0f}", _percent(p.floor / p.wall)]
-            + [f"{_percent(p.outside / p.seconds)} %", f"{top.name} ({top.bound}), {_percent(top.seconds / p.seconds)} %"]
-        )
+        speed = [_ms(p.wall), f"{p.tokens_per_second:,.0f}", f"{p.limit:,.0f}", _percent(p.floor / p.wall)]
+        most = f"{top.name}, {_percent(top.seconds / p.seconds)} %"
+        rows.append([p.phase.name, *speed, _percent(p.outside / p.seconds), most])
     print_table(headings, rows, "All phases")
 
 
 def _ms(seconds: float) -> str:
     return _short(1000 * seconds)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + "s" * (number != 1)
 
 
 def _percent(share: float) -> str:

@@ -15,9 +15,8 @@ from headrace.planner.roofline import PREFILL_CHUNK
 from headrace.program.ops import Load
 
 BLOCK_SIZE = KvConfig.block_size
-_SECONDS = 1.5
-"""Of a phase: rounds go on until so much time is spent, within the bounds below."""
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 100
+_SECONDS = 0.3
+"""Of a turn: a phase goes on for so long, and its last round is always a whole one."""
 
 
 def num_blocks(phase: Phase) -> int:
@@ -38,12 +37,12 @@ class Stopwatch:
         self.executable.run(self._batch(Load(((0, filled),), 1, 0)))
         self.executable.move_slots(slots[filled:] % filled, slots[filled:])
 
-    def rounds(self, phase: Phase) -> list[list[StepTimes]]:
-        """The times of all steps of the phase, several times over. What a round leaves in the KV does not change the next."""
+    def turn(self, phase: Phase) -> list[list[StepTimes]]:
+        """The times of all steps of the phase, once or several times over. What a round writes to the KV is the same each time."""
         batches = [self._batch(load) for load in phase.steps]
-        rounds: list[list[StepTimes]] = []
         end = time.monotonic() + _SECONDS
-        while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and time.monotonic() < end):
+        rounds = [[self.executable.profile(batch) for batch in batches]]
+        while time.monotonic() < end:
             rounds.append([self.executable.profile(batch) for batch in batches])
         return rounds
 

@@ -29,9 +29,9 @@ def _print_rich(names: Sequence[str], right: Sequence[bool], rows: Sequence[Sequ
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        title=Text(title) if title else None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_header=any(names)
-    )
+    table = Table(box=box.SIMPLE_HEAD, show_header=any(names), collapse_padding=True, pad_edge=False)
+    if title:
+        table.title, table.title_justify, table.title_style = Text(title), "left", "bold"
     for name, flush_right in zip(names, right, strict=True):
         table.add_column(name, justify="right" if flush_right else "left", overflow="fold")
     for row in rows:

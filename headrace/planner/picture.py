@@ -12,13 +12,18 @@ from xml.sax.saxutils import escape
 from headrace.planner.hardware import KINDS, Kind, Machine
 from headrace.planner.profile import OpProfile, PhaseProfile
 
-WIDTH, HEIGHT = 1000, 640
+WIDTH, HEIGHT = 1000, 656
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 748, 84, 572  # of the plot; the legend is right of it
 _INK, _FAINT, _GRID = "#1f2933", "#5f6c7b", "#e8ecf0"
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b4fa0", "#8a6d3b", "#333333")
 """After Okabe and Ito 2008, which colour-blind readers can tell apart; darkest where most is drawn."""
 _SHAPES = ("circle", "square", "up", "diamond", "down", "pentagon", "star", "hexagon", "cross")
-_RADII = (3.2, 11.0)
+_RADII = (3.5, 13.0)
+"""Least, and that of an op which takes the whole time."""
+_WORTH = 0.01
+"""Share of the least time of some phase that puts an op on the picture: below it, no roof is what holds the op down."""
+
+_Box = tuple[float, float, float, float]
 
 
 class _Point(NamedTuple):
@@ -53,8 +58,9 @@ class _Axes:
 
 
 def roofline_svg(title: str, machine: Machine, profiles: Sequence[PhaseProfile]) -> str:
-    """The picture as an XML document. Ops that read or compute nothing have no place on it."""
-    plotted = [(p, op) for p in profiles for op in p.ops if op.bytes and op.flops and op.seconds]
+    """The picture as an XML document. Ops that hardly read or compute have no place on it and are named below it."""
+    drawn = {op.name for p in profiles for op in p.ops if op.bytes and op.flops and op.floor >= _WORTH * p.floor}
+    plotted = [(p, op) for p in profiles for op in p.ops if op.name in drawn and op.seconds]
     kinds = [kind for kind in KINDS if any(op.kind == kind for _, op in plotted)]
     xs = [op.flops / op.bytes for _, op in plotted] + [machine.ridge(kind) for kind in kinds]
     ys = [op.flops / op.seconds for _, op in plotted] + [machine.rates[kind] * 1.2 for kind in kinds]
@@ -63,28 +69,41 @@ def roofline_svg(title: str, machine: Machine, profiles: Sequence[PhaseProfile])
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(sorted(total, key=lambda name: -total[name]))}
     shapes = {p.phase.name: _SHAPES[i % len(_SHAPES)] for i, p in enumerate(profiles)}
     points = [_point(axes, p, op, colours[op.name], shapes[p.phase.name]) for p, op in plotted]
+    taken = [(p.x - p.radius, p.y - p.radius, p.x + p.radius, p.y + p.radius) for p in points]
     body = [
         *_frame(axes),
-        *_roof(axes, machine, kinds),
+        *_roof(axes, machine, kinds, taken),
         *_paths(points),
         *(_mark(p) for p in sorted(points, key=lambda p: -p.share)),
-        *_names(points),
+        *_names(points, taken),
         *_legend(colours, shapes),
+        _text(_LEFT, HEIGHT - 14, _left_out(profiles, drawn), fill=_FAINT, size=11),
     ]
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         f'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="{_INK}">',
-        f"<title>Roofline: {_plain(title)}</title>",
+        f"<title>{_plain(title)}</title>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
         _text(_LEFT, 34, title, size=18, weight="bold"),
-        _text(_LEFT, 56, _subtitle(machine, kinds), fill=_FAINT),
+        _text(_LEFT, 56, _subtitle(machine), fill=_FAINT),
     )
     return "\n".join((*head, *body, "</svg>", ""))
 
 
-def _subtitle(machine: Machine, kinds: Sequence[Kind]) -> str:
-    rates = ", ".join(f"{kind} {machine.rates[kind] / 1e9:,.0f}" for kind in kinds)
-    return f"Measured in the same run ({machine.isa}): memory read {machine.bandwidth / 1e9:.1f} GB/s; {rates} G operations/s"
+def _subtitle(machine: Machine) -> str:
+    threads = f"{machine.threads} thread" + "s" * (machine.threads > 1)
+    return f"{machine.cpu}, {threads}, {machine.isa}; memory and arithmetic measured in the same run"
+
+
+def _left_out(profiles: Sequence[PhaseProfile], drawn: set[str]) -> str:
+    """The ops without points, and the largest share of a phase that each takes."""
+    most: dict[str, float] = {}
+    for p in profiles:
+        for op in p.ops:
+            if op.name not in drawn:
+                most[op.name] = max(most.get(op.name, 0.0), op.seconds / p.seconds)
+    worth = [f"{name} (up to {100 * share:.0f} %)" for name, share in sorted(most.items(), key=lambda item: -item[1]) if share >= 0.005]
+    return f"Not drawn, since they hardly read or compute: {', '.join(worth)} of a phase's time" if worth else ""
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
@@ -116,7 +135,7 @@ def _frame(axes: _Axes) -> Iterator[str]:
 
 def _ticks(span: tuple[float, float], unit: float = 1.0) -> list[float]:
     """1, 10, 100, ... of the unit; with 2 and 5 between them where the range is short."""
-    steps = (1,) if span[1] - span[0] > 2.5 else (1, 2, 5)
+    steps = (1,) if span[1] - span[0] > 3.6 else (1, 2, 5)
     decades = range(math.floor(span[0] - math.log10(unit)), math.ceil(span[1] - math.log10(unit)) + 1)
     values = (step * 10.0**decade * unit for decade in decades for step in steps)
     return [value for value in values if span[0] <= math.log10(value) <= span[1]]
@@ -126,8 +145,11 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1 else f"{value:g}"
 
 
-def _roof(axes: _Axes, machine: Machine, kinds: Sequence[Kind]) -> Iterator[str]:
-    """A ceiling for each kind of number, from where memory no longer holds it down, and the slope of memory below them."""
+def _roof(axes: _Axes, machine: Machine, kinds: Sequence[Kind], taken: list[_Box]) -> Iterator[str]:
+    """A ceiling for each kind of number, from where memory no longer holds it down, and the slope of memory below them.
+
+    Adds the places of its labels to `taken`.
+    """
     right, left = 10 ** axes.x_range[1], 10 ** axes.x_range[0]
     top = max((machine.rates[kind] for kind in kinds), default=10 ** axes.y_range[1])
     start = max(left, 10 ** axes.y_range[0] / machine.bandwidth)
@@ -136,7 +158,13 @@ def _roof(axes: _Axes, machine: Machine, kinds: Sequence[Kind]) -> Iterator[str]
     for kind in kinds:
         y = axes.y(machine.rates[kind])
         yield _line([(axes.x(machine.ridge(kind)), y), (axes.x(right), y)], _INK, 2)
-        yield _text(axes.x(right) - 4, y - 7, f"{kind} {machine.rates[kind] / 1e9:,.0f} G op/s", anchor="end")
+        label = f"{kind} {machine.rates[kind] / 1e9:,.0f} G op/s"
+        wide = 6.3 * len(label)
+        free = range(int(axes.x(right) - 4), int(axes.x(machine.ridge(kind)) + wide), -12)
+        boxes = [(end - wide, y - 19, float(end), y - 2) for end in free] or [(_RIGHT - wide, y - 19, _RIGHT, y - 2)]
+        box = min(boxes, key=lambda box: _crowd(box, taken))
+        taken.append(box)
+        yield from _haloed(box[0], y - 7, label, _INK)
     (x0, y0), (x1, y1) = slope
     angle = math.degrees(math.atan2(y1 - y0, x1 - x0))
     x, y = x0 + 0.55 * (x1 - x0), y0 + 0.55 * (y1 - y0)
@@ -174,9 +202,8 @@ def _shape(shape: str, x: float, y: float, r: float) -> str:
     return f'<polygon points="{_pairs(at)}"/>'
 
 
-def _names(points: Sequence[_Point]) -> Iterator[str]:
+def _names(points: Sequence[_Point], taken: list[_Box]) -> Iterator[str]:
     """The name of each op beside the point of it that has most room."""
-    taken = [(p.x - p.radius, p.y - p.radius, p.x + p.radius, p.y + p.radius) for p in points]
     for name in dict.fromkeys(p.op.name for p in sorted(points, key=lambda p: -p.share)):
         width, height = 6.6 * len(name) + 4, 13.0
         places = [
@@ -184,13 +211,13 @@ def _names(points: Sequence[_Point]) -> Iterator[str]:
             for p in points
             if p.op.name == name
             for bias, x, y in _places(p, width, height)
-            for cost in [sum(_overlap((x, y, x + width, y + height), box) for box in taken)]
+            for cost in [_crowd((x, y, x + width, y + height), taken)]
             if x >= _LEFT + 2 and x + width <= _RIGHT and y >= _TOP and y + height <= _BOTTOM
         ]
         if places:
             _, x, y, colour = min(places)
             taken.append((x, y, x + width, y + height))
-            yield _text(x + 2, y + 10, name, fill=colour, weight="bold", halo=True)
+            yield from _haloed(x + 2, y + 10, name, colour, weight="bold")
 
 
 def _places(p: _Point, width: float, height: float) -> Iterator[tuple[float, float, float]]:
@@ -202,9 +229,10 @@ def _places(p: _Point, width: float, height: float) -> Iterator[tuple[float, flo
     yield 1.5, p.x - width / 2, p.y - gap - height
 
 
-def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> float:
-    wide, high = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
-    return wide * high if wide > 0 and high > 0 else 0.0
+def _crowd(box: _Box, taken: Iterable[_Box]) -> float:
+    """The area of a box that is taken already."""
+    overlaps = ((min(box[2], b[2]) - max(box[0], b[0]), min(box[3], b[3]) - max(box[1], b[1])) for b in taken)
+    return sum(wide * high for wide, high in overlaps if wide > 0 and high > 0)
 
 
 def _legend(colours: dict[str, str], shapes: dict[str, str]) -> Iterator[str]:
@@ -250,15 +278,21 @@ def _text(
     weight: str = "",
     fill: str = "",
     turn: float = 0.0,
-    halo: bool = False,
+    stroke: str = "",
 ) -> str:
     extra = f' text-anchor="{anchor}"' if anchor != "start" else ""
     extra += f' font-size="{size}"' if size != 12 else ""
     extra += f' font-weight="{weight}"' if weight else ""
     extra += f' fill="{fill}"' if fill else ""
     extra += f' transform="rotate({turn:.1f} {x:.1f} {y:.1f})"' if turn else ""
-    extra += ' stroke="#ffffff" stroke-width="3" paint-order="stroke"' if halo else ""
+    extra += f' stroke="{stroke}" stroke-width="3" stroke-linejoin="round"' if stroke else ""
     return f'<text x="{x:.1f}" y="{y:.1f}"{extra}>{_plain(text)}</text>'
+
+
+def _haloed(x: float, y: float, text: str, colour: str, weight: str = "") -> Iterator[str]:
+    """Text that stays readable over lines: itself over a broad white copy."""
+    yield _text(x, y, text, weight=weight, fill="#ffffff", stroke="#ffffff")
+    yield _text(x, y, text, weight=weight, fill=colour)
 
 
 def _plain(text: str) -> str:

@@ -16,7 +16,7 @@ from headrace.planner.roofline import PREFILL_CHUNK, op_kind, op_seconds
 from headrace.program.ops import Load, Op
 from headrace.program.trace import Program
 
-Bound = Literal["memory", "arithmetic", "latency", "neither", "untimed"]
+Bound = Literal["memory", "arithmetic", "latency", "neither", "unknown"]
 
 _SHORT = 20e-6
 """Seconds of a call that is mostly start, barrier and first cache misses."""
@@ -93,10 +93,10 @@ class OpProfile:
     @property
     def bound(self) -> Bound:
         """Memory or arithmetic if it explains half of the time or more; else latency of short calls, and neither of long ones."""
-        if not self.seconds:
-            return "untimed"
+        if not self.seconds or not self.calls:
+            return "unknown"
         if max(self.memory_share, self.arithmetic_share) < 0.5:
-            return "latency" if self.calls and self.seconds / self.calls < _SHORT else "neither"
+            return "latency" if self.seconds / self.calls < _SHORT else "neither"
         return "memory" if self.memory_share >= self.arithmetic_share else "arithmetic"
 
 
