@@ -1,0 +1,175 @@
+"""`headrace profile`: on a tiny model in this process, and once on the real one from outside."""
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from headrace.checkpoint.load import Checkpoint
+from headrace.cli.main import main
+from headrace.model import trace_model
+from headrace.planner.profile import phases
+from headrace.program.fuse import fuse
+from tests.tiny import tiny_model
+
+SPEC, TENSORS = tiny_model(4, dim=64, ffn=96, format="Q8_0", context=700)
+QUICK = ("--prefill", "40,600", "--depth", "8,600", "--batch", "1,3", "--turns", "1")
+NAMES = [
+    "prefill 40",
+    "prefill 600",
+    "decode, depth 8, batch 1",
+    "decode, depth 600, batch 1",
+    "decode, depth 8, batch 3",
+]
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The model `tiny` is a random one in memory."""
+    checkpoint = Checkpoint(Path("tiny"), SPEC, TENSORS, None, Path("tiny"))
+    monkeypatch.setattr("headrace.checkpoint.source.resolve", lambda model: Path(model))
+    monkeypatch.setattr("headrace.checkpoint.load.open_checkpoint", lambda path: checkpoint)
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+
+
+def facts_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["profile", "tiny", *words, "--json"]) == 0
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return facts
+
+
+@pytest.mark.usefixtures("tiny")
+class TestTiny:
+    def test_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+        facts = facts_of(capsys, *QUICK, "--threads", "1")
+        assert [phase["name"] for phase in facts["phases"]] == NAMES and not facts["skipped"]
+        assert facts["threads"] == 1 and facts["kv_dtype"] == "bf16" and facts["layers"] == SPEC.num_layers
+        before, after, used = (facts["machine"][when] for when in ("before", "after", "used"))
+        assert used["bandwidth"] == max(before["bandwidth"], after["bandwidth"])
+        program = fuse(trace_model(SPEC, TENSORS))
+        for phase, asked in zip(facts["phases"], phases((40, 600), (8, 600), (1, 3), 2), strict=True):
+            assert phase["steps"] == len(asked.steps) and phase["rounds"] >= 1
+            assert phase["wall"]["min"] <= phase["wall"]["median"] <= phase["wall"]["max"]
+            assert phase["tokens_per_second"] == pytest.approx(phase["tokens"] / phase["wall"]["median"])
+            assert phase["barriers"] == pytest.approx(phase["barriers_per_layer"] * phase["steps"] * SPEC.num_layers)
+            for key, cost in (("bytes", "bytes"), ("operations", "flops")):
+                own = sum(getattr(op, cost)(load) for op in program.ops for load in asked.steps)
+                assert sum(op[key] for op in phase["ops"]) == own
+            total = sum(op["seconds"] for op in phase["ops"]) + phase["outside_ops"]
+            assert sum(op["share"] for op in phase["ops"]) + phase["outside_ops"] / total == pytest.approx(1)
+            assert phase["floor"] == pytest.approx(sum(op["floor"] for op in phase["ops"]))
+
+    def test_tables_fit_a_hundred_columns(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["profile", "tiny", *QUICK]) == 0
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= 100
+        for name in NAMES:
+            assert f"\n{name}" in text
+        for word in ("glu_linear", "attention", "outside ops", "barriers a layer", "before", "after", "bound by", "least ms"):
+            assert word in text
+
+    def test_the_picture_lies_beside_the_json(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        file = tmp_path / "roofline.svg"
+        facts = facts_of(capsys, *QUICK, "--svg", str(file))
+        points = [group for group in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}g") if group.get("class") == "point"]
+        assert len(points) % len(facts["phases"]) == 0 and len(points) >= 5 * len(facts["phases"])
+
+    def test_what_does_not_fit_the_context_is_left_out(self, capsys: pytest.CaptureFixture[str]) -> None:
+        words = ("--prefill", "700,701", "--depth", "699,700", "--batch", "1", "--turns", "1")
+        facts = facts_of(capsys, *words)
+        assert [phase["name"] for phase in facts["phases"]] == ["prefill 700", "decode, depth 699, batch 1"]
+        assert list(facts["skipped"]) == ["prefill 701", "decode, depth 700, batch 1"]
+        assert "ends at 700" in facts["skipped"]["prefill 701"]
+        assert main(["profile", "tiny", *words]) == 0
+        assert "Left out\n" in capsys.readouterr().out
+
+    def test_what_does_not_fit_in_memory_is_left_out(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        from headrace.planner.fit import RUNTIME_BYTES
+
+        weights = sum(tensor.nbytes for tensor in TENSORS.values())
+        free = 3 * 32 * SPEC.kv_bytes_per_token(2) + 4 * SPEC.vocab_size * 3  # three blocks, and the logits of three rows
+        monkeypatch.setattr("headrace.planner.host.available_memory", lambda: weights + RUNTIME_BYTES + free)
+        words = ("--prefill", "none", "--depth", "8", "--batch", "3,4", "--turns", "1")
+        facts = facts_of(capsys, *words)
+        assert [phase["name"] for phase in facts["phases"]] == ["decode, depth 8, batch 3"]
+        assert f"{free:,} are left" in facts["skipped"]["decode, depth 8, batch 4"]
+
+    def test_an_op_of_the_backend_alone_is_shown(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        from headrace.backend.cpu import CpuExecutable
+
+        right = CpuExecutable.profile
+
+        def renamed(executable: CpuExecutable, batch: Any) -> Any:
+            times = right(executable, batch)
+            return times._replace(ops={"mystery" if name == "glu_linear" else name: s for name, s in times.ops.items()})
+
+        monkeypatch.setattr(CpuExecutable, "profile", renamed)
+        assert main(["profile", "tiny", *QUICK]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert any(line[:2] == ["mystery", "-"] and line[-1] == "unknown" for line in lines if line)
+        assert any(line[0] == "glu_linear" and line[-1] == "unknown" for line in lines if line)
+
+
+@pytest.mark.usefixtures("tiny")
+class TestRefusals:
+    def refused(self, capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
+        assert main(["profile", "tiny", *words]) == code
+        out, err = capsys.readouterr()
+        assert not out and err.startswith("headrace: ") and len(err.splitlines()) == 1
+        return err
+
+    def test_nothing_fits_the_context(self, capsys: pytest.CaptureFixture[str]) -> None:
+        err = self.refused(capsys, 2, "--prefill", "5000", "--depth", "none")
+        assert "nothing to profile: prefill 5,000 needs 5,000 tokens of context, and the model's ends at 700" in err
+
+    def test_nothing_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "--prefill" in self.refused(capsys, 2, "--prefill", "none", "--depth", "none")
+
+    def test_weights_beyond_memory(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("headrace.planner.host.available_memory", lambda: 1000)
+        assert "too large for this machine" in self.refused(capsys, 4)
+
+    def test_no_phase_within_memory(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        from headrace.planner.fit import RUNTIME_BYTES
+
+        weights = sum(tensor.nbytes for tensor in TENSORS.values())
+        monkeypatch.setattr("headrace.planner.host.available_memory", lambda: weights + RUNTIME_BYTES + 100)
+        assert "100 are left beside the weights" in self.refused(capsys, 4, "--prefill", "40", "--depth", "none")
+
+    def test_a_picture_that_cannot_be_written(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        assert "name a file in a folder that exists" in self.refused(capsys, 2, "--svg", str(tmp_path / "none" / "a.svg"))
+        assert "name a file" in self.refused(capsys, 2, "--svg", str(tmp_path))
+
+    def test_threads_out_of_range(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "threads" in self.refused(capsys, 2, "--threads", "-1")
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ("--prefill", "many"),
+            ("--prefill", "0"),
+            ("--prefill", ""),
+            ("--depth", "1,,2"),
+            ("--depth=-1",),
+            ("--batch", "1.5"),
+            ("--batch", str(2**40)),
+            ("--turns", "0"),
+            ("--kv-dtype", "fp4"),
+        ],
+    )
+    def test_bad_arguments(self, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+        with pytest.raises(SystemExit) as exit:
+            main(["profile", "tiny", *words])
+        out, err = capsys.readouterr()
+        assert exit.value.code == 2 and not out and len(err.splitlines()) == 1
+        assert words[0].partition("=")[0] in err and "headrace profile --help" in err
+
+
+def test_the_real_model_from_outside(headrace, smollm2: Path) -> None:
+    result = headrace("profile", str(smollm2), "--prefill", "64", "--depth", "16", "--batch", "1,2", "--turns", "1", "--json")
+    assert result.returncode == 0 and not result.stderr
+    facts = json.loads(result.stdout)
+    assert [phase["name"] for phase in facts["phases"]] == ["prefill 64", "decode, depth 16, batch 1", "decode, depth 16, batch 2"]
+    assert facts["layers"] == 30 and facts["phases"][0]["barriers_per_layer"] > 1
