@@ -23,10 +23,10 @@ def print_report(report: Report) -> None:
 
 
 _LEGEND = """
-Each figure is a median over the rounds. % after ms: of the phase; after GB/s and G op/s: of what was
-measured here, above 100 where bytes came from a cache or the machine was busier at the measurement.
-Least ms: what bytes and operations allow. Bound by latency, or neither: these two explain less than
-half of the time, of short calls or of long ones. An op's time ends with the barrier after it."""
+Each figure is a median over the rounds. % after ms: of the phase; after GB/s and G op/s: of what
+was measured here, above 100 where bytes came from a cache or the machine was busier at that time.
+Least ms: what bytes and operations allow. Bound by latency, or neither: these two explain less
+than half of the time, of short calls or of long ones. An op's time ends with its barrier."""
 
 
 def _machine_figures(before: Machine, after: Machine) -> dict[str, str]:

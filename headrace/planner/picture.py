@@ -77,7 +77,7 @@ def roofline_svg(title: str, machine: Machine, profiles: Sequence[PhaseProfile])
         *(_mark(p) for p in sorted(points, key=lambda p: -p.share)),
         *_names(points, taken),
         *_legend(colours, shapes),
-        _text(_LEFT, HEIGHT - 14, _left_out(profiles, drawn), fill=_FAINT, size=11),
+        *_left_out(profiles, drawn),
     ]
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
@@ -95,7 +95,7 @@ def _subtitle(machine: Machine) -> str:
     return f"{machine.cpu}, {threads}, {machine.isa}; memory and arithmetic measured in the same run"
 
 
-def _left_out(profiles: Sequence[PhaseProfile], drawn: set[str]) -> str:
+def _left_out(profiles: Sequence[PhaseProfile], drawn: set[str]) -> Iterator[str]:
     """The ops without points, and the largest share of a phase that each takes."""
     most: dict[str, float] = {}
     for p in profiles:
@@ -103,7 +103,9 @@ def _left_out(profiles: Sequence[PhaseProfile], drawn: set[str]) -> str:
             if op.name not in drawn:
                 most[op.name] = max(most.get(op.name, 0.0), op.seconds / p.seconds)
     worth = [f"{name} (up to {100 * share:.0f} %)" for name, share in sorted(most.items(), key=lambda item: -item[1]) if share >= 0.005]
-    return f"Not drawn, since they hardly read or compute: {', '.join(worth)} of a phase's time" if worth else ""
+    if worth:
+        note = f"Not drawn, since they hardly read or compute: {', '.join(worth)} of a phase's time"
+        yield _text(_LEFT, HEIGHT - 14, note, fill=_FAINT, size=11)
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from headrace.checkpoint.load import Checkpoint
 from headrace.cli.stopwatch import Stopwatch, num_blocks
 from headrace.config import EngineConfig
 from headrace.model import trace_model
-from headrace.planner import profile, roofline
+from headrace.planner import roofline
 from headrace.planner.hardware import Machine
 from headrace.planner.picture import roofline_svg
 from headrace.planner.profile import OpProfile, PhaseProfile, account, better, decode_phase, phases, prefill_phase
@@ -218,8 +218,3 @@ def distance(point: tuple[float, float], line: list[tuple[float, float]]) -> flo
     along = ((point[0] - x0) * (x1 - x0) + (point[1] - y0) * (y1 - y0)) / length**2
     along = min(1.0, max(0.0, along))
     return math.dist(point, (x0 + along * (x1 - x0), y0 + along * (y1 - y0)))
-
-
-def test_short_calls_are_short() -> None:
-    """The threshold between latency and a kernel that is merely slow is of the order of a few barriers."""
-    assert 1e-6 < profile._SHORT < 1e-4
