@@ -1,7 +1,7 @@
 """Profile a model op by op: time, bytes, operations, share of what this machine was measured to do, and what bounds each op.
 
-Runs prefills, and single decode steps at several depths and batch sizes; memory bandwidth and arithmetic are measured before
-and after. Every depth is run with the first batch size, and every batch size at the first depth.
+Runs prefills, and single decode steps at several depths and batch sizes, turn by turn; memory bandwidth and arithmetic are
+measured between the turns. Every depth is run with the first batch size, and every batch size at the first depth.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from headrace.errors import HeadraceError, MemoryLimitError, RequestError
 if TYPE_CHECKING:
     from headrace.batch import StepTimes
     from headrace.checkpoint.load import Checkpoint
+    from headrace.planner.hardware import Machine
     from headrace.planner.profile import Phase
     from headrace.planner.report import Report
     from headrace.program.trace import Program
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(args: argparse.Namespace) -> "Report":
-    """Measure the machine, run the phases, measure the machine again.
+    """Run the phases, and measure the machine between their turns.
 
     Raises ModelError as every verb does, MemoryLimitError where not one phase fits in memory, and RequestError where none is
     left to run.
@@ -68,20 +69,17 @@ def examine(args: argparse.Namespace) -> "Report":
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
     from headrace.llm import engine_config
-    from headrace.planner.hardware import measure
-    from headrace.planner.profile import account, better, phases
+    from headrace.planner.profile import account, phases, typical
     from headrace.planner.report import Report
 
     config = engine_config({"threads": args.threads, "kv_dtype": args.kv_dtype})
     asked = phases(args.prefill, args.depth, args.batch, _KV_BYTES[args.kv_dtype])
     checkpoint = open_checkpoint(resolve(args.model))
     fitting, skipped = _choose(asked, checkpoint, config)
-    before = measure(args.threads)
-    program, rounds = _run(checkpoint, config, fitting, args.turns)
-    after = measure(args.threads)
-    machine = better(before, after)
+    program, rounds, machines = _run(checkpoint, config, fitting, args.turns)
+    machine = typical(machines)
     profiles = [account(phase, program, machine, times) for phase, times in zip(fitting, rounds, strict=True)]
-    return Report(args.model, checkpoint.spec, args.kv_dtype, before, after, machine, profiles, skipped)
+    return Report(args.model, checkpoint.spec, args.kv_dtype, machines, machine, profiles, skipped)
 
 
 def _choose(asked: "Sequence[Phase]", checkpoint: "Checkpoint", config: EngineConfig) -> "tuple[list[Phase], dict[str, str]]":
@@ -89,13 +87,15 @@ def _choose(asked: "Sequence[Phase]", checkpoint: "Checkpoint", config: EngineCo
     from headrace.cli.stopwatch import BLOCK_SIZE, num_blocks
     from headrace.planner import host
     from headrace.planner.fit import Fit
+    from headrace.planner.hardware import READ_BYTES
 
     spec = checkpoint.spec
     weights = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     fit = Fit(host.available_memory(), weights, spec.kv_bytes_per_token(_KV_BYTES[config.kv_dtype]), spec.max_context)
-    if not fit.kv_room:
+    room = fit.kv_room - READ_BYTES
+    if room <= 0:
         raise MemoryLimitError(
-            f"{weights:,} bytes of weights do not fit in the {fit.memory:,} bytes that are available: "
+            f"{weights:,} bytes of weights leave too little of the {fit.memory:,} bytes that are available: "
             "the model is too large for this machine"
         )
     fitting, skipped, short = [], {}, 0
@@ -103,8 +103,8 @@ def _choose(asked: "Sequence[Phase]", checkpoint: "Checkpoint", config: EngineCo
         needed = num_blocks(phase) * BLOCK_SIZE * fit.kv_per_token + 4 * phase.branches * spec.vocab_size
         if phase.length > spec.max_context:
             skipped[phase.name] = f"needs {phase.length:,} tokens of context, and the model's ends at {spec.max_context:,}"
-        elif needed > fit.kv_room:
-            skipped[phase.name] = f"needs {needed:,} bytes for KV and logits, and {fit.kv_room:,} are left beside the weights"
+        elif needed > room:
+            skipped[phase.name] = f"needs {needed:,} bytes for KV and logits, and {room:,} are left beside the weights"
             short += 1
         else:
             fitting.append(phase)
@@ -116,8 +116,8 @@ def _choose(asked: "Sequence[Phase]", checkpoint: "Checkpoint", config: EngineCo
 
 def _run(
     checkpoint: "Checkpoint", config: EngineConfig, fitting: "Sequence[Phase]", turns: int
-) -> "tuple[Program, list[list[list[StepTimes]]]]":
-    """The program as it ran, and the times of every phase: rounds of steps. A progress bar where there is a terminal.
+) -> "tuple[Program, list[list[list[StepTimes]]], list[Machine]]":
+    """The program as it ran, the times of every phase (rounds of steps), and the machine before each turn and at the end.
 
     The phases take turns, so that a neighbour who is busy for a while slows a part of each, which its median hides.
     """
@@ -125,17 +125,20 @@ def _run(
     from rich.progress import Progress
 
     from headrace.cli.stopwatch import Stopwatch, num_blocks
+    from headrace.planner.hardware import measure
 
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("loading", total=turns * len(fitting) + 1)
         stopwatch = Stopwatch(checkpoint, config, max(map(num_blocks, fitting)))
         try:
             rounds: list[list[list[StepTimes]]] = [[] for _ in fitting]
+            machines = []
             for _ in range(turns):
+                machines.append(measure(config.threads))
                 for phase, times in zip(fitting, rounds, strict=True):
                     bar.update(task, advance=1, description=phase.name)
                     times += stopwatch.turn(phase)
-            return stopwatch.executable.program, rounds
+            return stopwatch.executable.program, rounds, [*machines, measure(config.threads)]
         finally:
             stopwatch.close()
 

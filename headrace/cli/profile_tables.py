@@ -1,7 +1,6 @@
 """A profile as tables: the machine, each phase op by op, and all phases in one."""
 
 from headrace.cli.table import print_figures, print_table
-from headrace.planner.hardware import Machine
 from headrace.planner.profile import OpProfile, PhaseProfile
 from headrace.planner.report import Report
 
@@ -12,7 +11,7 @@ _DRIFT = 0.1
 
 def print_report(report: Report) -> None:
     """Everything, on stdout."""
-    print_figures(report.title, _machine_figures(report.before, report.after))
+    print_figures(report.title, _machine_figures(report))
     for profile in report.profiles:
         _print_phase(report, profile)
     _print_summary(report)
@@ -29,15 +28,18 @@ Least ms: what bytes and operations allow. Bound by latency, or neither: these t
 than half of the time, of short calls or of long ones. An op's time ends with its barrier."""
 
 
-def _machine_figures(before: Machine, after: Machine) -> dict[str, str]:
-    pairs = {"memory read": (before.bandwidth, after.bandwidth, "GB/s")}
-    pairs |= {f"{kind} arithmetic": (rate, after.rates[kind], "G op/s") for kind, rate in before.rates.items()}
-    figures = {}
-    for name, (first, last, unit) in pairs.items():
-        drift = abs(last / first - 1)
-        note = f"; it moved by {drift:.0%}, and so may shares".replace("%", " %") if drift > _DRIFT else ""
-        figures[name] = f"{_short(first / 1e9)} {unit} before, {_short(last / 1e9)} after{note}"
+def _machine_figures(report: Report) -> dict[str, str]:
+    """Each figure as it is used, and the range of its measurements."""
+    figures = {"memory read": _measured([machine.bandwidth for machine in report.machines], report.machine.bandwidth, "GB/s")}
+    for kind, rate in report.machine.rates.items():
+        figures[f"{kind} arithmetic"] = _measured([machine.rates[kind] for machine in report.machines], rate, "G op/s")
     return figures
+
+
+def _measured(values: list[float], used: float, unit: str) -> str:
+    low, high = min(values), max(values)
+    note = "; it drifted, and so may shares of it" if high > (1 + _DRIFT) * low else ""
+    return f"{_short(used / 1e9)} {unit} ({_short(low / 1e9)}-{_short(high / 1e9)} in {_count(len(values), 'measurement')}){note}"
 
 
 def _print_phase(report: Report, profile: PhaseProfile) -> None:

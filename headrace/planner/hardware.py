@@ -16,7 +16,8 @@ Kind = Literal["int8", "bf16", "f32"]
 """Number formats of the multiply-adds: VNNI and its like, BF16 dot products, float32 FMA."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-_READ_BYTES = 256 << 20  # well beyond the last-level cache
+READ_BYTES = 256 << 20
+"""Memory that a measurement takes and reads: well beyond the last-level cache."""
 _FRESH_SECONDS = 3600
 
 
@@ -43,7 +44,7 @@ def measure(threads: int = 0) -> Machine:
     from headrace import _native
 
     threads = threads or host.usable_cores()
-    bandwidth = _native.read_bandwidth(threads, _READ_BYTES)
+    bandwidth = _native.read_bandwidth(threads, READ_BYTES)
     rates: dict[Kind, float] = {kind: _native.dot_rate(kind, threads) for kind in KINDS}
     machine = Machine(host.cpu_name(), _native.isa(), threads, bandwidth, rates)
     _remember(machine)

@@ -72,8 +72,8 @@ def roofline_svg(title: str, machine: Machine, profiles: Sequence[PhaseProfile])
     taken = [(p.x - p.radius, p.y - p.radius, p.x + p.radius, p.y + p.radius) for p in points]
     body = [
         *_frame(axes),
-        *_roof(axes, machine, kinds, taken),
         *_paths(points),
+        *_roof(axes, machine, kinds, taken),
         *(_mark(p) for p in sorted(points, key=lambda p: -p.share)),
         *_names(points, taken),
         *_legend(colours, shapes),
@@ -170,7 +170,7 @@ def _roof(axes: _Axes, machine: Machine, kinds: Sequence[Kind], taken: list[_Box
     (x0, y0), (x1, y1) = slope
     angle = math.degrees(math.atan2(y1 - y0, x1 - x0))
     x, y = x0 + 0.55 * (x1 - x0), y0 + 0.55 * (y1 - y0)
-    yield _text(x - 6, y - 8, f"memory {machine.bandwidth / 1e9:.1f} GB/s", anchor="middle", turn=angle)
+    yield from _haloed(x - 6, y - 8, f"memory {machine.bandwidth / 1e9:.1f} GB/s", _INK, anchor="middle", turn=angle)
 
 
 def _paths(points: Sequence[_Point]) -> Iterator[str]:
@@ -291,10 +291,10 @@ def _text(
     return f'<text x="{x:.1f}" y="{y:.1f}"{extra}>{_plain(text)}</text>'
 
 
-def _haloed(x: float, y: float, text: str, colour: str, weight: str = "") -> Iterator[str]:
+def _haloed(x: float, y: float, text: str, colour: str, *, weight: str = "", anchor: str = "start", turn: float = 0.0) -> Iterator[str]:
     """Text that stays readable over lines: itself over a broad white copy."""
-    yield _text(x, y, text, weight=weight, fill="#ffffff", stroke="#ffffff")
-    yield _text(x, y, text, weight=weight, fill=colour)
+    yield _text(x, y, text, weight=weight, anchor=anchor, turn=turn, fill="#ffffff", stroke="#ffffff")
+    yield _text(x, y, text, weight=weight, anchor=anchor, turn=turn, fill=colour)
 
 
 def _plain(text: str) -> str:

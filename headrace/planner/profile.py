@@ -153,10 +153,11 @@ def account(phase: Phase, program: Program, machine: Machine, rounds: Sequence[S
     return PhaseProfile(phase, tuple(op for op in ops if op.seconds or op.floor), tuple(walls), max(0.0, outside), barriers)
 
 
-def better(before: Machine, after: Machine) -> Machine:
-    """The better of two measurements, figure by figure: neighbours take bandwidth away and never add any."""
-    rates = {kind: max(before.rates[kind], after.rates[kind]) for kind in before.rates}
-    return Machine(before.cpu, before.isa, before.threads, max(before.bandwidth, after.bandwidth), rates)
+def typical(machines: Sequence[Machine]) -> Machine:
+    """The median of several measurements of a machine, figure by figure: what the medians of a profile are to be held against."""
+    first = machines[0]
+    rates = {kind: median(machine.rates[kind] for machine in machines) for kind in first.rates}
+    return Machine(first.cpu, first.isa, first.threads, median(machine.bandwidth for machine in machines), rates)
 
 
 def _total(steps: Sequence[StepTimes]) -> dict[str, float]:

@@ -11,14 +11,14 @@ from headrace.planner.profile import OpProfile, PhaseProfile
 
 @dataclass(frozen=True)
 class Report:
-    """The phases that ran, and the machine as it was before, after and, for all shares, at its better."""
+    """The phases that ran, and the machine as it was measured before every turn and at the end."""
 
     model: str
     spec: ModelSpec
     kv_dtype: str
-    before: Machine
-    after: Machine
+    machines: Sequence[Machine]
     machine: Machine
+    """The median of these: what all shares and limits refer to."""
     profiles: Sequence[PhaseProfile]
     skipped: Mapping[str, str]
     """Phases that could not run, and why."""
@@ -43,7 +43,8 @@ class Report:
             "cpu": self.machine.cpu,
             "isa": self.machine.isa,
             "threads": self.machine.threads,
-            "machine": {name: _machine(getattr(self, attribute)) for name, attribute in _MACHINES.items()},
+            "machine": _machine(self.machine),
+            "measurements": [_machine(machine) for machine in self.machines],
             "phases": [self._phase(profile) for profile in self.profiles],
             "skipped": dict(self.skipped),
         }
@@ -66,9 +67,6 @@ class Report:
             "outside_ops": profile.outside,
             "ops": [_op(op, profile.seconds) for op in profile.ops],
         }
-
-
-_MACHINES = {"before": "before", "after": "after", "used": "machine"}
 
 
 def _machine(machine: Machine) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from headrace.model import trace_model
 from headrace.planner import roofline
 from headrace.planner.hardware import Machine
 from headrace.planner.picture import roofline_svg
-from headrace.planner.profile import OpProfile, PhaseProfile, account, better, decode_phase, phases, prefill_phase
+from headrace.planner.profile import OpProfile, PhaseProfile, account, decode_phase, phases, prefill_phase, typical
 from headrace.program.fuse import fuse
 from headrace.program.ops import Op
 from headrace.program.trace import Program
@@ -112,9 +112,10 @@ class TestAccount:
         op = op_profile(seconds=0.004, arithmetic_seconds=0.001)
         assert (op.memory_share, op.arithmetic_share) == (0.25, 0.25)
 
-    def test_the_better_of_two_measurements(self) -> None:
+    def test_the_machine_is_the_median_of_its_measurements(self) -> None:
         slower = Machine("Zen 4", "avx512", 2, 20e9, {"int8": 950e9, "bf16": 470e9, "f32": 200e9})
-        assert better(HERE, slower) == better(slower, HERE) == replace(HERE, rates=dict(HERE.rates) | {"int8": 950e9})
+        other = Machine("Zen 4", "avx512", 2, 10e9, {"int8": 960e9, "bf16": 470e9, "f32": 235e9})
+        assert typical([HERE, slower, other]) == replace(slower, rates=dict(slower.rates) | {"f32": 235e9})
 
 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "f32"])
