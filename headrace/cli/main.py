@@ -19,6 +19,7 @@ VERBS = {  # each is a module of this package with `configure(parser)` and `run(
     "ls": "list the models at hand",
     "show": "what a model is, what it needs, and how fast it can be here",
     "profile": "where the time of prefill and decode goes, op by op, and what bounds it",
+    "bench": "measure how fast a model runs here, and how close to the limit",
     "doctor": "measure this machine, and test that the engine computes right on it",
 }
 

@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -37,6 +38,17 @@ def available_memory(root: Path = Path("/")) -> int:
             reclaimable = _fields(group / "memory.stat").get("inactive_file", 0)
             available = min(available, max(0, int(limit) - int(used) + reclaimable))
     return available
+
+
+def peak_memory(root: Path = Path("/")) -> int:
+    """Most bytes that this process has had in memory so far, mapped files included; 0 where the system does not say."""
+    return _fields(root / "proc/self/status").get("VmHWM:", 0) * 1024
+
+
+def forget_peak_memory(root: Path = Path("/")) -> None:
+    """Let `peak_memory` begin anew, at what is in memory now, where the system can do that."""
+    with suppress(OSError):
+        (root / "proc/self/clear_refs").write_text("5")
 
 
 def huge_pages() -> str:

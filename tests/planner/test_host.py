@@ -79,3 +79,18 @@ def test_this_host() -> None:
     assert host.available_memory() > 0
     assert host.cpu_name()
     assert host.huge_pages() in ("always", "madvise", "never", "unknown")
+
+
+class TestPeakMemory:
+    def test_it_sees_an_allocation_and_can_forget_it(self) -> None:
+        host.forget_peak_memory()
+        before = host.peak_memory()
+        memory = bytearray(64 << 20)
+        memory[::4096] = b"x" * len(memory[::4096])
+        assert host.peak_memory() - before > 48 << 20
+        del memory
+
+    def test_a_system_that_does_not_say(self, tmp_path: Path) -> None:
+        host.forget_peak_memory(tmp_path)
+        assert host.peak_memory(tmp_path) == 0
+        assert host.peak_memory(write(tmp_path, {"proc/self/status": "Name:\tx\nVmHWM:\t     12 kB\n"})) == 12 << 10
