@@ -11,13 +11,14 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test lint format bench clean
+.PHONY: help run test lint format bench micro clean
 
 help:
 	@echo 'make run     a real model answers a prompt (MODEL=$(MODEL), PROMPT="...")'
 	@echo 'make test    all tests'
 	@echo 'make lint    ruff, mypy, clang-format; `make format` repairs what can be repaired'
 	@echo 'make bench   cold start, and a paired run against llama.cpp'
+	@echo 'make micro   kernels against the bandwidth and arithmetic of this machine'
 	@echo 'make clean   remove what the above made'
 
 run: .venv/.core
@@ -41,6 +42,9 @@ format: .venv/.lint
 bench: .venv/.core
 	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/llama_cpp.py
+
+micro: .venv/.core
+	$(BIN)/python benchmarks/micro
 
 clean:
 	rm -rf .venv .bench build

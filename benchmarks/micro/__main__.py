@@ -1,0 +1,13 @@
+"""All micro benchmarks, one after the other."""
+
+from attention import attention
+from gemm import gemm
+from gemv import gemv
+from harness import main
+from head import head
+from norm import norm
+from plan import plan
+from roof import roof
+
+if __name__ == "__main__":
+    main(__doc__, roof, gemv, gemm, norm, attention, head, plan)

@@ -1,0 +1,77 @@
+"""Linear ops of many rows: what share of the measured multiply-add rate they keep.
+
+From about 16 rows on arithmetic bounds, not memory. The roof is a chain of dot products on registers, int8 or bf16; what a
+kernel must do besides (decode weights, scales, minima, load activations) is what it falls short by. Quantised formats are
+shown with both forms of int8 activations: symmetric, and with the offset that queries, keys, values and the head have.
+"""
+
+from harness import Bench, Column, main, verdict
+from native import LinearPlan
+
+from headrace.planner.hardware import Kind
+from headrace.quant.formats import FORMATS, StoredTensor
+from tests.backend.stored import random_stored
+
+NAMES = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "BF16")
+SHAPES = ((2048, 2048), (8192, 2048), (2048, 8192), (576, 576), (1536, 576), (576, 1536))
+ROWS = (16, 32, 64, 128, 512)
+COLUMNS = (
+    Column("rows", "rows"),
+    Column("microseconds", "us", ",.0f"),
+    Column("g_operations_s", "G operations/s", ",.0f"),
+    Column("roof_share", "of the roof", ".0%"),
+    Column("target", "target"),
+    Column("offset_share", "with offset", ".0%"),
+)
+TARGETS = {"Q4_0": 0.72, "Q4_1": 0.66, "Q4_K": 0.66, "Q8_0": 0.68, "BF16": 0.95}
+"""Least share of the roof, symmetric activations."""
+SIXTEEN_ROWS = {"Q4_0": 0.70}
+"""Where it is another at 16 rows, which still have weights to read."""
+
+
+def gemm(bench: Bench) -> None:
+    """All formats and shapes; a format that comes in super-blocks has no matrix of 576 columns."""
+    for name in NAMES:
+        for shape in ((64, 256),) if bench.quick else SHAPES:
+            if shape[1] % FORMATS[name].block == 0:
+                measure(bench, random_stored(name, *shape, seed=0))
+
+
+def measure(bench: Bench, stored: StoredTensor) -> None:
+    """One table: a weight, by number of rows."""
+    name, quantised = stored.format.name, stored.format.block > 1
+    kind: Kind = "int8" if quantised else "bf16"
+    num_rows = ROWS[:2] if bench.quick else ROWS
+    least_bytes = bench.cold_bytes // 4  # twice a large cache: enough to keep 16 rows honest
+    plans = {offset: LinearPlan(stored, bench.threads, least_bytes, max(num_rows), offset) for offset in {False, quantised}}
+    kernels = {(offset, rows): bench.busy(lambda p=p, rows=rows: p.seconds(rows)) for offset, p in plans.items() for rows in num_rows}
+    rounds = bench.rounds({"roof": bench.rate(kind)} | kernels)
+    table = []
+    for rows in num_rows:
+        flops = 2 * rows * stored.rows * stored.cols
+        shares = {
+            offset: rounds.spread(lambda seconds, roof, flops=flops: flops / seconds / roof, (offset, rows), "roof") for offset in plans
+        }
+        least = SIXTEEN_ROWS.get(name, TARGETS.get(name)) if rows == 16 else TARGETS.get(name)
+        table.append(
+            {
+                "rows": rows,
+                "microseconds": rounds.spread(lambda seconds: seconds * 1e6, (False, rows)),
+                "g_operations_s": rounds.spread(lambda seconds, flops=flops: flops / seconds / 1e9, (False, rows)),
+                "roof_share": shares[False],
+                "target": verdict(shares[False], least=least) if least else "",
+                "offset_share": shares.get(True, ""),
+            }
+        )
+    roof = rounds.spread(lambda rate: rate / 1e9, "roof")
+    plan = plans[False]
+    title = (
+        f"gemm {name} {stored.rows} x {stored.cols}: {plan.copies} copies, "
+        f"error {max(p.error for p in plans.values()):.1e}; roof {roof.text(',.0f')} G {kind} operations/s"
+    )
+    facts = {"format": name, "shape": stored.shape, "errors": [p.error for p in plans.values()], "roof_g_operations_s": roof}
+    bench.table("gemm", title, COLUMNS, table, **facts)
+
+
+if __name__ == "__main__":
+    main(__doc__, gemm)

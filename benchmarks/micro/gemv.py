@@ -1,0 +1,65 @@
+"""Linear ops of few rows on cold weights: what share of the memory's pace they keep, and what more rows cost.
+
+One row reads each weight once, so bandwidth is the roof; a few rows more (a small batch, or guesses) should come nearly free.
+The bytes are those of the packed weight, which a few formats widen at load.
+"""
+
+from harness import Bench, Column, main, verdict
+from native import LinearPlan
+
+from tests.backend.stored import random_stored
+
+FORMATS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "BF16")
+SHAPES = ((2048, 2048), (8192, 2048), (2048, 8192))
+ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+COLUMNS = (
+    Column("rows", "rows"),
+    Column("microseconds", "us", ".1f"),
+    Column("weight_gb_s", "weights GB/s", ".1f"),
+    Column("roof_share", "of the roof", ".0%"),
+    Column("to_one_row", "time to 1 row's", ".2f"),
+    Column("target", "target"),
+)
+LEAST_SHARE = 0.95
+"""Of the bandwidth, at one row."""
+MOST_FOR_FIVE = 1.08
+"""Time of five rows, relative to one row's."""
+
+
+def gemv(bench: Bench) -> None:
+    """All formats and shapes."""
+    for format_name in FORMATS:
+        for shape in ((64, 256),) if bench.quick else SHAPES:
+            measure(bench, format_name, shape)
+
+
+def measure(bench: Bench, format_name: str, shape: tuple[int, int]) -> None:
+    """One table: a weight, by number of rows."""
+    linear = LinearPlan(random_stored(format_name, *shape, seed=0), bench.threads, bench.cold_bytes, max(ROWS))
+    kernels = {rows: bench.busy(lambda rows=rows: linear.seconds(rows)) for rows in ROWS}
+    rounds = bench.rounds({"roof": bench.bandwidth()} | kernels)
+    table = []
+    for rows in ROWS:
+        share = rounds.spread(lambda seconds, roof: linear.weight_bytes / seconds / roof, rows, "roof")
+        to_one = rounds.spread(lambda seconds, one: seconds / one, rows, 1)
+        table.append(
+            {
+                "rows": rows,
+                "microseconds": rounds.spread(lambda seconds: seconds * 1e6, rows),
+                "weight_gb_s": rounds.spread(lambda seconds: linear.weight_bytes / seconds / 1e9, rows),
+                "roof_share": share,
+                "to_one_row": to_one,
+                "target": verdict(share, least=LEAST_SHARE) if rows == 1 else verdict(to_one, most=MOST_FOR_FIVE) if rows == 5 else "",
+            }
+        )
+    roof = rounds.spread(lambda rate: rate / 1e9, "roof")
+    title = (
+        f"gemv {format_name} {shape[0]} x {shape[1]}: {linear.bits:.2f} bits a weight, {linear.copies} copies, "
+        f"error {linear.error:.1e}; roof {roof.text('.1f')} GB/s"
+    )
+    facts = {"format": format_name, "shape": shape, "bits": linear.bits, "error": linear.error, "roof_gb_s": roof}
+    bench.table("gemv", title, COLUMNS, table, **facts)
+
+
+if __name__ == "__main__":
+    main(__doc__, gemv)

@@ -1,0 +1,144 @@
+"""The smallest native plans that run a kernel on data of its own: linear ops, and attention over a filled KV cache."""
+
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace import _native
+from headrace.backend.cpu import BLOCK_SIZE
+from headrace.batch import Ints, RaggedBatch
+from headrace.quant.formats import StoredTensor
+
+Floats = NDArray[np.float32]
+VOCAB = 64
+"""Tokens of the plans that fill a KV cache: their embeddings are the only difference between rows."""
+_PASSES = 3
+"""Runs of a plan in a sample, whose median counts."""
+_MOST_ERROR = 0.02
+"""Of the largest output: int8 activations cost half a percent, a wrong kernel far more."""
+_CHECKED = 256
+"""Outputs that are held against NumPy."""
+
+
+def ragged(branches: Sequence[tuple[int, int]], tables: Ints, vocab: int, logits: bool = True) -> RaggedBatch:
+    """A step of forced rows: (context, rows) of each branch, and its blocks, [branches, blocks]. Logits of each last row."""
+    context, rows = (np.array(column, np.int32) for column in zip(*branches, strict=True))
+    start = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
+    branch_of = np.repeat(np.arange(len(rows)), rows)
+    positions = (np.arange(start[-1]) - start[branch_of] + context[branch_of]).astype(np.int32)
+    slots = (tables[branch_of, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE).astype(np.int32)
+    tokens = (np.arange(start[-1]) % vocab).astype(np.int32)
+    logit_rows = start[1:] - 1 if logits else start[:0]
+    tables = np.ascontiguousarray(tables, np.int32)
+    return RaggedBatch(tokens, positions, slots, start, context, rows, tables, None, logit_rows, np.arange(len(logit_rows), dtype=np.int32))
+
+
+def single_rows(num_rows: int, logits: bool = False) -> RaggedBatch:
+    """One-row branches without context; row i carries token i."""
+    return ragged([(0, 1)] * num_rows, np.zeros((num_rows, 1), np.int32), num_rows, logits)
+
+
+def run(plan: _native.Plan, batch: RaggedBatch, vocab: int) -> None:
+    """One step."""
+    plan.run(vocab, *batch[:8], batch.logit_rows)
+
+
+def op_seconds(plan: _native.Plan, batches: Sequence[RaggedBatch], vocab: int) -> dict[str, float]:
+    """Seconds that a run of all the batches spends in each kind of op, the barrier behind it included."""
+    plan.set_profiling(True)
+    for batch in batches:
+        run(plan, batch, vocab)
+    seconds: dict[str, float] = dict(plan.profile()[0])
+    plan.set_profiling(False)
+    return seconds
+
+
+def plain_plan(threads: int) -> _native.Plan:
+    """A plan whose KV cache nobody uses."""
+    return _native.Plan("", threads, 1, 1, 1, 2, 1, "f32")
+
+
+def embedded(plan: _native.Plan, x: Floats) -> int:
+    """A float buffer with the rows of x, [rows, width], of which token i picks row i."""
+    buffer: int = plan.add_buffer(x.shape[1], False, False)
+    plan.embed(buffer, plan.add_weight("F32", *x.shape, x.view(np.uint8).reshape(-1), None))
+    return buffer
+
+
+class LinearPlan:
+    """Linear ops with one input and a weight of their own each, copies of one another: out = x @ weight.T.
+
+    With enough copies no weight is in a cache when its turn comes, as in a model. `offset`: int8 codes lie around the middle
+    of their group's range, as in front of queries, keys, values and the head.
+    """
+
+    def __init__(self, stored: StoredTensor, threads: int, least_bytes: int, most_rows: int, offset: bool = False) -> None:
+        self.stored = stored
+        self.x: Floats = np.random.default_rng(1).standard_normal((most_rows, stored.cols), np.float32)
+        self.plan = plan = plain_plan(threads)
+        loose = embedded(plan, self.x)
+        packed, self._out = plan.add_buffer(stored.cols, False, True), plan.add_buffer(stored.rows, False, False)
+        plan.pack(packed, loose)
+        before, self.weight_bytes, self.copies = plan.weight_bytes, 0, 0
+        while self.copies * self.weight_bytes < least_bytes:
+            weight = plan.add_weight(stored.format.name, stored.rows, stored.cols, stored.data, None)
+            plan.linear(self._out, packed, weight, -1, -1, offset)
+            self.copies += 1
+            self.weight_bytes = (plan.weight_bytes - before) // self.copies
+        self.refuse_wrong_results()
+
+    def seconds(self, num_rows: int) -> float:
+        """Seconds of one of the ops."""
+        batch = [single_rows(num_rows)]
+        return statistics.median(op_seconds(self.plan, batch, len(self.x))["linear"] for _ in range(_PASSES)) / self.copies
+
+    @property
+    def bits(self) -> float:
+        """Bits that the kernel reads for a weight; formats that are widened at load take more than in the file."""
+        return 8 * self.weight_bytes / (self.stored.rows * self.stored.cols)
+
+    def refuse_wrong_results(self) -> None:
+        """Hold some outputs of the last op against NumPy: the time of a wrong kernel is worth nothing."""
+        num_rows = min(5, len(self.x))
+        run(self.plan, single_rows(num_rows), len(self.x))
+        columns = np.linspace(0, self.stored.rows - 1, _CHECKED).astype(int)
+        got = self.plan.floats(self._out, num_rows)[:, columns]
+        want = self.x[:num_rows] @ self.stored.dequantise_rows(columns).T
+        self.error = float(np.abs(got - want).max() / np.abs(want).max())
+        """Largest difference from NumPy in float32, relative to the largest output."""
+        if not self.error <= _MOST_ERROR:
+            what = f"{self.stored.format.name} {self.stored.rows} x {self.stored.cols}"
+            sys.exit(
+                f"the linear kernel for {what} is wrong, relative error {self.error:.3f}: see what tests/backend/test_cpu_linear.py says"
+            )
+
+
+class AttentionPlan:
+    """One layer of attention over a KV cache that is filled with the keys and values of random rows."""
+
+    def __init__(self, threads: int, heads: int, kv_heads: int, head_dim: int, num_blocks: int, kv_dtype: str) -> None:
+        rng = np.random.default_rng(2)
+        self.plan = plan = _native.Plan("", threads, 1, heads, kv_heads, head_dim, num_blocks, kv_dtype)
+        x = embedded(plan, rng.standard_normal((VOCAB, BLOCK_SIZE), np.float32))
+        packed, angles = plan.add_buffer(BLOCK_SIZE, False, True), plan.add_buffer(2 * (head_dim + 16), False, False)
+        plan.pack(packed, x)
+        plan.rope_angles(angles, [], 1.0, head_dim)  # rotates nothing
+        q, out = plan.add_buffer(heads * head_dim, False, False), plan.add_buffer(heads * head_dim, False, False)
+        weights = [self._weight(rng, h * head_dim) for h in (heads, kv_heads, kv_heads)]
+        plan.qkv_rope_write(q, packed, angles, weights, [-1, -1, -1], 0)
+        plan.attention(out, q, 0, head_dim**-0.5, 0)
+        for first in range(0, num_blocks, VOCAB):
+            blocks = np.arange(first, min(first + VOCAB, num_blocks), dtype=np.int32)
+            run(plan, ragged([(0, BLOCK_SIZE)] * len(blocks), blocks[:, None], VOCAB, False), VOCAB)
+
+    def _weight(self, rng: np.random.Generator, rows: int) -> Any:
+        values = rng.standard_normal((rows, BLOCK_SIZE), np.float32) * np.float32(BLOCK_SIZE**-0.5)
+        return self.plan.add_weight("F32", rows, BLOCK_SIZE, values.view(np.uint8).reshape(-1), None)
+
+    def seconds(self, batches: Sequence[RaggedBatch]) -> float:
+        """Seconds of attention in all the batches together, partial results merged."""
+        return statistics.median(op_seconds(self.plan, batches, VOCAB)["attention"] for _ in range(_PASSES))
