@@ -60,8 +60,11 @@ struct Kernels {
   void (*norm)(const float* x, const float* weight, float eps, int n, float* out);
   void (*silu_mul)(const float* gate, const float* up, float* out, int n);
   void (*add)(const float* x, const float* y, float* out, int n);
-  // x[16] rotated pair by pair: x * cos + swapped x * sin, with the signs in `sin`.
-  void (*rotate)(float* x, const float* cos, const float* sin);
+  // What becomes of a tile of outputs, x[rows][16]; strides are in floats. `residual` may be null; the first n columns are written.
+  void (*finish_tile)(const float* x, int rows, int n, const float* residual, size_t residual_stride, float* out, size_t stride);
+  void (*silu_mul_tile)(const float* gate, const float* up, int rows, float* out, size_t stride);
+  // Each row rotated pair by pair: x * cos + swapped x * sin, with the signs in `sin`.
+  void (*rotate_tile)(float* x, int rows, const float* cos, const float* sin, size_t stride);
   void (*pack_query[2])(const float* q, int head_dim, uint8_t* out);
   void (*attend[2])(const AttendSplit&);
   // Folds one softmax state into another: a over the context before, b over what follows.

@@ -87,21 +87,32 @@ void pack_bf16(const float* x, int n, int columns, uint8_t* block, int rows, int
   for (int k = 0; k < columns; k++) out[(k / 2 * rows + m) * 2 + k % 2] = k < n ? to_bf16(x[k]) : 0;
 }
 
+HR_INLINE Vf silu(Vf x) { return div(x, add(set1(1.0f), exp2(mul(max(x, set1(-80.0f)), set1(-1.44269504f))))); }
+
 void silu_mul(const float* gate, const float* up, float* out, int n) {
-  each_line(n, [&](int i, int m) {
-    const Vf g = load_line(gate + i, m);
-    const Vf silu = div(g, add(set1(1.0f), exp2(mul(max(g, set1(-80.0f)), set1(-1.44269504f)))));
-    store_line(out + i, mul(silu, load_line(up + i, m)), m);
-  });
+  each_line(n, [&](int i, int m) { store_line(out + i, mul(silu(load_line(gate + i, m)), load_line(up + i, m)), m); });
+}
+
+void silu_mul_tile(const float* gate, const float* up, int rows, float* out, size_t stride) {
+  for (int m = 0; m < rows; m++) store(out + m * stride, mul(silu(load(gate + 16 * m)), load(up + 16 * m)));
 }
 
 void add_rows(const float* x, const float* y, float* out, int n) {
   each_line(n, [&](int i, int m) { store_line(out + i, add(load_line(x + i, m), load_line(y + i, m)), m); });
 }
 
-void rotate(float* x, const float* cos, const float* sin) {
-  const Vf v = load(x);
-  store(x, fma(v, load(cos), mul(swap_pairs(v), load(sin))));
+void finish_tile(const float* x, int rows, int n, const float* residual, size_t residual_stride, float* out, size_t stride) {
+  for (int m = 0; m < rows; m++) {
+    const Vf v = load(x + 16 * m);
+    store_line(out + m * stride, residual ? add(v, load_line(residual + m * residual_stride, n)) : v, n);
+  }
+}
+
+void rotate_tile(float* x, int rows, const float* cos, const float* sin, size_t stride) {
+  for (int m = 0; m < rows; m++) {
+    const Vf v = load(x + 16 * m);
+    store(x + 16 * m, fma(v, load(cos + m * stride), mul(swap_pairs(v), load(sin + m * stride))));
+  }
 }
 
 void scale(const float* x, float factor, float* out, int n) {

@@ -21,7 +21,9 @@ const Kernels* make_table(const char* name) {
   k.norm = norm;
   k.silu_mul = silu_mul;
   k.add = add_rows;
-  k.rotate = rotate;
+  k.finish_tile = finish_tile;
+  k.silu_mul_tile = silu_mul_tile;
+  k.rotate_tile = rotate_tile;
   k.pack_query[0] = pack_query<KvBf16>;
   k.pack_query[1] = pack_query<KvF32>;
   k.attend[0] = attend<KvBf16>;

@@ -35,13 +35,9 @@ class Linear : public Op {
       const int n = std::min(16, w.rows - 16 * t);
       for (int b = 0; b < blocks.count; b++) {
         multiply(plan, x, offset_, blocks, b, w, t, plan.vector(bias_), tile);
-        for (int m = 0; m < blocks.rows(b); m++) {
-          float* to = out.row(blocks.first(b) + m) + 16 * t;
-          if (residual_ >= 0)
-            plan.kernels().add(tile + 16 * m, plan.buffer(residual_).row(blocks.first(b) + m) + 16 * t, to, n);
-          else
-            std::memcpy(to, tile + 16 * m, static_cast<size_t>(n) * 4);
-        }
+        const int row = blocks.first(b);
+        const float* residual = residual_ >= 0 ? plan.buffer(residual_).row(row) + 16 * t : nullptr;  // as wide as the output
+        plan.kernels().finish_tile(tile, blocks.rows(b), n, residual, out.width, out.row(row) + 16 * t, out.width);
       }
     }
   }
@@ -87,7 +83,7 @@ class GluLinear : public Op {
         std::fill(g, g + kMaxBlockRows * 16, 0.0f);
         std::fill(u, u + kMaxBlockRows * 16, 0.0f);
       }
-      for (int m = 0; m < blocks.rows(b); m++) plan.kernels().silu_mul(g + 16 * m, u + 16 * m, rows + kGroup * m + 16 * half, 16);
+      plan.kernels().silu_mul_tile(g, u, blocks.rows(b), rows + 16 * half, kGroup);
     }
   }
 
@@ -132,24 +128,26 @@ class QkvRopeWrite : public Op {
       const Weight& w = plan.weight(a_.weights[part]);
       for (int b = 0; b < blocks.count; b++) {
         multiply(plan, x, true, blocks, b, w, t, plan.vector(a_.biases[part]), tile);
-        for (int m = 0; m < blocks.rows(b); m++)
-          write(plan, step, part, blocks.first(b) + m, 16 * t, std::min(16, w.rows - 16 * t), tile + 16 * m);
+        const int n = std::min(16, w.rows - 16 * t), row = blocks.first(b), head_dim = plan.kv().shape().head_dim;
+        if (part < 2) {
+          const Buffer& angles = plan.buffer(a_.angles);
+          const float* cos = angles.row(row) + 16 * t % head_dim;
+          plan.kernels().rotate_tile(tile, blocks.rows(b), cos, cos + angles.width / 2, angles.width);
+        }
+        if (part == 0) {
+          const Buffer& out = plan.buffer(a_.out);
+          plan.kernels().finish_tile(tile, blocks.rows(b), n, nullptr, 0, out.row(row) + 16 * t, out.width);
+        } else {
+          for (int m = 0; m < blocks.rows(b); m++) write(plan, step, part, row + m, 16 * t, n, tile + 16 * m);
+        }
       }
     }
   }
 
  private:
-  void write(const Plan& plan, const Step& step, int part, int row, int first, int n, float* y) const {
+  // Columns first .. first + n - 1 of a key (part 1) or value (part 2).
+  void write(const Plan& plan, const Step& step, int part, int row, int first, int n, const float* y) const {
     const KvRecord& shape = plan.kv().shape();
-    if (part < 2) {
-      const Buffer& angles = plan.buffer(a_.angles);
-      const float* cos = angles.row(row) + first % shape.head_dim;
-      plan.kernels().rotate(y, cos, cos + angles.width / 2);
-    }
-    if (part == 0) {
-      std::memcpy(plan.buffer(a_.out).row(row) + first, y, static_cast<size_t>(n) * 4);
-      return;
-    }
     const int slot = step.slots[row], lane = slot % kKvTile;
     for (int i = 0; i < n;) {  // a tile of a small head reaches into the next
       const int head = (first + i) / shape.head_dim, d = (first + i) % shape.head_dim, run = std::min(n - i, shape.head_dim - d);
