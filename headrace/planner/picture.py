@@ -169,7 +169,10 @@ def _roof(axes: _Axes, machine: Machine, kinds: Sequence[Kind], taken: list[_Box
         yield from _haloed(box[0], y - 7, label, _INK)
     (x0, y0), (x1, y1) = slope
     angle = math.degrees(math.atan2(y1 - y0, x1 - x0))
-    x, y = x0 + 0.55 * (x1 - x0), y0 + 0.55 * (y1 - y0)
+    along = [(x0 + t / 40 * (x1 - x0), y0 + t / 40 * (y1 - y0)) for t in range(41)]
+    taken += [(x - 2, y - 2, x + 2, y + 2) for x, y in along]
+    taken += [(x - 20, y - 20, x, y) for x, y in along[14:31]]  # the label, above the line
+    x, y = along[22]
     yield from _haloed(x - 6, y - 8, f"memory {machine.bandwidth / 1e9:.1f} GB/s", _INK, anchor="middle", turn=angle)
 
 
