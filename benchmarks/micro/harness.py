@@ -71,10 +71,12 @@ class Rounds:
         for thing in things.values():
             thing.run()  # fills the caches that are meant to be filled, and makes room for the activations
         for done in range(1, most + 1):
+            _progress(f"round {done} of {max(done, least)}")
             for name, thing in things.items():
                 self.samples[name].append(_sample(thing))
             if done >= least and all(sum(s.quiet for s in samples) >= least for samples in self.samples.values()):
                 break
+        _progress("")
 
     def spread(self, figure: Callable[..., float], *names: Hashable) -> Spread:
         """`figure` of the values that these things had in a round, over the rounds in which they were undisturbed."""
@@ -83,6 +85,12 @@ class Rounds:
         counted = quiet if len(quiet) >= min(_FEWEST, len(rounds)) else rounds
         figures = [figure(*(sample.value for sample in samples)) for samples in counted]
         return Spread(statistics.median(figures), min(figures), max(figures), len(figures), counted is quiet)
+
+
+def _progress(text: str) -> None:
+    """One line that is overwritten, on a terminal only; a livelier one would take time from what is measured."""
+    if sys.stderr.isatty():
+        print(f"\r{text:20}\r", end="", file=sys.stderr, flush=True)
 
 
 def _sample(thing: Timed) -> Sample:
@@ -161,11 +169,15 @@ def main(description: str | None, *programs: Callable[[Bench], None]) -> None:
     """Run the programs with the options of the command line."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; 0: as many as may be used")
-    parser.add_argument("--json", type=argparse.FileType("w"), metavar="FILE", help="write every row as a line of JSON")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row as a line of JSON")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and two rounds: shows that it runs, measures nothing")
     args = parser.parse_args()
     if args.threads < 0:
         parser.error("--threads must be 0 or more")
-    bench = Bench(args.threads, args.quick, args.json)
+    try:
+        lines = args.json.open("w") if args.json else None
+    except OSError as error:
+        parser.error(f"--json: {error}")
+    bench = Bench(args.threads, args.quick, lines)
     for program in programs:
         program(bench)

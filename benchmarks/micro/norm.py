@@ -12,8 +12,9 @@ from native import embedded, op_seconds, plain_plan, single_rows
 from tests.backend.stored import random_stored
 
 WIDTHS = (576, 1024, 2048, 4096)
-ROWS = (1, 16, 512)
-OPS = 256
+OPS = 64
+PASSES = {1: 99, 16: 25, 512: 3}
+"""Runs of the plan in a sample, whose median counts: few rows take microseconds."""
 READERS = {"int8": ("Q8_0", False), "int8_offset": ("Q8_0", True), "bf16": ("BF16", False)}
 """Form of the packed rows: the format of the weight that reads them, and whether it wants an offset."""
 COLUMNS = (
@@ -31,11 +32,11 @@ def norm(bench: Bench) -> None:
 def measure(bench: Bench, width: int) -> None:
     """One table: a width, by number of rows and form."""
     norms = {form: Norms(bench.threads, width, *reader) for form, reader in READERS.items()}
-    rounds = bench.rounds({(form, rows): bench.busy(lambda n=n, r=rows: n.seconds(r)) for form, n in norms.items() for rows in ROWS})
+    rounds = bench.rounds({(form, rows): bench.busy(lambda n=n, r=rows: n.seconds(r)) for form, n in norms.items() for rows in PASSES})
     table = [
         {"rows": rows}
         | {f"{form}_ns_a_row": rounds.spread(lambda seconds, rows=rows: seconds * 1e9 / rows, (form, rows)) for form in READERS}
-        for rows in ROWS
+        for rows in PASSES
     ]
     bench.table("norm", f"norm and pack, width {width:,}", COLUMNS, table, width=width)
 
@@ -46,7 +47,7 @@ class Norms:
     def __init__(self, threads: int, width: int, format_name: str, offset: bool) -> None:
         self.plan = plan = plain_plan(threads)
         rng = np.random.default_rng(3)
-        x = embedded(plan, rng.standard_normal((max(ROWS), width), np.float32))
+        x = embedded(plan, rng.standard_normal((max(PASSES), width), np.float32))
         packed, out = plan.add_buffer(width, False, True), plan.add_buffer(16, False, False)
         vector = plan.add_vector(rng.uniform(0.5, 1.5, width).astype(np.float32))
         for _ in range(OPS):
@@ -57,7 +58,7 @@ class Norms:
     def seconds(self, num_rows: int) -> float:
         """Seconds of one norm."""
         batch = [single_rows(num_rows)]
-        return statistics.median(op_seconds(self.plan, batch, max(ROWS))["norm"] for _ in range(3)) / OPS
+        return statistics.median(op_seconds(self.plan, batch, max(PASSES))["norm"] for _ in range(PASSES[num_rows])) / OPS
 
 
 if __name__ == "__main__":
