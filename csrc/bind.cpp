@@ -133,6 +133,7 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> floats_of(Plan& plan, int id, int row
 }  // namespace
 
 void bind_plan(nb::module_& m) {
+  nb::class_<Pool>(m, "Pool").def(nb::init<int>(), nb::arg("threads"));
   nb::class_<Plan> plan(m, "Plan");
   plan.def(
           "__init__",
@@ -175,6 +176,7 @@ void bind_plan(nb::module_& m) {
            })
       .def_prop_ro("isa", [](const Plan& p) { return std::string(p.kernels().name); })
       .def_prop_ro("threads", &Plan::threads)
+      .def_prop_ro("pool", &Plan::pool, nb::rv_policy::reference_internal, "Its threads, for other work between two runs.")
       .def_prop_ro("weight_bytes", &Plan::weight_bytes);
   bind_ops(plan);
   m.def("isas", &available_isas, "Instruction sets of this machine, best last.");

@@ -45,6 +45,34 @@ struct AttendSplit {
   float* out;  // [num][padded head_dim]
 };
 
+// A row of logits with its peaks: the highest logit of each 16 tokens. Tokens are ordered by logit, of equal ones the lower id first.
+struct LogitRow {
+  const float* logits;  // [size]
+  const float* peaks;   // [num_peaks]
+  int size;
+  float top;  // the highest logit
+  int top_id;
+
+  int num_peaks() const { return (size + kTileRows - 1) / kTileRows; }
+};
+
+// The best tokens of a row: those above `logit`, and those at it up to `id`, which is below the size of the row.
+struct Cut {
+  float logit;
+  int id;
+};
+
+struct Share {
+  double mass;
+  int count;
+};
+
+// The noise of a position of a branch: a counter's upper words, and the key.
+struct NoiseStream {
+  uint32_t position, branch;
+  uint64_t seed;
+};
+
 struct Kernels {
   const char* name;
   int max_rows;     // rows of an activation block
@@ -70,6 +98,21 @@ struct Kernels {
   // Folds one softmax state into another: a over the context before, b over what follows.
   void (*merge)(float* max, float* sum, float* out, float max_b, float sum_b, const float* out_b, int n);
   void (*scale)(const float* x, float factor, float* out, int n);
+
+  // Sampling. Sums of weights are taken in an order that depends on the size of the row only.
+  bool (*peaks)(const float* logits, int size, float* out);  // whether there is no NaN
+  int (*top)(const LogitRow&);                               // the best token, from logits and peaks
+  int (*count)(const LogitRow&, Cut);
+  // The tokens kept by `to` and not by `from`, ascending; returns how many.
+  int (*collect)(const LogitRow&, Cut from, Cut to, int* ids);
+  // exp((logit - top) * inverse_temperature) of the tokens kept, and 0 for others beside them; returns the sum.
+  double (*weigh)(const LogitRow&, Cut, float inverse_temperature, float* weights);
+  // Sum of these weights over a narrower cut, and its tokens.
+  Share (*share)(const LogitRow&, Cut, const float* weights);
+  // The token of the cut with the highest (logit - top) / temperature + Gumbel noise.
+  int (*noisiest)(const LogitRow&, Cut, double temperature, NoiseStream);
+  void (*philox)(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);
+
   double (*dot_rate)(int kind, int64_t iterations);  // multiply-adds done by a loop of dots: 0 int8, 1 bf16, 2 float32
 };
 

@@ -6,6 +6,7 @@
 #include "kernels_rows.h"
 #include "kernels_attention.h"
 #include "kernels_matmul.h"
+#include "kernels_sample.h"
 // clang-format on
 
 const Kernels* make_table(const char* name) {
@@ -30,6 +31,14 @@ const Kernels* make_table(const char* name) {
   k.attend[1] = attend<KvF32>;
   k.merge = merge;
   k.scale = scale;
+  k.peaks = peaks;
+  k.top = top;
+  k.count = count;
+  k.collect = collect;
+  k.weigh = weigh;
+  k.share = share;
+  k.noisiest = noisiest;
+  k.philox = philox;
   k.dot_rate = dot_rate;
   return &k;
 }

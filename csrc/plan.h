@@ -90,6 +90,7 @@ class Plan {
   KvCache& kv() { return kv_; }
   int num_heads() const { return num_heads_; }
   int threads() const { return pool_->threads(); }
+  Pool& pool() { return *pool_; }
   // Rows of a buffer in a step, and the blocks that they are packed in.
   static int rows_of(const Buffer& buffer, const Step& step) { return buffer.logit ? step.logit_rows : step.rows; }
   const Blocks& blocks_of(const Buffer& buffer) const { return buffer.logit ? logit_blocks_ : row_blocks_; }

@@ -2,14 +2,15 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
-namespace headrace {
+#include "kernels.h"
 
-class Row;
+namespace headrace {
 
 struct NonFiniteLogits : std::runtime_error {
   NonFiniteLogits() : std::runtime_error("the model produced non-finite logits") {}
@@ -38,32 +39,50 @@ struct TokenLogprobs {
   std::vector<float> top_logprobs;
 };
 
-TokenLogprobs token_logprobs(const Row& row, int token, int num_logprobs);
+struct Drawn {
+  int token = 0;
+  std::optional<TokenLogprobs> logprobs;
+};
+
+// Memory that a thread's draws use one after the other: as large as a row, too large to be taken anew for each.
+struct Scratch {
+  std::vector<float> peaks, weights, adjusted;
+  std::vector<int> ids;
+};
+
+// Throws NonFiniteLogits.
+TokenLogprobs token_logprobs(const Kernels& kernels, const float* logits, int size, int token, int num_logprobs, Scratch& scratch);
 
 // The sampling state of one branch.
 class Sampler {
  public:
-  Sampler(SamplingOptions options, const std::vector<int>& prompt, uint32_t branch);
+  Sampler(const Kernels* kernels, SamplingOptions options, const std::vector<int>& prompt, uint32_t branch);
 
   // The same state under another branch's noise.
   Sampler clone(uint32_t branch) const;
 
-  // The token at `position`, which becomes part of the state. Throws NonFiniteLogits.
-  int draw(const Row& row, uint32_t position);
+  int vocab() const { return options_.vocab; }
+
+  // The token at `position` from a row as wide as the vocabulary; it becomes part of the state. Log-probabilities if num_logprobs >= 0.
+  // Throws NonFiniteLogits.
+  Drawn draw(const float* logits, uint32_t position, int num_logprobs, Scratch& scratch);
 
  private:
   struct Seen {
-    bool in_prompt = false;
-    uint32_t in_output = 0;
+    int token;
+    uint32_t in_output;
   };
 
   bool has_penalties() const;
   bool adjusts(uint32_t position) const;
-  std::vector<float> adjusted(const Row& row, uint32_t position) const;
+  const float* adjusted(const float* logits, uint32_t position, std::vector<float>& memory) const;
+  void see(int token, uint32_t in_output);
 
+  const Kernels* kernels_;
   SamplingOptions options_;
   uint32_t branch_;
-  std::unordered_map<int, Seen> seen_;  // kept only when there are penalties
+  std::vector<Seen> seen_;                 // kept only when there are penalties, and of the prompt only what they look at
+  std::unordered_map<int, size_t> index_;  // of a token in seen_
 };
 
 }  // namespace headrace

@@ -50,6 +50,16 @@ HR_INLINE Vf keep_lanes(Vf x, int first, int last, float other) {
   const __m256 o = _mm256_set1_ps(other);
   return {_mm256_blendv_ps(o, x.a, _mm256_castsi256_ps(ma)), _mm256_blendv_ps(o, x.b, _mm256_castsi256_ps(mb))};
 }
+HR_INLINE uint32_t ge_mask(Vf x, Vf y) {
+  const int a = _mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ)), b = _mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ));
+  return static_cast<uint32_t>(a | b << 8);
+}
+HR_INLINE Vf keep_bits(Vf x, uint32_t mask) {
+  const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), all = _mm256_set1_epi32(static_cast<int>(mask));
+  const __m256i a = _mm256_cmpeq_epi32(_mm256_and_si256(all, bit), bit);
+  const __m256i b = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_srli_epi32(all, 8), bit), bit);
+  return {_mm256_and_ps(x.a, _mm256_castsi256_ps(a)), _mm256_and_ps(x.b, _mm256_castsi256_ps(b))};
+}
 HR_INLINE Vi set1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 HR_INLINE Vi add(Vi x, Vi y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 HR_INLINE Vi sub(Vi x, Vi y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
@@ -57,6 +67,15 @@ HR_INLINE Vi mul(Vi x, Vi y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mull
 template <int N>
 HR_INLINE Vi shift_left(Vi x) {
   return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)};
+}
+template <int N>
+HR_INLINE Vi shift_right(Vi x) {
+  return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)};
+}
+HR_INLINE Vi bits(Vf x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+HR_INLINE void store(uint32_t* p, Vi x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
 }
 HR_INLINE Vf to_float(Vi x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 HR_INLINE Vi round_to_int(Vf x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
@@ -132,5 +151,24 @@ HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
   return fma(odd, set1(x[1]), fma(even, set1(x[0]), acc));
 }
 HR_INLINE void store_pairs(Pair* p, Vf x) { store(p, x); }
+struct Vl {
+  __m256i a, b;
+};
+HR_INLINE Vl set1(uint64_t x) { return {_mm256_set1_epi64x(static_cast<int64_t>(x)), _mm256_set1_epi64x(static_cast<int64_t>(x))}; }
+HR_INLINE Vl load(const uint64_t* p) {
+  const __m256i* q = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+HR_INLINE Vl add(Vl x, Vl y) { return {_mm256_add_epi64(x.a, y.a), _mm256_add_epi64(x.b, y.b)}; }
+HR_INLINE Vl xor3(Vl x, Vl y, Vl z) {
+  return {_mm256_xor_si256(_mm256_xor_si256(x.a, y.a), z.a), _mm256_xor_si256(_mm256_xor_si256(x.b, y.b), z.b)};
+}
+HR_INLINE Vl mul_low(Vl x, Vl y) { return {_mm256_mul_epu32(x.a, y.a), _mm256_mul_epu32(x.b, y.b)}; }
+HR_INLINE Vl high_half(Vl x) { return {_mm256_srli_epi64(x.a, 32), _mm256_srli_epi64(x.b, 32)}; }
+HR_INLINE Vl join_low(Vl x, Vl y) {
+  return {_mm256_blend_epi32(x.a, _mm256_slli_epi64(y.a, 32), 0xAA), _mm256_blend_epi32(x.b, _mm256_slli_epi64(y.b, 32), 0xAA)};
+}
+HR_INLINE Vi even_lanes(Vl x, Vl y) { return {_mm256_unpacklo_epi64(x.a, y.a), _mm256_unpacklo_epi64(x.b, y.b)}; }
+HR_INLINE Vi odd_lanes(Vl x, Vl y) { return {_mm256_unpackhi_epi64(x.a, y.a), _mm256_unpackhi_epi64(x.b, y.b)}; }
 HR_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 HR_INLINE void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }

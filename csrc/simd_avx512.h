@@ -28,6 +28,10 @@ HR_INLINE Vf swap_pairs(Vf x) { return _mm512_permute_ps(x, 0xB1); }
 HR_INLINE Vf keep_lanes(Vf x, int first, int last, float other) {
   return _mm512_mask_mov_ps(_mm512_set1_ps(other), static_cast<__mmask16>(lanes_below(last) & ~lanes_below(first)), x);
 }
+// Bit i: whether x[i] >= y[i].
+HR_INLINE uint32_t ge_mask(Vf x, Vf y) { return _mm512_cmp_ps_mask(x, y, _CMP_GE_OQ); }
+// x where its bit is set, 0 elsewhere.
+HR_INLINE Vf keep_bits(Vf x, uint32_t mask) { return _mm512_maskz_mov_ps(static_cast<__mmask16>(mask), x); }
 HR_INLINE Vi set1(int32_t x) { return {_mm512_set1_epi32(x)}; }
 HR_INLINE Vi add(Vi x, Vi y) { return {_mm512_add_epi32(x.v, y.v)}; }
 HR_INLINE Vi sub(Vi x, Vi y) { return {_mm512_sub_epi32(x.v, y.v)}; }
@@ -36,6 +40,12 @@ template <int N>
 HR_INLINE Vi shift_left(Vi x) {
   return {_mm512_slli_epi32(x.v, N)};
 }
+template <int N>
+HR_INLINE Vi shift_right(Vi x) {  // zeros come in
+  return {_mm512_srli_epi32(x.v, N)};
+}
+HR_INLINE Vi bits(Vf x) { return {_mm512_castps_si512(x)}; }
+HR_INLINE void store(uint32_t* p, Vi x) { _mm512_storeu_si512(p, x.v); }
 HR_INLINE Vf to_float(Vi x) { return _mm512_cvtepi32_ps(x.v); }
 HR_INLINE Vi round_to_int(Vf x) { return {_mm512_cvtps_epi32(x)}; }
 HR_INLINE Vf exponent_from_low_bits(Vf x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 23)); }
@@ -81,5 +91,20 @@ HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
 }
 HR_INLINE void store_pairs(Pair* p, Vf x) { store(p, x); }
 #endif
+struct Vl {  // 8 lanes of 64 bits
+  __m512i v;
+};
+HR_INLINE Vl set1(uint64_t x) { return {_mm512_set1_epi64(static_cast<int64_t>(x))}; }
+HR_INLINE Vl load(const uint64_t* p) { return {_mm512_loadu_si512(p)}; }
+HR_INLINE Vl add(Vl x, Vl y) { return {_mm512_add_epi64(x.v, y.v)}; }
+HR_INLINE Vl xor3(Vl x, Vl y, Vl z) { return {_mm512_ternarylogic_epi64(x.v, y.v, z.v, 0x96)}; }
+// Products of the low halves.
+HR_INLINE Vl mul_low(Vl x, Vl y) { return {_mm512_mul_epu32(x.v, y.v)}; }
+HR_INLINE Vl high_half(Vl x) { return {_mm512_srli_epi64(x.v, 32)}; }
+// The low half of x below that of y.
+HR_INLINE Vl join_low(Vl x, Vl y) { return {_mm512_mask_blend_epi32(0xAAAA, x.v, _mm512_slli_epi64(y.v, 32))}; }
+// Lanes 0, 2, 4, 6 of x, each followed by that of y; lanes 1, 3, 5, 7.
+HR_INLINE Vi even_lanes(Vl x, Vl y) { return {_mm512_unpacklo_epi64(x.v, y.v)}; }
+HR_INLINE Vi odd_lanes(Vl x, Vl y) { return {_mm512_unpackhi_epi64(x.v, y.v)}; }
 HR_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 HR_INLINE void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }

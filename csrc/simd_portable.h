@@ -49,6 +49,17 @@ HR_INLINE Vf keep_lanes(Vf a, int first, int last, float other) {
   Vf r;
   EACH_LANE(i >= first && i < last ? a[i] : other);
 }
+// Bit i: whether a[i] >= b[i].
+HR_INLINE uint32_t ge_mask(Vf a, Vf b) {
+  uint32_t mask = 0;
+  for (int i = 0; i < 16; i++) mask |= static_cast<uint32_t>(a[i] >= b[i]) << i;
+  return mask;
+}
+// a where its bit is set, 0 elsewhere.
+HR_INLINE Vf keep_bits(Vf a, uint32_t mask) {
+  Vf r;
+  EACH_LANE(mask >> i & 1 ? a[i] : 0.0f);
+}
 HR_INLINE Vi set1(int32_t x) { return {Vint{} + x}; }
 HR_INLINE Vi add(Vi a, Vi b) { return {a.v + b.v}; }
 HR_INLINE Vi sub(Vi a, Vi b) { return {a.v - b.v}; }
@@ -57,6 +68,13 @@ template <int N>
 HR_INLINE Vi shift_left(Vi a) {
   return {a.v << N};
 }
+template <int N>
+HR_INLINE Vi shift_right(Vi a) {  // zeros come in
+  typedef uint32_t Words __attribute__((vector_size(64)));
+  return {reinterpret_cast<Vint>(reinterpret_cast<Words>(a.v) >> N)};
+}
+HR_INLINE Vi bits(Vf a) { return {reinterpret_cast<Vint>(a)}; }
+HR_INLINE void store(uint32_t* p, Vi a) { memcpy(p, &a, 64); }
 HR_INLINE Vf to_float(Vi a) { return __builtin_convertvector(a.v, Vf); }
 HR_INLINE Vi round_to_int(Vf a) {
   Vint r;
@@ -122,6 +140,33 @@ HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
 }
 // 16 floats in the form that dot_pair takes: 8 pairs.
 HR_INLINE void store_pairs(Pair* p, Vf a) { store(p, a); }
+// 8 lanes of 64 bits.
+typedef uint64_t Vlong __attribute__((vector_size(64)));
+struct Vl {
+  Vlong v;
+};
+HR_INLINE Vl set1(uint64_t x) { return {Vlong{} + x}; }
+HR_INLINE Vl load(const uint64_t* p) {
+  Vl r;
+  memcpy(&r, p, 64);
+  return r;
+}
+HR_INLINE Vl add(Vl a, Vl b) { return {a.v + b.v}; }
+HR_INLINE Vl xor3(Vl a, Vl b, Vl c) { return {a.v ^ b.v ^ c.v}; }
+// Products of the low halves.
+HR_INLINE Vl mul_low(Vl a, Vl b) { return {(a.v & 0xffffffffu) * (b.v & 0xffffffffu)}; }
+HR_INLINE Vl high_half(Vl a) { return {a.v >> 32}; }
+// The low half of a below that of b.
+HR_INLINE Vl join_low(Vl a, Vl b) { return {(a.v & 0xffffffffu) | b.v << 32}; }
+// Lanes 0, 2, 4, 6 of a, each followed by that of b; lanes 1, 3, 5, 7.
+HR_INLINE Vi even_lanes(Vl a, Vl b) {
+  const Vlong r = {a.v[0], b.v[0], a.v[2], b.v[2], a.v[4], b.v[4], a.v[6], b.v[6]};
+  return {reinterpret_cast<Vint>(r)};
+}
+HR_INLINE Vi odd_lanes(Vl a, Vl b) {
+  const Vlong r = {a.v[1], b.v[1], a.v[3], b.v[3], a.v[5], b.v[5], a.v[7], b.v[7]};
+  return {reinterpret_cast<Vint>(r)};
+}
 HR_INLINE void prefetch(const void*) {}
 HR_INLINE void prefetch_l2(const void*) {}
 #undef EACH_LANE

@@ -1,0 +1,149 @@
+// Python's view of the sampler. Everything is checked here, once.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <tuple>
+
+#include "hardware.h"
+#include "pool.h"
+#include "sampler.h"
+
+namespace nb = nanobind;
+
+namespace headrace {
+namespace {
+
+using Logits = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
+
+// Draws come from the caller's thread and from those of a pool; each keeps its memory for the next step.
+thread_local Scratch scratch;
+
+void require(bool holds, const char* message) {
+  if (!holds) throw std::invalid_argument(message);
+}
+
+int width_of(const Logits& logits, size_t ndim) {
+  require(logits.ndim() == ndim, ndim == 1 ? "logits must be [vocab]" : "logits must be [rows, vocab]");
+  const size_t width = logits.shape(ndim - 1);
+  require(width > 0 && width <= 1 << 24, "a row of logits must have between 1 and 2^24 entries");
+  return static_cast<int>(width);
+}
+
+nb::tuple as_tuple(const TokenLogprobs& p) { return nb::make_tuple(p.logprob, p.rank, nb::cast(p.top_ids), nb::cast(p.top_logprobs)); }
+
+nb::tuple as_tuple(const Drawn& drawn) {
+  return nb::make_tuple(drawn.token, drawn.logprobs ? nb::object(as_tuple(*drawn.logprobs)) : nb::none());
+}
+
+nb::tuple draw(Sampler& sampler, const Logits& logits, uint32_t position, int num_logprobs) {
+  require(width_of(logits, 1) == sampler.vocab(), "the row of logits is not as wide as the vocabulary");
+  Drawn drawn;
+  {
+    nb::gil_scoped_release released;
+    drawn = sampler.draw(logits.data(), position, num_logprobs, scratch);
+  }
+  return as_tuple(drawn);
+}
+
+using Draw = std::tuple<Sampler*, int, uint32_t, int>;  // sampler, row, position, num_logprobs
+
+void check_draws(const std::vector<Draw>& draws, int rows, int width) {
+  std::vector<Sampler*> samplers;
+  for (const auto& [sampler, row, position, num_logprobs] : draws) {
+    require(sampler && sampler->vocab() == width, "the rows of logits are not as wide as the vocabulary");
+    require(row >= 0 && row < rows, "a draw names a row that is not there");
+    samplers.push_back(sampler);
+  }
+  std::sort(samplers.begin(), samplers.end());
+  require(std::adjacent_find(samplers.begin(), samplers.end()) == samplers.end(), "a sampler can draw one token at a time");
+}
+
+nb::list draw_all(Pool& pool, const Logits& logits, const std::vector<Draw>& draws) {
+  const int width = width_of(logits, 2);
+  check_draws(draws, static_cast<int>(logits.shape(0)), width);
+  std::vector<std::optional<Drawn>> results(draws.size());
+  const auto run = [&](int begin, int end, int) {
+    for (int i = begin; i < end; i++) {
+      const auto& [sampler, row, position, num_logprobs] = draws[static_cast<size_t>(i)];
+      try {
+        results[static_cast<size_t>(i)] = sampler->draw(logits.data() + static_cast<size_t>(row) * width, position, num_logprobs, scratch);
+      } catch (const NonFiniteLogits&) {  // stays without a result
+      }
+    }
+  };
+  {
+    nb::gil_scoped_release released;
+    const int n = static_cast<int>(draws.size());
+    if (n == 1)
+      run(0, 1, 0);
+    else
+      pool.parallel(n, run);
+  }
+  nb::list list;
+  for (const auto& result : results) list.append(result ? nb::object(as_tuple(*result)) : nb::none());
+  return list;
+}
+
+nb::tuple logprobs_of(const Logits& logits, int token, int num_logprobs, const std::string& isa) {
+  const int width = width_of(logits, 1);
+  const Kernels& kernels = *kernels_for(isa);
+  TokenLogprobs result;
+  {
+    nb::gil_scoped_release released;
+    result = token_logprobs(kernels, logits.data(), width, token, num_logprobs, scratch);
+  }
+  return as_tuple(result);
+}
+
+void translate(const std::exception_ptr& error, void*) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const NonFiniteLogits& e) {
+    const nb::object type = nb::module_::import_("headrace.errors").attr("NonFiniteLogitsError");
+    PyErr_SetString(type.ptr(), e.what());
+  }
+}
+
+}  // namespace
+
+void bind_sampler(nb::module_& m) {
+  using namespace nb::literals;
+  nb::register_exception_translator(translate);
+  m.def(
+      "philox",
+      [](std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key, const std::string& isa) {
+        std::array<uint32_t, 4> words;
+        kernels_for(isa)->philox(counter.data(), key.data(), words.data());
+        return words;
+      },
+      "counter"_a, "key"_a, "isa"_a = "");
+  m.def("token_logprobs", &logprobs_of, "logits"_a, "token"_a, "num_logprobs"_a, "isa"_a = "");
+  m.def("draw_all", &draw_all, "pool"_a, "logits"_a, "draws"_a,
+        "What each (sampler, row, position, num_logprobs) draws from its row of logits [rows, vocab]; None where the row is not finite.");
+  nb::class_<Sampler>(m, "Sampler")
+      .def(
+          "__init__",
+          [](Sampler* self, int vocab, const std::vector<int>& prompt, uint32_t branch, uint64_t seed, double temperature, int top_k,
+             double top_p, double min_p, float repetition_penalty, float presence_penalty, float frequency_penalty,
+             std::vector<std::pair<int, float>> logit_bias, std::vector<int> banned, int64_t banned_until, const std::string& isa) {
+            new (self) Sampler(kernels_for(isa),
+                               {vocab, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed,
+                                std::move(logit_bias), std::move(banned), banned_until},
+                               prompt, branch);
+          },
+          "vocab"_a, "prompt"_a, nb::kw_only(), "branch"_a = 0, "seed"_a = 0, "temperature"_a = 1.0, "top_k"_a = 0, "top_p"_a = 1.0,
+          "min_p"_a = 0.0, "repetition_penalty"_a = 1.0f, "presence_penalty"_a = 0.0f, "frequency_penalty"_a = 0.0f,
+          "logit_bias"_a = std::vector<std::pair<int, float>>(), "banned"_a = std::vector<int>(), "banned_until"_a = 0, "isa"_a = "")
+      .def("clone", &Sampler::clone, "branch"_a)
+      .def("draw", &draw, "logits"_a, "position"_a, "num_logprobs"_a);
+}
+
+}  // namespace headrace
