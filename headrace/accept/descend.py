@@ -1,39 +1,56 @@
 """Draw, then descend: the acceptor that is lossless for any guess tree, any sampler and any penalty."""
 
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.accept.sampler import Drawn, Pool, Sampler, draw_all
 from headrace.batch import Commit, Guess, TokenLogprobs
 
-Drawn = tuple[int, tuple[float, int, list[int], list[float]] | None]
 
+@dataclass(slots=True, eq=False)
+class Descent:
+    """A branch that draws, on its way down its guess tree."""
 
-class Draws(Protocol):
-    """The sampling state of a branch, as far as an acceptor uses it."""
+    commit: Commit
+    """Grows by what is drawn."""
+    sampler: Sampler
+    guess: Guess
+    row: int
+    """Where the logits of the last forced row are; those of the nodes follow it."""
+    position: int
+    """Of the next token."""
+    num_logprobs: int
+    """-1: no log-probabilities."""
+    node: int = -1
 
-    def draw(self, logits: NDArray[np.float32], position: int, num_logprobs: int) -> Drawn:
-        """The token at `position`, which becomes part of the state, and its log-probabilities unless num_logprobs < 0."""
-
-
-def descend(source: int, sampler: Draws, guess: Guess, logits: NDArray[np.float32], position: int, num_logprobs: int) -> Commit:
-    """Draw the token at `position`; where a child in the tree carries it, move there and draw the next; else stop.
-
-    `logits` [1 + nodes, vocab]: the last forced row's, then each node's. A draw depends on the tokens before it and on the
-    noise of its position only, so the tokens are those of plain decoding whatever the tree. Raises NonFiniteLogitsError.
-    """
-    children: dict[tuple[int, int], int] = {}
-    for child, step in enumerate(zip(guess.parents, guess.tokens, strict=True)):
-        children.setdefault(step, child)  # of equal siblings the first will do
-    commit = Commit(source, [], [], [])
-    node = -1
-    while True:
-        token, logprobs = sampler.draw(logits[1 + node], position + len(commit.path), num_logprobs)
-        commit.tokens.append(token)
+    def take(self, drawn: Drawn) -> bool:
+        """Add a token; move to the child that carries it, and return whether there is one."""
+        token, logprobs = drawn
+        self.commit.tokens.append(token)
         if logprobs is not None:
-            commit.logprobs.append(TokenLogprobs(*logprobs))
-        if (node, token) not in children:
-            return commit
-        node = children[node, token]
-        commit.path.append(node)
+            self.commit.logprobs.append(TokenLogprobs(*logprobs))
+        for child, step in enumerate(zip(self.guess.parents, self.guess.tokens, strict=True)):
+            if step == (self.node, token):  # of equal siblings the first will do
+                self.node = child
+                self.position += 1
+                self.commit.path.append(child)
+                return True
+        return False
+
+
+def descend(descents: list[Descent], logits: NDArray[np.float32], pool: Pool) -> set[int]:
+    """Draw the next token of each; where a child in its tree carries it, move there and draw the next; else stop.
+
+    `logits` [rows, vocab]. A draw depends on the tokens before it and on the noise of its position only, so the tokens are those
+    of plain decoding whatever the tree. The draws of all branches at one depth are one native call, shared by the threads of the
+    pool. Returns the sources of those that met logits which are not finite; their commits mean nothing.
+    """
+    failed: set[int] = set()
+    while descents:
+        draws = [(d.sampler, d.row + 1 + d.node, d.position, d.num_logprobs) for d in descents]
+        drawn = list(zip(descents, draw_all(pool, logits, draws), strict=True))
+        failed.update(descent.commit.source for descent, result in drawn if result is None)
+        descents = [descent for descent, result in drawn if result is not None and descent.take(result)]
+    return failed

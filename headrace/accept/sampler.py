@@ -1,17 +1,21 @@
 """From what a request asks for to the native sampler."""
 
 import hashlib
+import os
 from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace._native import Sampler
+from headrace._native import Pool, Sampler, draw_all
 from headrace._native import token_logprobs as native_token_logprobs
 from headrace.batch import TokenLogprobs
 from headrace.request import SamplingParams
 
-__all__ = ["Sampler", "derive_seed", "make_sampler", "token_logprobs"]
+__all__ = ["Drawn", "Pool", "Sampler", "derive_seed", "draw_all", "make_sampler", "token_logprobs"]
+
+Drawn = tuple[int, tuple[float, int, list[int], list[float]] | None]
+"""A token, and the fields of its TokenLogprobs where they are asked for."""
 
 
 def make_sampler(params: SamplingParams, prompt: list[int], vocab_size: int, seed: int, end_ids: Iterable[int]) -> Sampler:
@@ -31,6 +35,7 @@ def make_sampler(params: SamplingParams, prompt: list[int], vocab_size: int, see
         logit_bias=list((params.logit_bias or {}).items()),
         banned=[token for token in end_ids if token < vocab_size],  # a tokenizer may know more tokens than the model
         banned_until=len(prompt) + params.min_tokens,
+        isa=_isa(),
     )
 
 
@@ -41,4 +46,9 @@ def derive_seed(seed: int, number: int) -> int:
 
 def token_logprobs(logits: NDArray[np.float32], token: int, num_logprobs: int) -> TokenLogprobs:
     """Log-probabilities of a token under a row of logits [vocab]. Raises NonFiniteLogitsError."""
-    return TokenLogprobs(*native_token_logprobs(logits, token, num_logprobs))
+    return TokenLogprobs(*native_token_logprobs(logits, token, num_logprobs, _isa()))
+
+
+def _isa() -> str:
+    """The instruction set to draw with: the best, or a lower one for tests."""
+    return os.environ.get("HEADRACE_ISA", "")

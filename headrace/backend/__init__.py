@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Protocol
 
+from headrace._native import Pool
 from headrace.batch import Ints, RaggedBatch, StepRows, StepTimes
 from headrace.config import KvConfig
 from headrace.errors import RequestError
@@ -18,6 +19,10 @@ class Executable(Protocol):
 
     program: Program
     """What runs, after fusing."""
+
+    @property
+    def pool(self) -> Pool:
+        """The threads that it runs on, for other work between two runs; not to be kept."""
 
     def run(self, batch: RaggedBatch) -> StepRows:
         """One forward over all rows of the batch."""

@@ -44,6 +44,10 @@ class CpuExecutable:
         self.vocab = next(op.weight.rows for op in program.ops if isinstance(op, ops.Embed))
         self._logits = _Lowering(self.plan, self.program, weights).lower()
 
+    @property
+    def pool(self) -> _native.Pool:
+        return self.plan.pool
+
     def run(self, batch: RaggedBatch) -> StepRows:
         self.plan.run(self.vocab, *batch[:8], batch.logit_rows)
         logits: NDArray[np.float32] = self.plan.floats(self._logits, len(batch.logit_rows))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace._native import Pool
 from headrace.batch import Ints, RaggedBatch, StepRows, StepTimes
 from headrace.config import KvConfig
 from headrace.program import ops
@@ -35,6 +36,7 @@ class ReferenceExecutable:
 
     def __init__(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig) -> None:
         self.program = program
+        self.pool = Pool(1)
         self.kv = kv
         names = {w.name for op in program.ops for w in op.weights()}
         self.weights: dict[str, Floats] = {name: weights[name].dequantise().astype(_DTYPE) for name in names}

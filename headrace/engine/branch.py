@@ -1,12 +1,17 @@
 """The engine's own view of a request: the branches that it owns, and where its time went."""
 
+from array import array
 from dataclasses import dataclass, field
 from itertools import repeat
 from time import perf_counter
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace.accept.sampler import Sampler
 from headrace.batch import Commit
-from headrace.engine.output import Output
+from headrace.engine.output import Output, TokenizerView, prompt_logprobs
+from headrace.kv.blocks import Table
 from headrace.request import Logprobs, RequestOutput, SamplingParams, Timing, Update
 
 
@@ -77,7 +82,8 @@ class Branch:
     siblings: list["Branch"] = field(default_factory=list)
     """Branches to be forked off when the prompt ends."""
     computed: int = 0
-    table: list[int] = field(default_factory=list)
+    table: Table = field(default_factory=lambda: array("i"))
+    """An array, so that `build` copies it whole."""
 
     @property
     def prompt_len(self) -> int:
@@ -95,6 +101,18 @@ class Branch:
         recorded = len(self.request.prompt_logprobs)
         return range(max(self.computed, recorded - 1), min(self.computed + forced, self.prompt_len - 1))
 
+    @property
+    def num_logprobs(self) -> int:
+        """Log-probabilities beside a drawn token's own; -1: none at all."""
+        asked = self.request.params.logprobs
+        return -1 if asked is None else asked
+
+    def score_prompt(self, forced: int, logits: NDArray[np.float32], tokenizer: TokenizerView) -> None:
+        """Record the prompt log-probabilities that the next `forced` rows give, from `logits` [len(prompt_rows), vocab]."""
+        if rows := self.prompt_rows(forced):
+            tokens = self.known[rows.start + 1 : rows.stop + 1]
+            self.request.prompt_logprobs += prompt_logprobs(tokenizer, tokens, logits, self.request.params.prompt_logprobs or 0)
+
     def receive(self, commit: Commit) -> bool:
         """Take over the new tokens, up to the one that ends the output; whether there was such a one."""
         self.request.stopwatch.token()
@@ -108,5 +126,5 @@ class Branch:
         """What is new; with the last update of a request comes its result."""
         request = self.request
         news = self.output.take()
-        result = request.result() if request.ended else None
+        result = request.result() if self.output.finish_reason and request.ended else None
         return Update(request.id, self.key[1], *news, self.output.finish_reason, result)

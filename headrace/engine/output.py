@@ -33,7 +33,6 @@ class Output:
 
     def __init__(self, params: SamplingParams, tokenizer: TokenizerView, patterns: Iterable[StopPattern], max_tokens: int) -> None:
         self.token_ids: list[int] = []
-        self.text = ""
         self.logprobs: list[Logprobs] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -44,7 +43,14 @@ class Output:
         self._decoder = tokenizer.decoder(params.skip_special_tokens, continues=True)
         self._finder = StopFinder(patterns)
         self._cumulative = 0.0
-        self._taken = (0, 0)  # characters and tokens that `take` has given
+        self._taken: list[str] = []  # what `take` has given
+        self._fresh = ""  # text since then
+        self._num_taken = 0  # tokens
+
+    @property
+    def text(self) -> str:
+        """All of it, what may yet be part of a stop string included."""
+        return "".join(self._taken) + self._fresh
 
     def push(self, token: int, logprobs: TokenLogprobs | None) -> None:
         """Add a token."""
@@ -55,7 +61,7 @@ class Output:
         armed = len(self.token_ids) > self._params.min_tokens
         if armed and token in self._end_ids:
             if self._params.include_stop_str_in_output:
-                self.text += self._decoder.push(token)
+                self._fresh += self._decoder.push(token)
             self.finish("stop", token if token in (self._params.stop_token_ids or ()) else None)
         elif stop := self._add_text(self._decoder.push(token), armed):
             self.finish_reason, self.stop_reason = "stop", stop
@@ -64,15 +70,16 @@ class Output:
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the output, with what was held back."""
-        self.text += self._decoder.flush()
+        self._fresh += self._decoder.flush()
         self.finish_reason, self.stop_reason = reason, stop_reason
 
     def take(self) -> tuple[str, list[int], list[Logprobs]]:
         """Text, tokens and log-probabilities since the last call; text that may yet be part of a stop string stays back."""
-        characters, tokens = self._taken
-        end = len(self.text) - (0 if self.finish_reason else self._finder.held)
-        self._taken = (end, len(self.token_ids))
-        return self.text[characters:end], self.token_ids[tokens:], self.logprobs[tokens:]
+        end = len(self._fresh) - (0 if self.finish_reason else self._finder.held)
+        text, self._fresh = self._fresh[:end], self._fresh[end:]
+        self._taken.append(text)
+        first, self._num_taken = self._num_taken, len(self.token_ids)
+        return text, self.token_ids[first:], self.logprobs[first:]
 
     def completion(self, index: int) -> CompletionOutput:
         """The output as it is now."""
@@ -91,11 +98,11 @@ class Output:
         """Append text up to a stop string, which is returned."""
         stop = self._finder.push(piece, armed)
         if stop is None:
-            self.text += piece
+            self._fresh += piece
             return None
-        self.text += piece[: stop.end]
+        self._fresh += piece[: stop.end]
         if not self._params.include_stop_str_in_output:
-            self.text = self.text[: -len(stop.text)]
+            self._fresh = self._fresh[: -len(stop.text)]  # what was taken was held to be no part of it
         return stop.text
 
 
@@ -112,10 +119,7 @@ def prompt_logprobs(tokenizer: TokenizerView, tokens: list[int], logits: NDArray
 
 def describe(tokenizer: TokenizerView, token: int, logprobs: TokenLogprobs) -> Logprobs:
     """A record for the token and for each of the likeliest."""
-
-    def logprob(token: int, value: float, rank: int) -> Logprob:
-        return Logprob(value, rank, tokenizer.token_bytes(token).decode(errors="replace"))
-
-    own = {token: logprob(token, logprobs.logprob, logprobs.rank)}
-    top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
-    return own | {id_: logprob(id_, value, rank) for rank, (id_, value) in enumerate(top, start=1)}
+    ids, values = [token, *logprobs.top_ids], [logprobs.logprob, *logprobs.top_logprobs]
+    ranks = [logprobs.rank, *range(1, len(ids))]
+    texts = [tokenizer.token_bytes(id_).decode(errors="replace") for id_ in ids]
+    return {id_: Logprob(*fields) for id_, *fields in zip(ids, values, ranks, texts, strict=True)}

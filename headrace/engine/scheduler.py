@@ -17,7 +17,7 @@ from headrace.engine.branch import Branch
 from headrace.kv.blocks import BlockCopy, BlockPool
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class Part:
     """One branch's part of a step."""
 
@@ -29,7 +29,8 @@ class Part:
     room: int = 0
     guess: Guess = NO_GUESS
     first_logit: int = 0
-    """Index of its first row among the step's rows with logits."""
+    """Index of its first row among the step's rows with logits: first those that score the prompt, then those that draw."""
+    first_draw: int = 0
 
 
 class Plan(NamedTuple):
@@ -97,18 +98,24 @@ class Scheduler:
         plan = Plan([], [])
         rows = self._share_rows(budget)
         for branch in self.running:  # loses branches at its end while we go
-            if rows.get(branch):
-                self._place(plan, branch, rows[branch])
+            if num_rows := rows.get(branch):
+                self._place(plan, branch, num_rows)
         self._admit(plan, budget)
         self._give_room(plan, budget)
         return plan
 
     def _share_rows(self, budget: _Budget) -> dict[Branch, int]:
         """Forced rows of the running branches: those that decode go first, then chunks by age; the oldest gets one at least."""
-        decoding = [branch for branch in self.running if branch.missing == 1]
-        chunked = [branch for branch in self.running if branch.missing > 1]
+        decoding: list[Branch] = []
+        chunked: list[Branch] = []
+        for branch in self.running:
+            (decoding if branch.missing == 1 else chunked).append(branch)
         kept_free = 1 if chunked and chunked[0] is self.running[0] else 0
-        return {branch: budget.take(branch) for branch in (*decoding[: budget.rows - kept_free], *chunked)}
+        rows = dict.fromkeys(decoding[: budget.rows - kept_free], 1)
+        budget.rows -= len(rows)
+        for branch in chunked:
+            rows[branch] = budget.take(branch)
+        return rows
 
     def _place(self, plan: Plan, branch: Branch, rows: int) -> None:
         """Reserve slots, at the cost of the youngest if need be, which may be the branch itself."""

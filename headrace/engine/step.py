@@ -5,13 +5,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.accept.descend import descend
+from headrace.accept.descend import Descent, descend
 from headrace.backend import Executable
 from headrace.batch import Commit, Proposer, StepRows
 from headrace.engine.branch import Branch, Request
 from headrace.engine.build import build
-from headrace.engine.output import TokenizerView, prompt_logprobs
+from headrace.engine.output import TokenizerView
 from headrace.engine.scheduler import Part, Scheduler
+from headrace.errors import NonFiniteLogitsError
 from headrace.kv.blocks import BlockPool
 from headrace.request import FinishReason, Update
 
@@ -54,23 +55,36 @@ class Stepper:
 
     def finish(self, flight: Flight) -> list[Update]:
         """Keep what the step got right, and say what is new."""
-        kept: list[tuple[Branch, Commit]] = []
-        moves: list[tuple[int, int]] = []
+        landing: list[tuple[Branch, Part, Commit]] = []
+        descents: list[Descent] = []
         updates: list[Update] = []
+        logits = flight.rows.logits
         for source, part in enumerate(flight.parts):
-            if part.branch.output.finish_reason:  # aborted in flight, or failed with another branch of its request
+            if part.branch.output.finish_reason:  # aborted in flight
                 continue
             try:
-                accepted = self._accept(source, part, flight.rows)
+                part.branch.score_prompt(part.forced, logits[part.first_logit : part.first_draw], self.tokenizer)
             except Exception as error:  # a request can end itself, never the engine
-                part.branch.request.error = error
-                updates += self.end(part.branch.request, "error", str(error))
+                updates += self._fail(part.branch.request, error)
                 continue
-            moves += [move for branch, commit in accepted for move in self._commit(branch, part.forced, commit)]
-            kept += accepted
+            for branch in self.scheduler.fork(part.branch) if part.draws else (part.branch,):
+                commit = Commit(source, [], [], [])
+                landing.append((branch, part, commit))
+                if part.draws:
+                    start = (part.first_draw, len(branch.known))
+                    descents.append(Descent(commit, branch.sampler, part.guess, *start, branch.num_logprobs))
+        failed = descend(descents, logits, self.executable.pool)
+        kept: list[tuple[Branch, Commit]] = []
+        moves: list[tuple[int, int]] = []
+        for branch, part, commit in landing:
+            if commit.source in failed:
+                updates += self._fail(branch.request, NonFiniteLogitsError("the model produced non-finite logits"))
+            if branch.output.finish_reason is None:  # or it failed with another branch of its request
+                moves += self._commit(branch, part, commit)
+                kept.append((branch, commit))
         self._move(moves)
         self.proposer.observe([part.branch for part in flight.parts], [commit for _, commit in kept], flight.rows)
-        return updates + [update for branch, commit in kept for update in self._emit(branch, commit)]
+        return updates + [self._emit(branch, commit) for branch, commit in kept if commit.tokens and not branch.output.finish_reason]
 
     def end(self, request: Request, reason: FinishReason, message: str | None = None) -> list[Update]:
         """End what still goes on of a request, and free what it holds."""
@@ -82,36 +96,23 @@ class Stepper:
                 updates.append(branch.update())
         return updates
 
-    def _accept(self, source: int, part: Part, rows: StepRows) -> list[tuple[Branch, Commit]]:
-        """One commit for each branch that draws from the part's rows, or one without tokens inside a prompt."""
-        branch, request, params = part.branch, part.branch.request, part.branch.request.params
-        first, logits = part.first_logit, rows.logits
-        if prompt := branch.prompt_rows(part.forced):
-            tokens = branch.known[prompt.start + 1 : prompt.stop + 1]
-            scored = logits[first : first + len(prompt)]
-            request.prompt_logprobs += prompt_logprobs(self.tokenizer, tokens, scored, params.prompt_logprobs or 0)
-        if not part.draws:
-            return [(branch, Commit(source, [], [], []))]
-        logits = logits[first + len(prompt) :]
-        num_logprobs = -1 if params.logprobs is None else params.logprobs
-        drawing = self.scheduler.fork(branch)
-        return [(b, descend(source, b.sampler, part.guess, logits, len(b.known), num_logprobs)) for b in drawing]
+    def _fail(self, request: Request, error: Exception) -> list[Update]:
+        request.error = request.error or error
+        return self.end(request, "error", str(error))
 
-    def _commit(self, branch: Branch, forced: int, commit: Commit) -> list[tuple[int, int]]:
+    def _commit(self, branch: Branch, part: Part, commit: Commit) -> list[tuple[int, int]]:
         """Keep the forced rows and the accepted path, rewind the rest; returns the slots to move."""
-        end = branch.computed + forced
+        end = branch.computed + part.forced
         branch.computed = end + len(commit.path)
         branch.known += commit.tokens
         self.num_accepted += len(commit.path)
-        return self.pool.keep(branch.table, end, commit.path)
+        return self.pool.keep(branch.table, end, commit.path) if part.room else []
 
-    def _emit(self, branch: Branch, commit: Commit) -> list[Update]:
+    def _emit(self, branch: Branch, commit: Commit) -> Update:
         """What is new in a branch that drew."""
-        if branch.output.finish_reason or not commit.tokens:
-            return []
         if branch.receive(commit):
             self.scheduler.drop(branch)
-        return [branch.update()]
+        return branch.update()
 
     def _move(self, moves: list[tuple[int, int]]) -> None:
         if moves:

@@ -4,7 +4,11 @@ A block is in the tables of one branch or, after a fork, of several; it is free 
 shared block is never written: whoever must write gets a copy of its own first.
 """
 
+from collections.abc import MutableSequence
 from typing import NamedTuple
+
+Table = MutableSequence[int]
+"""The blocks of a branch in position order."""
 
 _GROUP = 8
 """Blocks whose numbers share a quotient by this are contiguous in memory, in ascending order."""
@@ -34,15 +38,20 @@ class BlockPool:
         """How many blocks hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def slot(self, table: list[int], index: int) -> int:
+    def slot(self, table: Table, index: int) -> int:
         """The slot of the `index`-th token of a branch."""
         return table[index // self.block_size] * self.block_size + index % self.block_size
+
+    def slots(self, table: Table, first: int, end: int) -> list[int]:
+        """The slots of tokens `first` to `end - 1` of a branch."""
+        size = self.block_size
+        return [table[index // size] * size + index % size for index in range(first, end)]
 
     def slots_of(self, copies: list[BlockCopy]) -> list[tuple[int, int]]:
         """The same copies slot by slot: (source, target)."""
         return [(c.source * self.block_size + i, c.target * self.block_size + i) for c in copies for i in range(self.block_size)]
 
-    def reserve(self, table: list[int], computed: int, length: int) -> list[BlockCopy] | None:
+    def reserve(self, table: Table, computed: int, length: int) -> list[BlockCopy] | None:
         """Make slots `computed` to `computed + length - 1` of the table writable: there, and in no other table.
 
         Extends the table and replaces shared blocks; returns the copies to make, or None, with nothing changed, when there
@@ -61,7 +70,7 @@ class BlockPool:
             table.append(self._take(table[-1] if table else None))
         return copies
 
-    def keep(self, table: list[int], end: int, path: list[int]) -> list[tuple[int, int]]:
+    def keep(self, table: Table, end: int, path: list[int]) -> list[tuple[int, int]]:
         """Keep the first `end` slots and, right after them, those that were `path[i]` beyond; let go of the rest.
 
         Returns the slots to move, (source, target), before anything else is written.
@@ -70,22 +79,22 @@ class BlockPool:
         self.trim(table, end + len(path))
         return moves
 
-    def fork(self, table: list[int]) -> list[int]:
+    def fork(self, table: Table) -> Table:
         """A second table of the same blocks."""
         for block in table:
             self._references[block] += 1
-        return list(table)
+        return table[:]
 
-    def trim(self, table: list[int], computed: int) -> None:
+    def trim(self, table: Table, computed: int) -> None:
         """Let go of the blocks beyond the first `computed` slots."""
         while len(table) > self.blocks_for(computed):
             self._release(table.pop())
 
-    def free(self, table: list[int]) -> None:
+    def free(self, table: Table) -> None:
         """Let go of all blocks."""
         self.trim(table, 0)
 
-    def check(self, tables: list[list[int]]) -> None:
+    def check(self, tables: list[Table]) -> None:
         """Assert that the pool and these tables, which are all there are, agree on every block."""
         held = [0] * self.num_blocks
         for table in tables:

@@ -8,6 +8,7 @@ import zlib
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace import _native
 from headrace.batch import Ints, RaggedBatch, StepRows
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, Limits
@@ -30,6 +31,7 @@ class ToyExecutable:
 
     def __init__(self, block_size: int, broken: int = -1) -> None:
         self.block_size = block_size
+        self.pool = _native.Pool(2)
         self.broken = broken
         """A token that gives NaN wherever a row sees it."""
         self.kv: dict[int, tuple[int, int]] = {}  # slot -> (position, token)
