@@ -1,22 +1,26 @@
 """Linear ops of few rows on cold weights: what share of the memory's pace they keep, and what more rows cost.
 
-One row reads each weight once, so bandwidth is the roof; a few rows more (a small batch, or guesses) should come nearly free.
-The bytes are those of the packed weight, which a few formats widen at load.
+One row reads each weight once, so bandwidth is the roof; a few rows more (a small batch, or guesses) should come nearly free,
+until arithmetic bounds: the limit of a row count is the larger of the two times. The bytes are those of the packed weight,
+which a few formats widen at load.
 """
 
 from harness import Bench, Column, main, verdict
 from native import LinearPlan
 
+from headrace.planner.hardware import Kind
+from headrace.quant.formats import FORMATS
 from tests.backend.stored import random_stored
 
-FORMATS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "BF16")
+NAMES = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "BF16")
 SHAPES = ((2048, 2048), (8192, 2048), (2048, 8192))
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 COLUMNS = (
     Column("rows", "rows"),
     Column("microseconds", "us", ".1f"),
     Column("weight_gb_s", "weights GB/s", ".1f"),
-    Column("roof_share", "of the roof", ".0%"),
+    Column("roof_share", "of bandwidth", ".0%"),
+    Column("limit_share", "of the limit", ".0%"),
     Column("to_one_row", "time to 1 row's", ".2f"),
     Column("target", "target"),
 )
@@ -28,16 +32,21 @@ MOST_FOR_FIVE = 1.08
 
 def gemv(bench: Bench) -> None:
     """All formats and shapes."""
-    for format_name in FORMATS:
+    for name in NAMES:
         for shape in ((64, 256),) if bench.quick else SHAPES:
-            measure(bench, format_name, shape)
+            measure(bench, name, shape)
 
 
-def measure(bench: Bench, format_name: str, shape: tuple[int, int]) -> None:
+def measure(bench: Bench, name: str, shape: tuple[int, int]) -> None:
     """One table: a weight, by number of rows."""
-    linear = LinearPlan(random_stored(format_name, *shape, seed=0), bench.threads, bench.cold_bytes, max(ROWS))
+    linear = LinearPlan(random_stored(name, *shape, seed=0), bench.threads, bench.cold_bytes, max(ROWS))
     kernels = {rows: bench.busy(lambda rows=rows: linear.seconds(rows)) for rows in ROWS}
-    rounds = bench.rounds({"roof": bench.bandwidth()} | kernels)
+    kind: Kind = "int8" if FORMATS[name].block > 1 else "bf16"
+    rounds = bench.rounds({"roof": bench.bandwidth(), "rate": bench.rate(kind)} | kernels)
+
+    def limit(rows: int, bandwidth: float, rate: float) -> float:
+        return max(linear.weight_bytes / bandwidth, 2 * rows * shape[0] * shape[1] / rate)
+
     table = []
     for rows in ROWS:
         share = rounds.spread(lambda seconds, roof: linear.weight_bytes / seconds / roof, rows, "roof")
@@ -48,16 +57,17 @@ def measure(bench: Bench, format_name: str, shape: tuple[int, int]) -> None:
                 "microseconds": rounds.spread(lambda seconds: seconds * 1e6, rows),
                 "weight_gb_s": rounds.spread(lambda seconds: linear.weight_bytes / seconds / 1e9, rows),
                 "roof_share": share,
+                "limit_share": rounds.spread(lambda seconds, *roof, rows=rows: limit(rows, *roof) / seconds, rows, "roof", "rate"),
                 "to_one_row": to_one,
                 "target": verdict(share, least=LEAST_SHARE) if rows == 1 else verdict(to_one, most=MOST_FOR_FIVE) if rows == 5 else "",
             }
         )
     roof = rounds.spread(lambda rate: rate / 1e9, "roof")
     title = (
-        f"gemv {format_name} {shape[0]} x {shape[1]}: {linear.bits:.2f} bits a weight, {linear.copies} copies, "
+        f"gemv {name} {shape[0]} x {shape[1]}: {linear.bits:.2f} bits a weight, {linear.copies} copies, "
         f"error {linear.error:.1e}; roof {roof.text('.1f')} GB/s"
     )
-    facts = {"format": format_name, "shape": shape, "bits": linear.bits, "error": linear.error, "roof_gb_s": roof}
+    facts = {"format": name, "shape": shape, "bits": linear.bits, "error": linear.error, "roof_gb_s": roof}
     bench.table("gemv", title, COLUMNS, table, **facts)
 
 
