@@ -107,11 +107,12 @@ class Branch:
         asked = self.request.params.logprobs
         return -1 if asked is None else asked
 
-    def score_prompt(self, forced: int, logits: NDArray[np.float32], tokenizer: TokenizerView) -> None:
-        """Record the prompt log-probabilities that the next `forced` rows give, from `logits` [len(prompt_rows), vocab]."""
+    def score_prompt(self, forced: int, logits: NDArray[np.float32], first: int, tokenizer: TokenizerView) -> None:
+        """Record the prompt log-probabilities that the next `forced` rows give: `logits` [rows, vocab] from row `first` on."""
         if rows := self.prompt_rows(forced):
             tokens = self.known[rows.start + 1 : rows.stop + 1]
-            self.request.prompt_logprobs += prompt_logprobs(tokenizer, tokens, logits, self.request.params.prompt_logprobs or 0)
+            scored, num_logprobs = logits[first : first + len(rows)], self.request.params.prompt_logprobs or 0
+            self.request.prompt_logprobs += prompt_logprobs(tokenizer, tokens, scored, num_logprobs)
 
     def receive(self, commit: Commit) -> bool:
         """Take over the new tokens, up to the one that ends the output; whether there was such a one."""

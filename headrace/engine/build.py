@@ -16,46 +16,45 @@ WORD_BITS = 64
 
 def build(parts: list[Part], pool: BlockPool) -> RaggedBatch:
     """One batch of all rows; notes in each part where its logits will be."""
-    tokens, positions, slots, row_start = _ints(), _ints(), _ints(), _ints([0])
-    context_len, forced_len = _ints(), _ints()
-    logit_rows, branch_of = _ints(), _ints()
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    row_start = [0]
+    logit_rows: list[int] = []
+    branch_of: list[int] = []
     for i, part in enumerate(parts):
         branch, guess = part.branch, part.guess
-        first, end = branch.computed, branch.computed + part.forced
-        start = len(tokens)
-        tokens.extend(branch.known[first:end])
-        positions.extend(range(first, end))
+        first, end, start = branch.computed, branch.computed + part.forced, len(tokens)
+        tokens += branch.known[first:end]
+        positions += range(first, end)
         if guess.tokens:
-            tokens.extend(guess.tokens)
-            positions.extend(end - 1 + depth for depth in _depths(guess))
-        slots.extend(pool.slots(branch.table, first, end + len(guess.tokens)))
+            tokens += guess.tokens
+            positions += (end - 1 + depth for depth in _depths(guess))
+        slots += pool.slots(branch.table, first, end + len(guess.tokens))
         row_start.append(len(tokens))
-        context_len.append(first)
-        forced_len.append(part.forced)
         part.first_logit = len(logit_rows)
-        scored = branch.prompt_rows(part.forced)
-        logit_rows.extend(range(start + scored.start - first, start + scored.stop - first))
+        logit_rows += [start + position - first for position in branch.prompt_rows(part.forced)]
         part.first_draw = len(logit_rows)
         if part.draws:
-            logit_rows.extend(range(start + part.forced - 1, len(tokens)))
-        branch_of.extend([i] * (len(logit_rows) - part.first_logit))
+            logit_rows += range(start + part.forced - 1, len(tokens))
+        branch_of += [i] * (len(logit_rows) - part.first_logit)
     return RaggedBatch(
-        tokens=np.frombuffer(tokens, np.int32),
-        positions=np.frombuffer(positions, np.int32),
-        slots=np.frombuffer(slots, np.int32),
-        row_start=np.frombuffer(row_start, np.int32),
-        context_len=np.frombuffer(context_len, np.int32),
-        forced_len=np.frombuffer(forced_len, np.int32),
+        tokens=_ints(tokens),
+        positions=_ints(positions),
+        slots=_ints(slots),
+        row_start=_ints(row_start),
+        context_len=_ints([part.branch.computed for part in parts]),
+        forced_len=_ints([part.forced for part in parts]),
         block_table=_block_table(parts),
         ancestors=_ancestors(parts, row_start),
-        logit_rows=np.frombuffer(logit_rows, np.int32),
-        branch_of=np.frombuffer(branch_of, np.int32),
+        logit_rows=_ints(logit_rows),
+        branch_of=_ints(branch_of),
     )
 
 
-def _ints(values: list[int] | tuple[()] = ()) -> "array[int]":
-    """A list that NumPy can view as int32 without a copy: faster than lists for the few rows of a step that decodes."""
-    return array("i", values)
+def _ints(values: list[int]) -> Ints:
+    """The same as np.array, which takes several times as long for a few numbers."""
+    return np.frombuffer(array("i", values), np.int32)
 
 
 def _depths(guess: Guess) -> Iterator[int]:
@@ -67,16 +66,16 @@ def _depths(guess: Guess) -> Iterator[int]:
 
 
 def _block_table(parts: list[Part]) -> Ints:  # [branches, max_blocks]
-    width = max([len(part.branch.table) for part in parts])
-    table = _ints()
-    for part in parts:
-        blocks = part.branch.table
-        table.extend(blocks)
-        table.extend([0] * (width - len(blocks)))
-    return np.frombuffer(table, np.int32).reshape(len(parts), width)
+    tables = [part.branch.table for part in parts]
+    width = max(map(len, tables))
+    padded = array("i")
+    for table in tables:
+        padded.extend(table)
+        padded.extend([0] * (width - len(table)))
+    return np.frombuffer(padded, np.int32).reshape(len(tables), width)
 
 
-def _ancestors(parts: list[Part], row_start: "array[int]") -> NDArray[np.uint64] | None:  # [rows, words]
+def _ancestors(parts: list[Part], row_start: list[int]) -> NDArray[np.uint64] | None:  # [rows, words]
     """Bits over the guess rows of a branch; None when every guess is a chain, in which all earlier nodes are ancestors."""
     if all(parent == node - 1 for part in parts for node, parent in enumerate(part.guess.parents)):
         return None

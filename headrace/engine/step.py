@@ -63,7 +63,7 @@ class Stepper:
             if part.branch.output.finish_reason:  # aborted in flight
                 continue
             try:
-                part.branch.score_prompt(part.forced, logits[part.first_logit : part.first_draw], self.tokenizer)
+                part.branch.score_prompt(part.forced, logits, part.first_logit, self.tokenizer)
             except Exception as error:  # a request can end itself, never the engine
                 updates += self._fail(part.branch.request, error)
                 continue

@@ -59,9 +59,11 @@ class BlockPool:
         """
         needed = self.blocks_for(computed + length)
         shared = [i for i in range(computed // self.block_size, min(needed, len(table))) if self._references[table[i]] > 1]
+        copies: list[BlockCopy] = []
+        if needed <= len(table) and not shared:  # so it is most of the time
+            return copies
         if max(0, needed - len(table)) + len(shared) > self.num_free:
             return None
-        copies = []
         for i in shared:
             source, table[i] = table[i], self._take(table[i - 1] if i else None)
             self._release(source)
