@@ -41,7 +41,7 @@ format: .venv/.lint
 
 bench: .venv/.core
 	$(BIN)/python benchmarks/start.py
-	$(BIN)/python benchmarks/llama_cpp.py
+	$(BIN)/python benchmarks/peers.py --engines llama.cpp --workloads decode,prefill
 
 micro: .venv/.core
 	$(BIN)/python benchmarks/micro

@@ -1,0 +1,64 @@
+"""Where an engine runs: a virtual environment of its own, and there a new process for each turn."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from engines import ENGINES
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / ".bench"
+WORKER = ROOT / "benchmarks" / "worker.py"
+MOST_SECONDS = 1800
+"""After which a process is given up."""
+
+
+class Unavailable(Exception):
+    """An engine cannot be measured here; the message says why."""
+
+
+def interpreter(engine: str) -> str:
+    """The Python that has an engine; set up on first use. Raises Unavailable."""
+    if not ENGINES[engine].pip:
+        return sys.executable
+    folder = BENCH / engine
+    python = str(folder / "bin" / "python")
+    if not (folder / "ready").exists():
+        print(f"setting up {engine} in {folder.relative_to(ROOT)}, once: this can take minutes and gigabytes", file=sys.stderr)
+        commands = [[sys.executable, "-m", "venv", "--clear", str(folder)]]
+        commands += [[python, "-m", "pip", "-q", *command.split()] for command in ENGINES[engine].pip]
+        for command in commands:
+            result = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+            if result.returncode:
+                raise Unavailable(f"`{' '.join(command[2:])}`: {_last_line(result.stderr)}")
+        (folder / "ready").touch()
+    return python
+
+
+def turn(python: str, engine: str, threads: int, words: list[str]) -> dict[str, Any]:
+    """What one run of `worker.py` found, and the seconds from its start to its first token. Raises Unavailable."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    if ENGINES[engine].pip:
+        environment.pop("PYTHONPATH", None)  # a peer sees its own packages alone
+    command = ["timeout", str(MOST_SECONDS), python, str(WORKER), engine, *words, "--threads", str(threads)]
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        start = time.perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            seconds = time.perf_counter() - start
+            found = process.stdout.readline()
+        if not found:
+            errors.seek(0)
+            raise Unavailable("took too long" if process.returncode == 124 else _last_line(errors.read()))
+    return json.loads(found) | {"start": seconds}
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "it says nothing"

@@ -1,0 +1,172 @@
+"""Headrace and its peers: the same models, threads and prompts, taking turns in one run.
+
+    python benchmarks/peers.py                                                   all peers, the default model
+    python benchmarks/peers.py --engines llama.cpp --workloads decode,prefill    the short comparison of `make bench`
+    python benchmarks/peers.py --model .bench/models/shaped-1b-Q4_0.gguf         a model made by shaped.py
+
+A round is one new process after the other, A B C, then A B C again, so that a slow minute of the machine falls on all of them.
+Each peer has a virtual environment in .bench/, set up on first use, or comes from one that you have: `--peer NAME=PYTHON`.
+Engines that do not compute in the formats of GGUF get the same weights in bfloat16. Below the table stands what a reader has to
+know, and the reason for every gap in it.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from bf16 import bf16_folder
+from engines import ENGINES
+from engines.process import BENCH, Unavailable, interpreter, turn
+from report import OURS, Figure, table
+from worker import WORKLOADS
+
+from headrace.checkpoint.load import open_checkpoint
+from headrace.checkpoint.source import resolve
+from headrace.planner import host
+
+Result = dict[str, Any]
+"""Of one process: what the worker printed, and which turn it was."""
+
+
+class Contest:
+    """One model and all engines."""
+
+    def __init__(self, model: Path, pythons: dict[str, str], workloads: Sequence[str], threads: int) -> None:
+        self.model = model
+        self.pythons = pythons
+        self.threads = threads
+        self.vocabulary = open_checkpoint(model).spec.vocab_size
+        self.groups: dict[int, list[str]] = {}
+        """The workloads of one process, by their number of requests."""
+        for name in workloads:
+            self.groups.setdefault(WORKLOADS[name].num_requests, []).append(name)
+        self.failures: dict[tuple[str, int], str] = {}
+        """Why an engine takes no part, by engine and number of requests."""
+
+    def turns(self, rounds: int) -> Iterator[Result]:
+        """All processes in turn. A rehearsal without workloads comes first: it fills caches, and shows which engines fail."""
+        for number in range(rounds + 1):
+            for num_requests, workloads in self.groups.items():
+                for engine in self.pythons:
+                    if (engine, num_requests) in self.failures:
+                        continue
+                    when = f"round {number} of {rounds}" if number else "rehearsal"
+                    say(f"{self.model.name}, {when}: {engine}, {requests(num_requests)}")
+                    try:
+                        found = turn(self.pythons[engine], engine, self.threads, self._words(engine, num_requests, number))
+                    except Unavailable as error:
+                        self.failures[engine, num_requests] = str(error)
+                        continue
+                    if number:
+                        turn_of = {"model": self.model.name, "engine": engine, "round": number, "num_requests": num_requests}
+                        yield turn_of | {"workloads": workloads} | found
+        say("")
+
+    def _words(self, engine: str, num_requests: int, number: int) -> list[str]:
+        """The arguments of `worker.py`."""
+        workloads = self.groups[num_requests]
+        longest = max(WORKLOADS[name].prompt + WORKLOADS[name].tokens for name in workloads)
+        model = self.model if ENGINES[engine].reads_gguf else bf16_folder(self.model, BENCH / "models")
+        options = {"num-requests": num_requests, "longest": longest, "seed": number, "vocabulary": self.vocabulary}
+        return [str(model), *(workloads if number else ()), *(f"--{name}={value}" for name, value in options.items())]
+
+
+def figures(result: Result) -> Iterator[Figure]:
+    """The lines of the table that a process contributes to."""
+    what = result["round"], result["engine"]
+    for name, value in result["figures"].items():
+        yield Figure(*what, name, value, False)
+    if result["num_requests"] == 1:
+        yield Figure(*what, "seconds to the first token, process start included", result["start"], True)
+    yield Figure(*what, f"MB of peak memory, {requests(result['num_requests'])}", result["peak_memory"] / 1e6, True)
+
+
+def report(contest: Contest, results: list[Result], rounds: int, absent: dict[str, str]) -> None:
+    """Print the table and what belongs below it."""
+    size = f"{contest.model.stat().st_size / 1e6:,.0f} MB"
+    print(f"\n{contest.model.name}, {size}, {contest.threads} threads, {rounds} rounds, {host.cpu_name()}, {datetime.now(UTC):%Y-%m-%d}\n")
+    print(table("tokens/s, median (min-max)", contest.pythons, [figure for result in results for figure in figures(result)]))
+    print()
+    versions = {result["engine"]: result["version"] for result in results}
+    for engine, version in versions.items():
+        print(f"* {engine} {version}{f': {note}' if (note := ENGINES[engine].note) else ''}")
+    for (engine, num_requests), reason in contest.failures.items():
+        print(f"* {engine}, {requests(num_requests)}: failed: {reason}")
+    for engine, reason in absent.items():
+        print(f"* {engine}: not available here: {reason}")
+
+
+def requests(count: int) -> str:
+    return f"{count} request{'s' * (count > 1)}"
+
+
+def say(what: str) -> None:
+    """Tell who waits at a terminal; elsewhere a line each."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{what}")
+        sys.stderr.flush()
+    elif what:
+        print(what, file=sys.stderr)
+
+
+def several(known: Sequence[str]) -> Any:
+    """An argument that names some of these, with commas."""
+
+    def read(text: str) -> list[str]:
+        names = text.split(",")
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
+        return names
+
+    return read
+
+
+def own_python(text: str) -> tuple[str, str]:
+    engine, _, python = text.partition("=")
+    if engine not in ENGINES or not python:
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=PYTHON, with one of {', '.join(ENGINES)}")
+    return engine, python
+
+
+def main() -> None:
+    peers = [engine for engine in ENGINES if engine != OURS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", help="a GGUF file, or what `headrace pull` makes one of; may be given again")
+    parser.add_argument("--engines", type=several(peers), default=peers, help=f"of {','.join(peers)}; Headrace takes part always")
+    parser.add_argument("--workloads", type=several(list(WORKLOADS)), default=list(WORKLOADS), help=f"of {','.join(WORKLOADS)}")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=host.usable_cores())
+    parser.add_argument("--peer", type=own_python, action="append", default=[], metavar="NAME=PYTHON", help="an interpreter that has it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append a JSON line for each process, with all raw figures")
+    args = parser.parse_args()
+
+    pythons, absent = {OURS: sys.executable}, {}
+    for engine in args.engines:
+        try:
+            pythons[engine] = dict(args.peer).get(engine) or interpreter(engine)
+        except Unavailable as error:
+            absent[engine] = str(error)
+    with args.json.open("a") if args.json else nullcontext() as file:
+        for model in args.model or ["smollm2"]:
+            contest = Contest(resolve(model), pythons, args.workloads, args.threads)
+            results = []
+            for result in contest.turns(args.rounds):
+                results.append(result)
+                record(result | {"threads": args.threads}, file)
+            report(contest, results, args.rounds, absent)
+
+
+def record(result: Result, file: TextIO | None) -> None:
+    if file:
+        facts = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cpu": host.cpu_name()}
+        print(json.dumps(facts | result), file=file, flush=True)
+
+
+if __name__ == "__main__":
+    main()
