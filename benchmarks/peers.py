@@ -27,6 +27,7 @@ from worker import WORKLOADS
 
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve
+from headrace.errors import HeadraceError
 from headrace.planner import host
 
 Result = dict[str, Any]
@@ -129,9 +130,20 @@ def several(known: Sequence[str]) -> Any:
 
 def own_python(text: str) -> tuple[str, str]:
     engine, _, python = text.partition("=")
-    if engine not in ENGINES or not python:
-        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=PYTHON, with one of {', '.join(ENGINES)}")
+    peers = [name for name in ENGINES if name != OURS]
+    if engine not in peers or not python:
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=PYTHON, with one of {', '.join(peers)}")
     return engine, python
+
+
+def gguf_file(model: str) -> Path:
+    try:
+        path = resolve(model)
+    except HeadraceError as error:
+        sys.exit(f"peers.py: {error}")
+    if not path.is_file():
+        sys.exit(f"peers.py: {model} is no GGUF file, which is what most engines read")
+    return path
 
 
 def main() -> None:
@@ -145,6 +157,9 @@ def main() -> None:
     parser.add_argument("--peer", type=own_python, action="append", default=[], metavar="NAME=PYTHON", help="an interpreter that has it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append a JSON line for each process, with all raw figures")
     args = parser.parse_args()
+    if min(args.rounds, args.threads) < 1:
+        parser.error("--rounds and --threads must be at least 1")
+    models = [gguf_file(model) for model in args.model or ["smollm2"]]
 
     pythons, absent = {OURS: sys.executable}, {}
     for engine in args.engines:
@@ -153,8 +168,8 @@ def main() -> None:
         except Unavailable as error:
             absent[engine] = str(error)
     with args.json.open("a") if args.json else nullcontext() as file:
-        for model in args.model or ["smollm2"]:
-            contest = Contest(resolve(model), pythons, args.workloads, args.threads)
+        for model in models:
+            contest = Contest(model, pythons, args.workloads, args.threads)
             results = []
             for result in contest.turns(args.rounds):
                 results.append(result)

@@ -2,11 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from engines import ENGINES
@@ -45,17 +47,31 @@ def turn(python: str, engine: str, threads: int, words: list[str]) -> dict[str, 
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     if ENGINES[engine].pip:
         environment.pop("PYTHONPATH", None)  # a peer sees its own packages alone
-    command = ["timeout", str(MOST_SECONDS), python, str(WORKER), engine, *words, "--threads", str(threads)]
+    command = [python, str(WORKER), engine, *words, "--threads", str(threads)]
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         start = time.perf_counter()
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            seconds = time.perf_counter() - start
-            found = process.stdout.readline()
+        try:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+        except OSError as error:
+            raise Unavailable(f"{python}: {error.strerror}") from None
+        watchdog = Timer(MOST_SECONDS, process.kill)
+        watchdog.start()
+        with process:
+            try:
+                assert process.stdout is not None
+                process.stdout.readline()
+                seconds = time.perf_counter() - start
+                found = process.stdout.readline()
+            except BaseException:  # Ctrl-C leaves nothing behind
+                process.kill()
+                raise
+            finally:
+                watchdog.cancel()
+        if process.returncode == -signal.SIGKILL:
+            raise Unavailable(f"killed: out of memory, or not done within {MOST_SECONDS // 60} minutes")
         if not found:
             errors.seek(0)
-            raise Unavailable("took too long" if process.returncode == 124 else _last_line(errors.read()))
+            raise Unavailable(_last_line(errors.read()))
     return json.loads(found) | {"start": seconds}
 
 
