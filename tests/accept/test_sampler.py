@@ -22,16 +22,19 @@ VECTORS = [  # from the kat_vectors file of Random123, the authors' own code
 ]
 
 
+ISAS = _native.isas()
+
+
 @pytest.mark.parametrize(("counter", "key", "words"), VECTORS)
 def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]) -> None:
-    assert _native.philox(counter, key) == list(words)
+    assert [_native.philox(counter, key, isa) for isa in ISAS] == [list(words)] * len(ISAS)
     assert twin.philox(counter, key) == list(words)
 
 
 @st.composite
 def rows(draw: st.DrawFn) -> np.ndarray:
     """Rows of all shapes: wide and narrow, flat and peaked, with ties and with -inf."""
-    vocab = draw(st.sampled_from([1, 2, 3, 31, 32, 33, 64, 127, 500, 3000]))
+    vocab = draw(st.sampled_from([1, 2, 3, 15, 16, 31, 32, 33, 64, 127, 256, 257, 500, 3000]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     row = rng.normal(0, draw(st.sampled_from([0.0, 0.3, 2.0, 10.0, 60.0])), vocab)
     if draw(st.booleans()):
@@ -64,16 +67,17 @@ def test_draws_what_the_twin_draws(row: np.ndarray, options: dict[str, Any], dat
     if np.isfinite(row).sum() > 2:
         options |= {"banned": [int(np.argmax(row))], "banned_until": 12}
     prompt = data.draw(st.lists(token, max_size=5))
-    native, reference = _native.Sampler(vocab, prompt, **options), twin.SamplerTwin(vocab, prompt, **options)
+    native = _native.Sampler(vocab, prompt, isa=data.draw(st.sampled_from(ISAS)), **options)
+    reference = twin.SamplerTwin(vocab, prompt, **options)
     for position in (10, 11, 12, 13):
         assert native.draw(row, position, -1) == (reference.draw(row, position), None)
 
 
 @settings(max_examples=100, deadline=None)
-@given(row=rows(), num_logprobs=st.integers(0, 20), data=st.data())
-def test_logprobs(row: np.ndarray, num_logprobs: int, data: st.DataObject) -> None:
+@given(row=rows(), num_logprobs=st.integers(0, 20), isa=st.sampled_from(ISAS), data=st.data())
+def test_logprobs(row: np.ndarray, num_logprobs: int, isa: str, data: st.DataObject) -> None:
     token = data.draw(st.integers(0, len(row) - 1))
-    logprob, rank, top_ids, top_logprobs = _native.token_logprobs(row, token, num_logprobs)
+    logprob, rank, top_ids, top_logprobs = _native.token_logprobs(row, token, num_logprobs, isa)
     expected, best = twin.logprobs(row), twin.order(row)
     np.testing.assert_allclose([logprob, *top_logprobs], [expected[token], *expected[top_ids]], atol=1e-5, rtol=1e-6)
     assert rank == 1 + list(best).index(token)
@@ -160,3 +164,29 @@ def test_ids_and_widths_are_checked() -> None:
         _native.token_logprobs(np.zeros(8, np.float32), 8, 0)
     with pytest.raises(ValueError, match="as wide"):
         _native.Sampler(8, []).draw(np.zeros(9, np.float32), 0, -1)
+
+
+def test_draws_of_many_are_draws_of_each() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 3, (7, 500)).astype(np.float32)
+    logits[4, 17] = np.nan
+    options: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 7, "presence_penalty": 1.0}, {"min_p": 0.1}]
+    one_by_one, at_once = ([_native.Sampler(500, [], seed=i, **options[i % 4]) for i in range(12)] for _ in range(2))
+    pool = _native.Pool(2)
+    for position in range(5):
+        rows = rng.integers(0, 7, 12).tolist()
+        wanted = rng.integers(-1, 4, 12).tolist()
+        draws = [(sampler, row, position, num) for sampler, row, num in zip(at_once, rows, wanted, strict=True)]
+        for sampler, row, num, drawn in zip(one_by_one, rows, wanted, _native.draw_all(pool, logits, draws), strict=True):
+            assert drawn == (None if row == 4 else sampler.draw(logits[row], position, num))
+
+
+def test_draws_of_many_are_checked() -> None:
+    pool, logits, sampler = _native.Pool(1), np.zeros((2, 8), np.float32), _native.Sampler(8, [])
+    assert _native.draw_all(pool, logits, []) == []
+    with pytest.raises(ValueError, match="not there"):
+        _native.draw_all(pool, logits, [(sampler, 2, 0, -1)])
+    with pytest.raises(ValueError, match="as wide"):
+        _native.draw_all(pool, np.zeros((2, 9), np.float32), [(sampler, 0, 0, -1)])
+    with pytest.raises(ValueError, match="one token at a time"):
+        _native.draw_all(pool, logits, [(sampler, 0, 0, -1), (sampler, 1, 1, -1)])
