@@ -3,7 +3,6 @@
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 
@@ -45,10 +44,13 @@ def peak_memory(root: Path = Path("/")) -> int:
     return _fields(root / "proc/self/status").get("VmHWM:", 0) * 1024
 
 
-def forget_peak_memory(root: Path = Path("/")) -> None:
-    """Let `peak_memory` begin anew, at what is in memory now, where the system can do that."""
-    with suppress(OSError):
+def forget_peak_memory(root: Path = Path("/")) -> bool:
+    """Let `peak_memory` begin anew, at what is in memory now; False where the system (a container, often) refuses."""
+    try:
         (root / "proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 def huge_pages() -> str:
