@@ -83,8 +83,8 @@ struct Kernels {
   Matmul matmul[2][kNumFormats][16];  // [activations with offset][format][rows - 1]
   Form form[2][kNumFormats];          // the activations that these kernels read
 
-  // Row m of a block of `rows` activation rows, from x[n]; zeros up to `columns`.
-  void (*pack[kNumForms])(const float* x, int n, int columns, uint8_t* block, int rows, int m);
+  // Rows m .. m + count - 1 of a block of `rows` activation rows, from x[count][n], `stride` apart; zeros up to `columns`.
+  void (*pack[kNumForms])(const float* x, size_t stride, int count, int n, int columns, uint8_t* block, int rows, int m);
   void (*norm)(const float* x, const float* weight, float eps, int n, float* out);
   void (*silu_mul)(const float* gate, const float* up, float* out, int n);
   void (*add)(const float* x, const float* y, float* out, int n);

@@ -35,56 +35,21 @@ HR_INLINE void store_line(float* p, Vf x, int n) {
 }
 
 void norm(const float* x, const float* weight, float eps, int n, float* out) {
-  Vf squares = zero();
-  each_line(n, [&](int i, int m) {
-    const Vf v = load_line(x + i, m);
-    squares = fma(v, v, squares);
-  });
-  const Vf factor = set1(1.0f / __builtin_sqrtf(reduce_add(squares) / static_cast<float>(n) + eps));
-  each_line(n, [&](int i, int m) { store_line(out + i, mul(mul(load_line(x + i, m), factor), load_line(weight + i, m)), m); });
-}
-
-// int8 per 32 columns: scale = half of the range / 127, codes rounded to nearest even; around 0, or around the middle of the range.
-template <bool Offset>
-void pack_q8(const float* x, int n, int columns, uint8_t* block, int rows, int m) {
-  for (int k = 0; k < columns; k += kGroup, block += q8_group_bytes(Offset) * rows) {
-    const bool whole = n - k >= kGroup;
-    Vf a = whole ? load(x + k) : load_partial(x + k, n - k), b = whole ? load(x + k + 16) : load_partial(x + k + 16, n - k - 16);
-    float top, middle = 0;
-    if constexpr (Offset) {
-      const float high = reduce_max(max(a, b)), low = -reduce_max(max(sub(zero(), a), sub(zero(), b)));
-      middle = 0.5f * (high + low);
-      top = 0.5f * (high - low);
-      a = sub(a, set1(middle));
-      b = sub(b, set1(middle));
-    } else {
-      top = reduce_max(max(abs(a), abs(b)));
+  Vf squares[4] = {zero(), zero(), zero(), zero()};  // one sum would wait for itself line after line
+  int k = 0;
+  for (; k + 64 <= n; k += 64)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      const Vf v = load(x + k + 16 * i);
+      squares[i] = fma(v, v, squares[i]);
     }
-    const Vf inverse = set1(top > 0 ? 127.0f / top : 0.0f);
-    const Vi low = round_to_int(mul(a, inverse)), high = round_to_int(mul(b, inverse));
-    auto* codes = reinterpret_cast<int8_t*>(block) + kGroup * m;
-    store_s8(codes, low);
-    store_s8(codes + 16, high);
-    const int32_t sum_low = reduce_add(low), sum = sum_low + reduce_add(high);
-    auto* scales = reinterpret_cast<float*>(block + kGroup * rows);
-    auto* sums = reinterpret_cast<int32_t*>(scales + rows);
-    scales[m] = top / 127.0f;
-    sums[m] = -8 * sum;
-    sums[rows + m] = -8 * sum_low;
-    scales[3 * rows + m] = scales[m] * static_cast<float>(sum);
-    if constexpr (Offset) scales[4 * rows + m] = middle;
-  }
-}
-
-// Two columns of a row side by side: x[columns / 2][rows][2].
-void pack_f32(const float* x, int n, int columns, uint8_t* block, int rows, int m) {
-  auto* out = reinterpret_cast<float*>(block);
-  for (int k = 0; k < columns; k++) out[(k / 2 * rows + m) * 2 + k % 2] = k < n ? x[k] : 0.0f;
-}
-
-void pack_bf16(const float* x, int n, int columns, uint8_t* block, int rows, int m) {
-  auto* out = reinterpret_cast<uint16_t*>(block);
-  for (int k = 0; k < columns; k++) out[(k / 2 * rows + m) * 2 + k % 2] = k < n ? to_bf16(x[k]) : 0;
+  each_line(n - k, [&](int i, int m) {
+    const Vf v = load_line(x + k + i, m);
+    squares[0] = fma(v, v, squares[0]);
+  });
+  const Vf sum = add(add(squares[0], squares[1]), add(squares[2], squares[3]));
+  const Vf factor = set1(1.0f / __builtin_sqrtf(reduce_add(sum) / static_cast<float>(n) + eps));
+  each_line(n, [&](int i, int m) { store_line(out + i, mul(mul(load_line(x + i, m), factor), load_line(weight + i, m)), m); });
 }
 
 HR_INLINE Vf silu(Vf x) { return div(x, add(set1(1.0f), exp2(mul(max(x, set1(-80.0f)), set1(-1.44269504f))))); }

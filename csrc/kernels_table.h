@@ -4,6 +4,7 @@
 // clang-format off: each of these needs those before it.
 #include HR_SIMD
 #include "kernels_rows.h"
+#include "kernels_pack.h"
 #include "kernels_attention.h"
 #include "kernels_matmul.h"
 #include "kernels_sample.h"

@@ -139,9 +139,10 @@ class Attention : public Op {
     const Blocks chunks(end - begin, plan.kernels().max_queries);
     for (int c = 0; c < chunks.count; c++) {
       const int n = begin + chunks.first(c);
-      plan.kernels().attend[static_cast<int>(shape.type)](
-          {records, c ? nullptr : next, shape, scale_, chunks.rows(c), s.queries.data() + n * query_stride(shape), query_stride(shape),
-           &s.first[n], &s.last[n], &states.max[n], &states.sum[n], &states.out[static_cast<size_t>(n) * shape.padded_dim()]});
+      plan.kernels().attend[static_cast<int>(shape.type)]({records, c && next ? &records : next, shape, scale_, chunks.rows(c),
+                                                           s.queries.data() + n * query_stride(shape), query_stride(shape), &s.first[n],
+                                                           &s.last[n], &states.max[n], &states.sum[n],
+                                                           &states.out[static_cast<size_t>(n) * shape.padded_dim()]});
     }
   }
 
@@ -149,13 +150,14 @@ class Attention : public Op {
     const KvRecord& shape = plan.kv().shape();
     const Buffer& out = plan.buffer(out_);
     const int group = group_size(plan);
+    const int width = shape.padded_dim(), column = item.head * group * shape.head_dim;
+    float* values = &states.out[static_cast<size_t>(first) * width];
     for (int n = 0; n < num_queries(plan, item); n++) {
-      const int row = item.first_row + n / group, column = (item.head * group + n % group) * shape.head_dim;
-      float* values = &states.out[static_cast<size_t>(first + n) * shape.padded_dim()];
-      const float factor = 1.0f / states.sum[first + n];
-      plan.kernels().scale(values, factor, out.packed ? values : out.row(row) + column, shape.head_dim);
-      if (out.packed) plan.pack_columns(out, row, column, values, shape.head_dim);
+      float* to = out.packed ? values + n * width : out.row(item.first_row + n / group) + column + n % group * shape.head_dim;
+      plan.kernels().scale(values + n * width, 1.0f / states.sum[first + n], to, shape.head_dim);
     }
+    // What is packed here has no padding between heads: head_dim is a multiple of the group.
+    if (out.packed) plan.pack_columns(out, item.first_row, item.rows(), column, values, group * width, group * shape.head_dim);
   }
 
   const int out_, q_, layer_;

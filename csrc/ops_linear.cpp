@@ -89,19 +89,9 @@ class GluLinear : public Op {
 
   void write(const Plan& plan, const Blocks& blocks, int b, int pair, const float* rows) const {
     const Buffer& out = plan.buffer(out_);
-    const int first = kGroup * pair, n = std::clamp(out.width - first, 0, kGroup);
-    for (int m = 0; m < blocks.rows(b); m++) {
-      if (!out.packed) {
-        std::memcpy(out.row(blocks.first(b) + m) + first, rows + kGroup * m, static_cast<size_t>(n) * 4);
-        continue;
-      }
-      for (int f = 0; f < kNumForms; f++) {  // in every form the columns before `first` fill whole units of the block
-        if (!out.wanted[f]) continue;
-        const auto form = static_cast<Form>(f);
-        uint8_t* block = out.block(form, blocks, b) + form_row_bytes(form, first) * blocks.rows(b);
-        plan.kernels().pack[f](rows + kGroup * m, n, kGroup, block, blocks.rows(b), m);
-      }
-    }
+    const int first = kGroup * pair, n = std::clamp(out.width - first, 0, kGroup), row = blocks.first(b);
+    if (out.packed) return plan.pack_columns(out, row, blocks.rows(b), first, rows, kGroup, n);
+    for (int m = 0; m < blocks.rows(b); m++) std::memcpy(out.row(row + m) + first, rows + kGroup * m, static_cast<size_t>(n) * 4);
   }
 
   const int out_, x_, gate_, up_, gate_bias_, up_bias_;

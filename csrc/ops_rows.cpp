@@ -7,11 +7,21 @@
 namespace headrace {
 namespace {
 
+// Its items are the rows of a float buffer. Those of a packed one are its blocks: rows of a block share cache lines, which two threads
+// that write to them would take from each other again and again.
 class RowOp : public Op {
  public:
   RowOp(std::string kind, int out) : Op(std::move(kind)), out_(out) {}
-  int items(const Plan& plan, const Step& step) override { return Plan::rows_of(plan.buffer(out_), step); }
+  int items(const Plan& plan, const Step& step) override {
+    const Buffer& out = plan.buffer(out_);
+    return out.packed ? plan.blocks_of(out).count : Plan::rows_of(out, step);
+  }
   void run(const Plan& plan, const Step& step, int begin, int end, int) override {
+    const Buffer& out = plan.buffer(out_);
+    if (out.packed) {
+      const Blocks& blocks = plan.blocks_of(out);
+      begin = blocks.first(begin), end = blocks.first(end);
+    }
     for (int row = begin; row < end; row++) run_row(plan, step, row);
   }
 
@@ -67,7 +77,7 @@ class Norm : public RowOp {
     scratch.resize(x.width);
     float* y = out.packed ? scratch.data() : out.row(row);
     plan.kernels().norm(x.row(row), plan.vector(weight_), eps_, x.width, y);
-    if (out.packed) plan.pack_columns(out, row, 0, y, out.width);
+    if (out.packed) plan.pack_columns(out, row, 1, 0, y, x.width, x.width);
   }
   const int x_, weight_;
   const float eps_;
@@ -80,7 +90,7 @@ class Pack : public RowOp {
  protected:
   void run_row(const Plan& plan, const Step&, int row) override {
     const Buffer& out = plan.buffer(out_);
-    plan.pack_columns(out, row, 0, plan.buffer(x_).row(row), out.width);
+    plan.pack_columns(out, row, 1, 0, plan.buffer(x_).row(row), out.width, out.width);
   }
   const int x_;
 };
@@ -94,7 +104,7 @@ class GatherRows : public RowOp {
     const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
     const float* from = x.row(step.logit_row[row]);
     if (out.packed)
-      plan.pack_columns(out, row, 0, from, out.width);
+      plan.pack_columns(out, row, 1, 0, from, x.width, out.width);
     else
       std::memcpy(out.row(row), from, static_cast<size_t>(x.width) * 4);
   }

@@ -105,13 +105,17 @@ void Plan::reserve(const Step& step) {
   walk(activations_.data());
 }
 
-void Plan::pack_columns(const Buffer& buffer, int row, int first, const float* x, int n) const {
+void Plan::pack_columns(const Buffer& buffer, int row, int count, int first, const float* x, size_t stride, int n) const {
   const Blocks& blocks = blocks_of(buffer);
-  const int b = blocks.of_row(row), rows = blocks.rows(b), columns = first + n == buffer.width ? buffer.columns - first : n;
-  for (int f = 0; f < kNumForms; f++) {  // in every form the columns before `first` fill whole units of the block
-    if (!buffer.wanted[f]) continue;
-    const auto form = static_cast<Form>(f);
-    kernels_->pack[f](x, n, columns, buffer.block(form, blocks, b) + form_row_bytes(form, first) * rows, rows, row - blocks.first(b));
+  const int columns = first + n == buffer.width ? buffer.columns - first : n;
+  while (count > 0) {
+    const int b = blocks.of_row(row), rows = blocks.rows(b), m = row - blocks.first(b), here = std::min(count, rows - m);
+    for (int f = 0; f < kNumForms; f++) {  // in every form the columns before `first` fill whole units of the block
+      if (!buffer.wanted[f]) continue;
+      const auto form = static_cast<Form>(f);
+      kernels_->pack[f](x, stride, here, n, columns, buffer.block(form, blocks, b) + form_row_bytes(form, first) * rows, rows, m);
+    }
+    row += here, count -= here, x += here * stride;
   }
 }
 

@@ -94,9 +94,9 @@ class Plan {
   // Rows of a buffer in a step, and the blocks that they are packed in.
   static int rows_of(const Buffer& buffer, const Step& step) { return buffer.logit ? step.logit_rows : step.rows; }
   const Blocks& blocks_of(const Buffer& buffer) const { return buffer.logit ? logit_blocks_ : row_blocks_; }
-  // Writes x[n] to columns `first`.. of a row of a packed buffer, in all wanted forms; `first` is a multiple of the group. What comes
-  // last in a row brings the zeros behind it.
-  void pack_columns(const Buffer& buffer, int row, int first, const float* x, int n) const;
+  // Writes x[count][n], `stride` apart, to columns `first`.. of rows `row`.. of a packed buffer, in all wanted forms; `first` is a
+  // multiple of the group. What comes last in a row brings the zeros behind it.
+  void pack_columns(const Buffer& buffer, int row, int count, int first, const float* x, size_t stride, int n) const;
   // The attention work of the running step, planned once for all layers with the same window.
   AttentionWork& attention_work(int window);
   int64_t step_number() const { return step_number_; }

@@ -1,0 +1,60 @@
+// Activation packing: rows of floats into the blocks that the matrix kernels read. Included inside the namespace of an instruction set.
+
+// int8 per 32 columns: scale = half of the range / 127, codes rounded to nearest even; around 0, or around the middle of the range.
+template <bool Offset>
+HR_INLINE void pack_group(const float* x, int n, uint8_t* group, int rows, int m) {
+  Vf a = n >= kGroup ? load(x) : load_partial(x, n), b = n >= kGroup ? load(x + 16) : load_partial(x + 16, n - 16);
+  float top, middle = 0;
+  if constexpr (Offset) {
+    const float high = reduce_max(max(a, b)), low = -reduce_max(max(sub(zero(), a), sub(zero(), b)));
+    middle = 0.5f * (high + low);
+    top = 0.5f * (high - low);
+    a = sub(a, set1(middle));
+    b = sub(b, set1(middle));
+  } else {
+    top = reduce_max(max(abs(a), abs(b)));
+  }
+  const Vf inverse = set1(top > 1e-36f ? 127.0f / top : 0.0f);  // of less the inverse would overflow
+  const Vi low = round_to_int(mul(a, inverse)), high = round_to_int(mul(b, inverse));
+  auto* codes = reinterpret_cast<int8_t*>(group) + kGroup * m;
+  store_s8(codes, low);
+  store_s8(codes + 16, high);
+  const int32_t sum_low = reduce_add(low), sum = reduce_add(add(low, high));
+  auto* scales = reinterpret_cast<float*>(group + kGroup * rows) + m;
+  auto* sums = reinterpret_cast<int32_t*>(scales);
+  scales[0] = top / 127.0f;
+  sums[rows] = -8 * sum;
+  sums[2 * rows] = -8 * sum_low;
+  scales[3 * rows] = scales[0] * static_cast<float>(sum);
+  if constexpr (Offset) scales[4 * rows] = middle;
+}
+
+template <bool Offset>
+void pack_q8(const float* x, size_t stride, int count, int n, int columns, uint8_t* block, int rows, int m) {
+  for (int i = 0; i < count; i++, x += stride, m++) {
+    uint8_t* group = block;
+    for (int k = 0; k < columns; k += kGroup, group += q8_group_bytes(Offset) * rows) pack_group<Offset>(x + k, n - k, group, rows, m);
+  }
+}
+
+// Two columns of a row side by side: x[columns / 2][rows][2].
+void pack_f32(const float* x, size_t stride, int count, int n, int columns, uint8_t* block, int rows, int m) {
+  auto* out = reinterpret_cast<float*>(block);
+  for (int i = 0; i < count; i++, x += stride, m++)
+    for (int k = 0; k < columns; k++) out[(k / 2 * rows + m) * 2 + k % 2] = k < n ? x[k] : 0.0f;
+}
+
+// The same in bf16. Only where a pair is two bf16: elsewhere the kernels of bf16 weights read float32.
+void pack_bf16([[maybe_unused]] const float* x, [[maybe_unused]] size_t stride, [[maybe_unused]] int count, [[maybe_unused]] int n,
+               [[maybe_unused]] int columns, [[maybe_unused]] uint8_t* block, [[maybe_unused]] int rows, [[maybe_unused]] int m) {
+  if constexpr (kHasBf16) {
+    auto* out = reinterpret_cast<Pair*>(block);
+    for (int i = 0; i < count; i++, x += stride, m++)
+      for (int k = 0; k < columns; k += 16) {
+        alignas(64) Pair pairs[16];
+        store_pairs(pairs, load_partial(x + k, n - k));
+        const int num = columns - k < 16 ? (columns - k) / 2 : 8;
+        for (int j = 0; j < num; j++) out[(k / 2 + j) * rows + m] = pairs[j];
+      }
+  }
+}
