@@ -10,8 +10,6 @@ namespace headrace {
 namespace {
 
 constexpr size_t kArenaBytes = size_t{64} << 20;
-// The prefetch of many-row kernels runs past the end of a matrix by less than this.
-constexpr size_t kTail = 4096;
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
@@ -28,8 +26,8 @@ Plan::~Plan() = default;
 uint8_t* Plan::allocate(size_t bytes) {
   bytes = (bytes + 63) / 64 * 64;
   weight_bytes_ += bytes;
-  if (arenas_.empty() || arena_used_ + bytes + kTail > arenas_.back().size()) {
-    arenas_.emplace_back(std::max(bytes + kTail, kArenaBytes));
+  if (arenas_.empty() || arena_used_ + bytes > arenas_.back().size()) {
+    arenas_.emplace_back(std::max(bytes, kArenaBytes));
     arena_used_ = 0;
   }
   arena_used_ += bytes;
