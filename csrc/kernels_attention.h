@@ -89,26 +89,29 @@ HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTo
 template <class Kv>
 HR_INLINE void soften(const AttendSplit& t, int n, Lanes all, float* scores, typename Kv::Query* weights) {
   const Lanes seen = visible_to(t, n);
-  Vf top = set1(kNoMax);
-  for (int i = seen.begin & -16; i < seen.end; i += 16) {
-    Vf s = load(scores + i);
-    if (i < seen.begin || i + 16 > seen.end) store(scores + i, s = keep_lanes(s, seen.begin - i, seen.end - i, kNoMax));
-    top = max(top, s);
-  }
-  const float unit = t.scale * 1.44269504f, high = reduce_max(top) * unit;
-  Vf sum = zero();
-  for (int i = all.begin & -16; i < all.end; i += 16) {
-    Vf w = zero();
-    if (i + 16 > seen.begin && i < seen.end) {
-      w = exp2(fma(load(scores + i), set1(unit), set1(-high)));
-      sum = add(sum, w);
-    }
+  const auto put = [weights](int i, Vf w) {
     if constexpr (Kv::kPer == 2)
       store_pairs(weights + i / 2 * Kv::kStride, w);
     else
       store(weights + i, w);
+  };
+  // Lanes that query n does not see have a weight of 0: made so in the first and last line, the others are whole.
+  const bool any = seen.begin < seen.end;
+  const int begin = (any ? seen.begin : all.begin) & -16, end = any ? (seen.end + 15) & -16 : begin;
+  const auto hide = [&](int i) { store(scores + i, keep_lanes(load(scores + i), seen.begin - i, seen.end - i, kNoMax)); };
+  if (any) hide(begin), hide(end - 16);
+  Vf top = set1(kNoMax), sum = zero();
+  for (int i = begin; i < end; i += 16) top = max(top, load(scores + i));
+  const float unit = t.scale * 1.44269504f, high = reduce_max(top) * unit;
+  for (int i = all.begin & -16; i < begin; i += 16) put(i, zero());
+#pragma GCC unroll 2
+  for (int i = begin; i < end; i += 16) {
+    const Vf w = exp2(fma(load(scores + i), set1(unit), set1(-high)));
+    sum = add(sum, w);
+    put(i, w);
   }
-  t.max[n] = seen.begin < seen.end ? high : kNoMax;
+  for (int i = end; i < all.end; i += 16) put(i, zero());
+  t.max[n] = any ? high : kNoMax;
   t.sum[n] = reduce_add(sum);
 }
 

@@ -80,32 +80,50 @@ HR_INLINE Vf weight_sums(const Vb* w, const GroupScale<U.scales>& s) {
   }
 }
 
-template <Unit U>
-HR_INLINE Vf add_group(Vf acc, const Vb* w, const GroupScale<U.scales>& s, const uint8_t* group, int rows, int m) {
+// Rows m .. m + N - 1 of a block times a group, their integer sums in turns.
+template <Unit U, int N>
+HR_INLINE void add_group(Vf* acc, const Vb* w, const GroupScale<U.scales>& s, const uint8_t* group, int rows, int m) {
   constexpr Scales S = U.scales;
   const auto* x = reinterpret_cast<const int8_t*>(group) + kGroup * m;
-  const auto* scales = reinterpret_cast<const float*>(group + kGroup * rows);
+  const auto* scales = reinterpret_cast<const float*>(group + kGroup * rows) + m;
   const auto* zero_sums = reinterpret_cast<const int32_t*>(scales + rows);
   if constexpr (!is_sub16(S)) {
-    Vi sum = start_sum<U>(zero_sums[m]);
-    for (int j = 0; j < 8; j++) sum = dot<U.bits>(sum, w[j], x + 4 * j);
-    acc = fma(to_float(sum), mul(s.scale, set1(scales[m])), acc);
-    if constexpr (has_min(S)) acc = fma(s.min, set1(scales[3 * rows + m]), acc);
+    Vi sums[N];
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i++) sums[i] = start_sum<U>(zero_sums[i]);
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++)
+#pragma GCC unroll 4
+      for (int i = 0; i < N; i++) sums[i] = dot<U.bits>(sums[i], w[j], x + kGroup * i + 4 * j);
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i++) {
+      acc[i] = fma(to_float(sums[i]), mul(s.scale, set1(scales[i])), acc[i]);
+      if constexpr (has_min(S)) acc[i] = fma(s.min, set1(scales[3 * rows + i]), acc[i]);
+    }
   } else {
-    const int32_t zero_low = zero_sums[rows + m], zero_high = zero_sums[m] - zero_low;
+    static_assert(N == 1);
+    const int32_t zero_low = zero_sums[rows], zero_high = zero_sums[0] - zero_low;
     Vi low = start_sum<U>(zero_low), high = start_sum<U>(zero_high);
     for (int j = 0; j < 4; j++) {
       low = dot<U.bits>(low, w[j], x + 4 * j);
       high = dot<U.bits>(high, w[j + 4], x + 16 + 4 * j);
     }
-    const Vf xs = set1(scales[m]);
-    acc = fma(to_float(add(mul(low, s.low), mul(high, s.high))), mul(s.scale, xs), acc);
+    const Vf xs = set1(scales[0]);
+    *acc = fma(to_float(add(mul(low, s.low), mul(high, s.high))), mul(s.scale, xs), *acc);
     if constexpr (has_min(S)) {
       const Vi minima = add(mul(s.min_low, set1(zero_low)), mul(s.min_high, set1(zero_high)));
-      acc = fma(to_float(minima), mul(s.min, xs), acc);
+      *acc = fma(to_float(minima), mul(s.min, xs), *acc);
     }
   }
-  return acc;
+}
+
+// All rows of a block times a group.
+template <Unit U, int Rows, int M = 0>
+HR_INLINE void add_rows(Vf* acc, const Vb* w, const GroupScale<U.scales>& s, const uint8_t* group) {
+  constexpr int most = is_sub16(U.scales) ? 1 : kSumsTogether, left = Rows - M;
+  constexpr int turns = (left + most - 1) / most, n = (left + turns - 1) / turns;
+  add_group<U, n>(acc + M, w, s, group, Rows, M);
+  if constexpr (M + n < Rows) add_rows<U, Rows, M + n>(acc, w, s, group);
 }
 
 // Weights are fetched this far ahead, into L2: it has room for more misses under way than L1, and the hardware's prefetcher falls
@@ -128,8 +146,7 @@ void matmul_quantised(const uint8_t* tile, int units, const uint8_t* block, floa
       Vb w[8];
       decode_group<U.bits>(tile + U.codes_offset() + g * U.lines_per_group() * 64, w);
       const auto s = group_scale<U>(tile, g);
-#pragma GCC unroll 16
-      for (int m = 0; m < Rows; m++) acc[m] = add_group<U>(acc[m], w, s, block, Rows, m);
+      add_rows<U, Rows>(acc, w, s, block);
       if constexpr (Offset) {
         const Vf sums = weight_sums<U>(w, s);
         const auto* offsets = reinterpret_cast<const float*>(block + q8_group_bytes(false) * Rows);

@@ -6,16 +6,14 @@ HR_INLINE uint16_t to_bf16(float x) {
   return static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-// 2^t to 4e-6 for t up to 127, 0 from -127 down: a power of two times a polynomial in the remainder (coefficients of 2^r on
-// [-1/2, 1/2]). Adding a number whose last bit counts ones rounds t, and leaves n + 127, the exponent of 2^n, in the low bits.
-constexpr float kRoundToExponent = 12582912.0f + 127.0f;
+// 2^t to 3e-6, 0 far below: a power of two times a polynomial in the remainder, the best of its degree on [-1/2, 1/2] that is 1 at 0.
 HR_INLINE Vf exp2(Vf t) {
-  t = max(set1(-127.0f), t);  // the second operand is what x86 returns when one is NaN
-  const Vf shifted = add(t, set1(kRoundToExponent)), r = sub(t, sub(shifted, set1(kRoundToExponent)));
-  Vf p = set1(1.3333558e-3f);
-  constexpr float coefficients[] = {9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f};
+  t = max(set1(-150.0f), t);  // the second operand is what x86 returns when one is NaN
+  const Vf n = round(t), r = sub(t, n);
+  Vf p = set1(9.5828548e-3f);
+  constexpr float coefficients[] = {5.5906430e-2f, 2.4024099e-1f, 6.9312418e-1f, 1.0f};
   for (const float c : coefficients) p = fma(p, r, set1(c));
-  return mul(p, exponent_from_low_bits(shifted));
+  return times_power_of_2(p, n);
 }
 
 // The lines of a row: whole ones, then what is left; `line(i, n)` has n numbers at i.

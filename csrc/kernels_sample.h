@@ -90,7 +90,9 @@ int collect(const LogitRow& row, Cut from, Cut to, int* ids) {
   return n;
 }
 
-// e^x for x <= 0 within 2e-7 of its size; 0 below -88. Cephes' expf, with the power of two of exp2.
+// e^x for x <= 0 within 2e-7 of its size; 0 below -88. Cephes' expf. Adding a number whose last bit counts ones rounds x / ln 2 to n and
+// leaves n + 127, the exponent of 2^n, in the low bits.
+constexpr float kRoundToExponent = 12582912.0f + 127.0f;
 HR_INLINE Vf exp_negative(Vf x) {
   const Vf clamped = max(x, set1(-88.0f)), shifted = fma(clamped, set1(1.44269504f), set1(kRoundToExponent));
   const Vf n = sub(shifted, set1(kRoundToExponent));

@@ -8,6 +8,7 @@ struct Vi {
 using Vb = Vi;
 constexpr int kMaxRows = 4;
 constexpr int kAccumulators = 6;  // vectors of sums that stay in registers
+constexpr int kSumsTogether = 1;
 constexpr int kMaxQueries = kAccumulators / 2;
 constexpr bool kHasBf16 = false;
 
@@ -82,6 +83,16 @@ HR_INLINE Vi round_to_int(Vf x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_
 HR_INLINE Vf exponent_from_low_bits(Vf x) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x.a), 23)),
           _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x.b), 23))};
+}
+HR_INLINE Vf round(Vf x) {
+  constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.a, nearest), _mm256_round_ps(x.b, nearest)};
+}
+// x * 2^n for whole n up to 127; 0 from -127 down.
+HR_INLINE Vf times_power_of_2(Vf x, Vf n) {
+  const Vi e = add(round_to_int(max(set1(-127.0f), n)), set1(127));
+  return {_mm256_mul_ps(x.a, _mm256_castsi256_ps(_mm256_slli_epi32(e.a, 23))),
+          _mm256_mul_ps(x.b, _mm256_castsi256_ps(_mm256_slli_epi32(e.b, 23)))};
 }
 HR_INLINE void store_s8(int8_t* p, Vi x) {
   const __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xD8);

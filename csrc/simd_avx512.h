@@ -1,6 +1,7 @@
 // 16-lane vectors as one AVX-512 register. Included inside the namespace of an instruction set.
 // The dot products are inline assembly: with intrinsics GCC 12 neither folds the broadcast into the instruction nor keeps the
-// accumulators of a 16-row block in registers.
+// accumulators of a 16-row block in registers. Those of integers are volatile, so that they stay in the order of the source: two sums in
+// turns make a block a sixth faster than one after the other or, on Zen 4, four in turns.
 using Vf = __m512;
 struct Vi {
   __m512i v;
@@ -8,6 +9,7 @@ struct Vi {
 using Vb = Vi;
 constexpr int kMaxRows = 16;
 constexpr int kAccumulators = 24;  // vectors of sums that stay in registers
+constexpr int kSumsTogether = 2;   // integer sums that go on in turns: a dot product waits for the one before it in the same sum
 constexpr int kMaxQueries = kAccumulators / 2;
 
 HR_INLINE Vf zero() { return _mm512_setzero_ps(); }
@@ -49,6 +51,9 @@ HR_INLINE void store(uint32_t* p, Vi x) { _mm512_storeu_si512(p, x.v); }
 HR_INLINE Vf to_float(Vi x) { return _mm512_cvtepi32_ps(x.v); }
 HR_INLINE Vi round_to_int(Vf x) { return {_mm512_cvtps_epi32(x)}; }
 HR_INLINE Vf exponent_from_low_bits(Vf x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 23)); }
+HR_INLINE Vf round(Vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// x * 2^n for whole n.
+HR_INLINE Vf times_power_of_2(Vf x, Vf n) { return _mm512_scalef_ps(x, n); }
 HR_INLINE void store_s8(int8_t* p, Vi x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x.v)); }
 HR_INLINE int32_t reduce_add(Vi x) { return _mm512_reduce_add_epi32(x.v); }
 HR_INLINE float reduce_add(Vf x) {
@@ -66,7 +71,7 @@ HR_INLINE Vb low_nibbles(Vb x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(
 HR_INLINE Vb high_nibbles(Vb x) { return {_mm512_and_si512(_mm512_srli_epi16(x.v, 4), _mm512_set1_epi8(15))}; }
 template <int Bits>
 HR_INLINE Vi dot(Vi acc, Vb w, const int8_t* x) {
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*reinterpret_cast<const int32_t*>(x)));
+  asm volatile("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*reinterpret_cast<const int32_t*>(x)));
   return acc;
 }
 #ifdef __AVX512BF16__

@@ -10,6 +10,7 @@ struct Vb {  // 16 lanes of 4 bytes
 };
 constexpr int kMaxRows = 4;
 constexpr int kAccumulators = 4;  // vectors of sums that stay in registers
+constexpr int kSumsTogether = 1;
 constexpr int kMaxQueries = kAccumulators / 2;
 constexpr bool kHasBf16 = false;
 
@@ -83,6 +84,14 @@ HR_INLINE Vi round_to_int(Vf a) {
 }
 // The number whose exponent field is the low bits of x.
 HR_INLINE Vf exponent_from_low_bits(Vf a) { return reinterpret_cast<Vf>(reinterpret_cast<Vint>(a) << 23); }
+HR_INLINE Vf round(Vf a) {
+  Vf r;
+  EACH_LANE(__builtin_rintf(a[i]));
+}
+// a * 2^n for whole n up to 127; 0 from -127 down.
+HR_INLINE Vf times_power_of_2(Vf a, Vf n) {
+  return a * reinterpret_cast<Vf>(shift_left<23>(add(round_to_int(max(set1(-127.0f), n)), set1(127))).v);
+}
 HR_INLINE void store_s8(int8_t* p, Vi a) {
   for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(a.v[i]);
 }
