@@ -19,30 +19,56 @@ void multiply(const Plan& plan, const Buffer& x, bool offset, const Blocks& bloc
   for (int m = 0; m < rows; m++) plan.kernels().add(out + 16 * m, bias + 16 * t, out + 16 * m, 16);
 }
 
+// Items of a matrix product: all tiles of the weight for some blocks of rows, then for the next. Contiguous items, as threads get
+// them, are then rows of their own: what a thread writes in one op it reads in the next, out of its own cache.
+class TileItems {
+ public:
+  TileItems(const Plan& plan, const Blocks& blocks, int tiles)
+      : blocks_(blocks),
+        tiles_(tiles),
+        chunks_(std::max(blocks.count / kMostBlocks, std::min({blocks.count, plan.threads(), kFewChunks}))) {}
+
+  int count() const { return chunks_ * tiles_; }
+
+  // Calls f(tile, block) for all of the items.
+  template <class F>
+  void each(int begin, int end, F&& f) const {
+    for (int item = begin; item < end; item++) {
+      const int chunk = item / tiles_;
+      for (int b = blocks_.count * chunk / chunks_; b < blocks_.count * (chunk + 1) / chunks_; b++) f(item % tiles_, b);
+    }
+  }
+
+ private:
+  // A chunk of fewer blocks would fetch the weights more often than pays; with many threads so would a chunk for each of them.
+  static constexpr int kMostBlocks = 8, kFewChunks = 4;
+  const Blocks& blocks_;
+  const int tiles_, chunks_;
+};
+
 class Linear : public Op {
  public:
   Linear(int out, int x, int weight, int bias, int residual, bool offset)
       : Op(residual >= 0 ? "linear_add" : "linear"), out_(out), x_(x), weight_(weight), bias_(bias), residual_(residual), offset_(offset) {}
 
-  int items(const Plan& plan, const Step&) override { return plan.weight(weight_).tiles(); }
+  int items(const Plan& plan, const Step&) override { return work(plan).count(); }
 
   void run(const Plan& plan, const Step&, int begin, int end, int) override {
     const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
     const Weight& w = plan.weight(weight_);
     const Blocks& blocks = plan.blocks_of(x);
     alignas(64) float tile[kMaxBlockRows * 16];
-    for (int t = begin; t < end; t++) {
-      const int n = std::min(16, w.rows - 16 * t);
-      for (int b = 0; b < blocks.count; b++) {
-        multiply(plan, x, offset_, blocks, b, w, t, plan.vector(bias_), tile);
-        const int row = blocks.first(b);
-        const float* residual = residual_ >= 0 ? plan.buffer(residual_).row(row) + 16 * t : nullptr;  // as wide as the output
-        plan.kernels().finish_tile(tile, blocks.rows(b), n, residual, out.width, out.row(row) + 16 * t, out.width);
-      }
-    }
+    work(plan).each(begin, end, [&](int t, int b) {
+      multiply(plan, x, offset_, blocks, b, w, t, plan.vector(bias_), tile);
+      const int n = std::min(16, w.rows - 16 * t), row = blocks.first(b);
+      const float* residual = residual_ >= 0 ? plan.buffer(residual_).row(row) + 16 * t : nullptr;  // as wide as the output
+      plan.kernels().finish_tile(tile, blocks.rows(b), n, residual, out.width, out.row(row) + 16 * t, out.width);
+    });
   }
 
  private:
+  TileItems work(const Plan& plan) const { return {plan, plan.blocks_of(plan.buffer(x_)), plan.weight(weight_).tiles()}; }
+
   const int out_, x_, weight_, bias_, residual_;
   const bool offset_;
 };
@@ -53,23 +79,24 @@ class GluLinear : public Op {
   GluLinear(int out, int x, int gate, int up, int gate_bias, int up_bias)
       : Op("glu_linear"), out_(out), x_(x), gate_(gate), up_(up), gate_bias_(gate_bias), up_bias_(up_bias) {}
 
-  int items(const Plan& plan, const Step&) override {
-    const Buffer& out = plan.buffer(out_);
-    return ((out.packed ? out.columns : out.width) + kGroup - 1) / kGroup;
-  }
+  int items(const Plan& plan, const Step&) override { return work(plan).count(); }
 
   void run(const Plan& plan, const Step&, int begin, int end, int) override {
     const Buffer& x = plan.buffer(x_);
     const Blocks& blocks = plan.blocks_of(x);
     alignas(64) float rows[kMaxBlockRows * kGroup];
-    for (int pair = begin; pair < end; pair++)
-      for (int b = 0; b < blocks.count; b++) {
-        compute(plan, x, blocks, b, pair, rows);
-        write(plan, blocks, b, pair, rows);
-      }
+    work(plan).each(begin, end, [&](int pair, int b) {
+      compute(plan, x, blocks, b, pair, rows);
+      write(plan, blocks, b, pair, rows);
+    });
   }
 
  private:
+  TileItems work(const Plan& plan) const {
+    const Buffer& out = plan.buffer(out_);
+    return {plan, plan.blocks_of(plan.buffer(x_)), ((out.packed ? out.columns : out.width) + kGroup - 1) / kGroup};
+  }
+
   // rows[m][32]: columns 32 pair .. of the gated product; zeros beyond the width.
   void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int pair, float* rows) const {
     const Weight &gate = plan.weight(gate_), &up = plan.weight(up_);
@@ -102,39 +129,39 @@ class QkvRopeWrite : public Op {
  public:
   explicit QkvRopeWrite(const QkvArgs& args) : Op("qkv_rope_write"), a_(args) {}
 
-  int items(const Plan& plan, const Step&) override {
-    int tiles = 0;
-    for (const int w : a_.weights) tiles += plan.weight(w).tiles();
-    return tiles;
-  }
+  int items(const Plan& plan, const Step&) override { return work(plan).count(); }
 
   void run(const Plan& plan, const Step& step, int begin, int end, int) override {
     const Buffer& x = plan.buffer(a_.x);
     const Blocks& blocks = plan.blocks_of(x);
     alignas(64) float tile[kMaxBlockRows * 16];
-    for (int item = begin; item < end; item++) {
-      int part = 0, t = item;
+    work(plan).each(begin, end, [&](int t, int b) {
+      int part = 0;
       while (t >= plan.weight(a_.weights[part]).tiles()) t -= plan.weight(a_.weights[part++]).tiles();
       const Weight& w = plan.weight(a_.weights[part]);
-      for (int b = 0; b < blocks.count; b++) {
-        multiply(plan, x, true, blocks, b, w, t, plan.vector(a_.biases[part]), tile);
-        const int n = std::min(16, w.rows - 16 * t), row = blocks.first(b), head_dim = plan.kv().shape().head_dim;
-        if (part < 2) {
-          const Buffer& angles = plan.buffer(a_.angles);
-          const float* cos = angles.row(row) + 16 * t % head_dim;
-          plan.kernels().rotate_tile(tile, blocks.rows(b), cos, cos + angles.width / 2, angles.width);
-        }
-        if (part == 0) {
-          const Buffer& out = plan.buffer(a_.out);
-          plan.kernels().finish_tile(tile, blocks.rows(b), n, nullptr, 0, out.row(row) + 16 * t, out.width);
-        } else {
-          for (int m = 0; m < blocks.rows(b); m++) write(plan, step, part, row + m, 16 * t, n, tile + 16 * m);
-        }
+      multiply(plan, x, true, blocks, b, w, t, plan.vector(a_.biases[part]), tile);
+      const int n = std::min(16, w.rows - 16 * t), row = blocks.first(b), head_dim = plan.kv().shape().head_dim;
+      if (part < 2) {
+        const Buffer& angles = plan.buffer(a_.angles);
+        const float* cos = angles.row(row) + 16 * t % head_dim;
+        plan.kernels().rotate_tile(tile, blocks.rows(b), cos, cos + angles.width / 2, angles.width);
       }
-    }
+      if (part == 0) {
+        const Buffer& out = plan.buffer(a_.out);
+        plan.kernels().finish_tile(tile, blocks.rows(b), n, nullptr, 0, out.row(row) + 16 * t, out.width);
+      } else {
+        for (int m = 0; m < blocks.rows(b); m++) write(plan, step, part, row + m, 16 * t, n, tile + 16 * m);
+      }
+    });
   }
 
  private:
+  TileItems work(const Plan& plan) const {
+    int tiles = 0;
+    for (const int w : a_.weights) tiles += plan.weight(w).tiles();
+    return {plan, plan.blocks_of(plan.buffer(a_.x)), tiles};
+  }
+
   // Columns first .. first + n - 1 of a key (part 1) or value (part 2).
   void write(const Plan& plan, const Step& step, int part, int row, int first, int n, const float* y) const {
     const KvRecord& shape = plan.kv().shape();
