@@ -10,13 +10,13 @@ uint16_t to_bf16(float x) {
   return static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-// A block is filled in ascending order. Writing an even token clears its partner: numbers of an earlier owner must not come into
-// the dot products, where even a weight of zero would let a NaN through.
-void store_value(uint32_t* pair, int lane, uint16_t bits) {
-  if (lane % 2 == 0)
+// A block is filled in ascending order. An even token whose partner does not follow at once clears it: numbers of an earlier owner must
+// not come into the dot products, where even a weight of zero would let a NaN through.
+void store_value(uint32_t* pair, int lane, bool last, uint16_t bits) {
+  if (lane % 2 == 0 && last)
     *pair = bits;
   else
-    reinterpret_cast<uint16_t*>(pair)[1] = bits;
+    reinterpret_cast<uint16_t*>(pair)[lane % 2] = bits;
 }
 
 uint32_t* value_pairs(uint8_t* record, const KvRecord& shape, int lane) {
@@ -34,13 +34,13 @@ void write_keys(uint8_t* record, const KvRecord& shape, int lane, int d, const f
   }
 }
 
-void write_values(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n) {
+void write_values(uint8_t* record, const KvRecord& shape, int lane, bool last, int d, const float* x, int n) {
   if (shape.type == KvType::kF32) {
     std::memcpy(record + shape.value_offset() + (static_cast<size_t>(lane) * shape.padded_dim() + d) * 4, x, static_cast<size_t>(n) * 4);
     return;
   }
   uint32_t* pairs = value_pairs(record, shape, lane) + d;
-  for (int i = 0; i < n; i++) store_value(&pairs[i], lane, to_bf16(x[i]));
+  for (int i = 0; i < n; i++) store_value(&pairs[i], lane, last, to_bf16(x[i]));
 }
 
 void copy_token(uint8_t* to, int to_lane, const uint8_t* from, int from_lane, const KvRecord& shape) {
@@ -53,7 +53,7 @@ void copy_token(uint8_t* to, int to_lane, const uint8_t* from, int from_lane, co
   }
   const auto* source = reinterpret_cast<const uint16_t*>(from + values + from_lane / 2 * width) + from_lane % 2;
   uint32_t* pairs = value_pairs(to, shape, to_lane);
-  for (int d = 0; d < shape.head_dim; d++) store_value(&pairs[d], to_lane, source[2 * d]);
+  for (int d = 0; d < shape.head_dim; d++) store_value(&pairs[d], to_lane, true, source[2 * d]);
 }
 
 void KvCache::move(int source, int target) const {

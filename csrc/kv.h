@@ -33,9 +33,10 @@ class KvCache {
   Arena arena_;
 };
 
-// Numbers d .. d + n - 1 of the key or value of token `lane`; d and n are even for keys.
+// Numbers d .. d + n - 1 of the key or value of token `lane`; d and n are even for keys. `last`: token lane + 1 is not written in the
+// same step, where it may be another thread's.
 void write_keys(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n);
-void write_values(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n);
+void write_values(uint8_t* record, const KvRecord& shape, int lane, bool last, int d, const float* x, int n);
 // Key and value of one token from record to record.
 void copy_token(uint8_t* to, int to_lane, const uint8_t* from, int from_lane, const KvRecord& shape);
 

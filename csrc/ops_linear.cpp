@@ -166,10 +166,14 @@ class QkvRopeWrite : public Op {
   void write(const Plan& plan, const Step& step, int part, int row, int first, int n, const float* y) const {
     const KvRecord& shape = plan.kv().shape();
     const int slot = step.slots[row], lane = slot % kKvTile;
+    const bool last = row + 1 == step.rows || step.slots[row + 1] != slot + 1;
     for (int i = 0; i < n;) {  // a tile of a small head reaches into the next
       const int head = (first + i) / shape.head_dim, d = (first + i) % shape.head_dim, run = std::min(n - i, shape.head_dim - d);
       uint8_t* record = plan.kv().record(a_.layer, head, slot / kKvTile);
-      (part == 1 ? write_keys : write_values)(record, shape, lane, d, y + i, run);
+      if (part == 1)
+        write_keys(record, shape, lane, d, y + i, run);
+      else
+        write_values(record, shape, lane, last, d, y + i, run);
       i += run;
     }
   }
