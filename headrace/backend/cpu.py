@@ -129,6 +129,7 @@ class _Lowering:
         if weight.name not in self.packed:
             t = self.tensors[weight.name]
             self.packed[weight.name] = self.plan.add_weight(t.format.name, t.rows, t.cols, t.data, t.row_order)
+            t.release()
         return self.packed[weight.name]
 
     def vector(self, weight: ops.Weight | None) -> int:
@@ -179,6 +180,8 @@ def _qkv_rope_write(lo: _Lowering, op: ops.QkvRopeWrite) -> None:
 def _glu_linear(lo: _Lowering, op: ops.GluLinear) -> None:
     g, u = lo.tensors[op.gate.name], lo.tensors[op.up.name]
     gate, up = lo.plan.add_weight_pair(g.format.name, g.data, u.format.name, u.data, op.gate.rows, op.gate.cols)
+    for t in (g, u):
+        t.release()
     lo.plan.glu_linear(lo.buffer(op.out), lo.packed_input(op.x), gate, up, lo.vector(op.gate_bias), lo.vector(op.up_bias))
 
 

@@ -1,8 +1,10 @@
 """Number formats in which checkpoints store weights, and a tensor stored in one of them."""
 
 import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +67,23 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         return self.data.nbytes
+
+    def release(self) -> None:
+        """Give the memory of the tensor's pages back where it is a view of a mapped file; reading it again brings them back.
+
+        A packed copy beside pages that were read once would count twice in the memory of the process.
+        """
+        owner: Any = self.data
+        while isinstance(owner, np.ndarray):
+            owner = owner.base
+        if isinstance(owner, memoryview):
+            owner = owner.obj
+        if not isinstance(owner, mmap.mmap) or not hasattr(owner, "madvise"):
+            return
+        first = self.data.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
+        begin, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, (first + self.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end:  # pages shared with a neighbour stay
+            owner.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def dequantise(self) -> NDArray[np.float32]:
         """The values as float32, exactly as ggml defines them, in the tensor's shape."""

@@ -1,8 +1,11 @@
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from headrace.checkpoint.files import map_file
 from headrace.quant.formats import FORMATS, StoredTensor
 
 HALVES = {  # where a block keeps its float16 scales
@@ -78,3 +81,15 @@ def test_unaligned_data() -> None:
     data = np.zeros(4 * 6 + 1, np.uint8)[1:]
     data[:] = np.arange(6, dtype=np.float32).view(np.uint8)
     np.testing.assert_array_equal(StoredTensor("x", FORMATS["F32"], (2, 3), data).dequantise(), np.arange(6).reshape(2, 3))
+
+
+def test_a_released_tensor_reads_the_same_again(tmp_path: Path) -> None:
+    """Of a mapped file whole pages are given back; numbers of our own making stay where they are."""
+    data = random_bytes("Q8_0", 1024)
+    (tmp_path / "tensor").write_bytes(b"head" + data.tobytes() + b"tail")
+    mapped = np.frombuffer(map_file(tmp_path / "tensor"), np.uint8)[4:-4]
+    for view in (mapped, data):
+        tensor = StoredTensor("t", FORMATS["Q8_0"], (32, 1024), view)
+        before = tensor.dequantise()
+        tensor.release()
+        assert np.array_equal(tensor.dequantise(), before)
