@@ -62,12 +62,14 @@ HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTo
 #pragma GCC unroll 12
     for (int n = 0; n < Num; n++) sums[n][0] = sums[n][1] = zero();
     const uint8_t* line = t.kv.at[b];
-    const uint8_t* ahead = t.next ? b + 1 < t.kv.blocks ? t.kv.at[b + 1] : t.next->at[0] : nullptr;
+    // Keys two blocks ahead: the next one would be needed before memory answers.
+    const int later = b + 2 - t.kv.blocks;
+    const uint8_t* ahead = !t.next ? nullptr : later < 0 ? t.kv.at[b + 2] : t.next->at[later < t.next->blocks ? later : 0];
     const auto* query = reinterpret_cast<const typename Kv::Query*>(t.queries);
     for (int d = 0; d < t.shape.head_dim / Kv::kPer; d++, line += 128, query += Kv::kStride) {
       if (ahead) {
         const uint8_t* values = line + t.shape.value_offset();
-        prefetch(ahead + 128 * d), prefetch(ahead + 128 * d + 64);
+        prefetch_l2(ahead + 128 * d), prefetch_l2(ahead + 128 * d + 64);
         prefetch_l2(values), prefetch_l2(values + 64);
       }
 #pragma GCC unroll 12
