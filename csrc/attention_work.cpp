@@ -1,7 +1,6 @@
 #include "attention_work.h"
 
 #include <algorithm>
-#include <tuple>
 
 namespace headrace {
 namespace {
@@ -27,12 +26,12 @@ void AttentionWork::prepare(const Plan& plan, const Step& step) {
       for (int h = 0; h < heads; h++)
         add(plan, {b, h, row, last, first_visible(*low) / kSplitTokens, *high / kSplitTokens + 1, *high + 1, -1}, cut);
     }
-  // Long ones first, so that the threads end together, but head by head: keys and values of a head stay in the L2 cache meanwhile.
-  if (items.size() <= static_cast<size_t>(plan.threads())) return;
-  std::vector<int> longest(step.branches);
-  for (const AttentionItem& i : items) longest[i.branch] = std::max(longest[i.branch], i.cost());
-  const auto key = [&](const AttentionItem& i) { return std::tuple(-longest[i.branch], i.branch, i.head, -i.cost()); };
-  std::stable_sort(items.begin(), items.end(), [&](const AttentionItem& a, const AttentionItem& b) { return key(a) < key(b); });
+  // Long ones first, so that the threads end together.
+  const auto cost = [&](const AttentionItem& i) {
+    return i.rows() * (std::min(i.last_split * kSplitTokens, i.context) - i.first_split * kSplitTokens);
+  };
+  if (items.size() > static_cast<size_t>(plan.threads()))
+    std::stable_sort(items.begin(), items.end(), [&](const AttentionItem& a, const AttentionItem& b) { return cost(a) > cost(b); });
 }
 
 void AttentionWork::add(const Plan& plan, const AttentionItem& item, bool cut) {

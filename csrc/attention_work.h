@@ -1,6 +1,5 @@
 // What there is to attend to in a step: items of work for the threads, the same for every layer with the same window.
 #pragma once
-#include <algorithm>
 #include <vector>
 
 #include "plan.h"
@@ -14,7 +13,6 @@ struct AttentionItem {
   int partial;  // >= 0: the first of this item's entries among the partial results, to be merged once all splits are there
 
   int rows() const { return last_row - first_row; }
-  int cost() const { return rows() * (std::min(last_split * kSplitTokens, context) - first_split * kSplitTokens); }
 };
 
 // Softmax of some query vectors over a part of their context: maximum, sum of weights, weighted values.

@@ -139,10 +139,9 @@ class Attention : public Op {
     const Blocks chunks(end - begin, plan.kernels().max_queries);
     for (int c = 0; c < chunks.count; c++) {
       const int n = begin + chunks.first(c);
-      plan.kernels().attend[static_cast<int>(shape.type)]({records, c && next ? &records : next, shape, scale_, chunks.rows(c),
-                                                           s.queries.data() + n * query_stride(shape), query_stride(shape), &s.first[n],
-                                                           &s.last[n], &states.max[n], &states.sum[n],
-                                                           &states.out[static_cast<size_t>(n) * shape.padded_dim()]});
+      plan.kernels().attend[static_cast<int>(shape.type)](
+          {records, c ? nullptr : next, shape, scale_, chunks.rows(c), s.queries.data() + n * query_stride(shape), query_stride(shape),
+           &s.first[n], &s.last[n], &states.max[n], &states.sum[n], &states.out[static_cast<size_t>(n) * shape.padded_dim()]});
     }
   }
 

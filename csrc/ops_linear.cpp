@@ -1,4 +1,4 @@
-// Linear ops: tiles of 16 outputs, each over all blocks of activation rows, with the epilogue while they are in the L1 cache.
+// Linear ops: tiles of 16 outputs, each over some blocks of activation rows, with the epilogue while they are in the L1 cache.
 #include <algorithm>
 #include <cstring>
 
@@ -26,7 +26,7 @@ class TileItems {
   TileItems(const Plan& plan, const Blocks& blocks, int tiles)
       : blocks_(blocks),
         tiles_(tiles),
-        chunks_(std::max(blocks.count / kMostBlocks, std::min({blocks.count, plan.threads(), kFewChunks}))) {}
+        chunks_(std::max(blocks.count / kLeastBlocks, std::min({blocks.count, plan.threads(), kFewChunks}))) {}
 
   int count() const { return chunks_ * tiles_; }
 
@@ -40,8 +40,8 @@ class TileItems {
   }
 
  private:
-  // A chunk of fewer blocks would fetch the weights more often than pays; with many threads so would a chunk for each of them.
-  static constexpr int kMostBlocks = 8, kFewChunks = 4;
+  // Chunks beyond a few have at least so many blocks: with fewer, fetching the weights again for each would cost more than it saves.
+  static constexpr int kLeastBlocks = 8, kFewChunks = 4;
   const Blocks& blocks_;
   const int tiles_, chunks_;
 };
