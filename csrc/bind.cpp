@@ -33,6 +33,14 @@ Stored stored_from(const std::string& format, int rows, int cols, const Array<ui
   return s;
 }
 
+KvRecord kv_record(const std::string& dtype, int head_dim) {
+  require(head_dim > 0, "a KV cache needs a head size");
+  for (const auto& [name, type] :
+       {std::pair("bf16", KvType::kBf16), {"f32", KvType::kF32}, {"int8", KvType::kInt8}, {"int4", KvType::kInt4}})
+    if (dtype == name) return {type, head_dim};
+  throw std::invalid_argument("unknown number format of keys and values: " + dtype);
+}
+
 void check_branches(const Step& s, int num_blocks) {
   require(s.row_start[0] == 0 && s.row_start[s.branches] == s.rows, "row_start must run from 0 to the number of rows");
   for (int b = 0; b < s.branches; b++) {
@@ -117,7 +125,9 @@ void bind_ops(nb::class_<Plan>& c) {
       .def("qkv_rope_write",
            [](Plan& p, int out, int x, int angles, std::array<int, 3> weights, std::array<int, 3> biases, int layer) {
              for (const int w : weights) p.reads(x, w, true);
-             p.add_op(make_qkv_rope_write({out, x, angles, weights, biases, layer}));
+             const int kv = p.kv_buffer();
+             p.add_op(make_qkv_rope_write({out, x, angles, weights, biases, layer, kv}));
+             if (kv >= 0) p.add_op(make_kv_quantise(kv, layer));
            })
       .def("attention", [](Plan& p, int out, int q, int layer, float scale, int window) {
         for (auto& op : make_attention(out, q, layer, scale, p.attention_work(window))) p.add_op(std::move(op));
@@ -139,9 +149,9 @@ void bind_plan(nb::module_& m) {
           "__init__",
           [](Plan* self, const std::string& isa, int threads, int layers, int heads, int kv_heads, int head_dim, int blocks,
              const std::string& kv_dtype) {
-            require(layers > 0 && kv_heads > 0 && blocks > 0 && head_dim > 0 && head_dim % 2 == 0,
-                    "a KV cache needs layers, heads, blocks and an even head size");
-            const KvRecord shape{kv_dtype == "bf16" ? KvType::kBf16 : KvType::kF32, head_dim};
+            require(layers > 0 && kv_heads > 0 && blocks > 0, "a KV cache needs layers, heads and blocks");
+            require(head_dim % 2 == 0, "a KV cache needs an even head size");
+            const KvRecord shape = kv_record(kv_dtype, head_dim);
             new (self) Plan(kernels_for(isa), threads, layers, heads, KvCache(layers, kv_heads, blocks, shape));
           },
           nb::arg("isa"), nb::arg("threads"), nb::arg("layers"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
@@ -179,6 +189,9 @@ void bind_plan(nb::module_& m) {
       .def_prop_ro("pool", &Plan::pool, nb::rv_policy::reference_internal, "Its threads, for other work between two runs.")
       .def_prop_ro("weight_bytes", &Plan::weight_bytes);
   bind_ops(plan);
+  m.def(
+      "kv_block_bytes", [](const std::string& dtype, int head_dim) { return kv_record(dtype, head_dim).bytes(); }, nb::arg("kv_dtype"),
+      nb::arg("head_dim"), "Bytes of the keys and values of 32 tokens, of one layer and KV head.");
   m.def("isas", &available_isas, "Instruction sets of this machine, best last.");
   m.def("isa", [] { return available_isas().back(); }, "The best instruction set of this machine.");
   m.def("read_bandwidth", &read_bandwidth, nb::call_guard<nb::gil_scoped_release>(), nb::arg("threads"), nb::arg("nbytes"));

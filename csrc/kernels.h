@@ -5,7 +5,8 @@
 
 namespace headrace {
 
-enum class KvType : int { kBf16, kF32 };
+enum class KvType : int { kBf16, kF32, kInt8, kInt4 };
+constexpr bool is_quantised(KvType t) { return t == KvType::kInt8 || t == KvType::kInt4; }
 constexpr int kKvTile = 32;      // tokens in a KV block
 constexpr int kSplitBlocks = 8;  // blocks of a context that are one softmax; such splits are then merged in ascending order
 constexpr int kSplitTokens = kSplitBlocks * kKvTile;
@@ -13,14 +14,35 @@ constexpr float kNoMax = -1e30f;  // maximum of no scores: finite, so that diffe
 
 // KV of one head and block: K as [head_dim / per][32 tokens][per], then V as [32 / per][padded head_dim][per], where `per` numbers
 // fill 4 bytes. A line is then 16 tokens (K) or 16 dimensions (V) of one bf16 pair or float.
+//
+// Quantised: a number is step * code + least, with a bf16 step and least number for each token's key and value. Codes of K as
+// [head_dim][32 tokens], of V as [32 tokens][code_dim], then the steps and the least numbers of K and those of V, 32 each. In int4 a byte
+// has two numbers of one token, so that no two tokens, which two threads may write, share one: dimensions d and d + 1 of K, d and d + 16
+// of V. Attention computes with a block's numbers in bf16.
 struct KvRecord {
   KvType type;
   int head_dim;
 
-  constexpr int per() const { return type == KvType::kBf16 ? 2 : 1; }
+  constexpr int per() const { return type == KvType::kF32 ? 1 : 2; }
   constexpr int padded_dim() const { return (head_dim + 15) / 16 * 16; }
-  constexpr size_t value_offset() const { return static_cast<size_t>(head_dim) / per() * kKvTile * 4; }
-  constexpr size_t bytes() const { return (value_offset() + static_cast<size_t>(kKvTile) / per() * padded_dim() * 4 + 63) / 64 * 64; }
+  constexpr int bits() const { return type == KvType::kInt4 ? 4 : 8; }                               // of a code
+  constexpr int code_dim() const { return bits() == 4 ? (head_dim + 31) / 32 * 32 : padded_dim(); }  // codes of a value
+  constexpr size_t value_offset() const {
+    return is_quantised(type) ? static_cast<size_t>(head_dim) * kKvTile * bits() / 8 : static_cast<size_t>(head_dim) / per() * kKvTile * 4;
+  }
+  constexpr size_t scale_offset() const { return value_offset() + static_cast<size_t>(kKvTile) * code_dim() * bits() / 8; }
+  constexpr size_t bytes() const {
+    const size_t end = is_quantised(type) ? scale_offset() + 4 * kKvTile * sizeof(uint16_t)
+                                          : value_offset() + static_cast<size_t>(kKvTile) / per() * padded_dim() * 4;
+    return (end + 63) / 64 * 64;
+  }
+  constexpr KvRecord computed() const { return {type == KvType::kF32 ? KvType::kF32 : KvType::kBf16, head_dim}; }
+};
+
+// A key or value, quantised: codes, and bf16 numbers.
+struct KvCodes {
+  uint8_t* codes;  // [head_dim], rounded up to 16
+  uint16_t step, least;
 };
 
 // The KV records of a split, at most kSplitBlocks.
@@ -95,6 +117,11 @@ struct Kernels {
   void (*rotate_tile)(float* x, int rows, const float* cos, const float* sin, size_t stride);
   void (*pack_query[2])(const float* q, int head_dim, uint8_t* out);
   void (*attend[2])(const AttendSplit&);
+  // Turns a vector into a basis in which no dimension stands out, and back: it is its own inverse.
+  void (*rotate_head)(float* x, int n);
+  void (*quantise_kv)(const float* x, int n, int bits, KvCodes& out);
+  // A quantised block in the form that attention computes with. `ahead` is fetched meanwhile: a block as long, wanted soon.
+  void (*expand_kv)(const uint8_t* record, const KvRecord& shape, const uint8_t* ahead, uint8_t* out);
   // Folds one softmax state into another: a over the context before, b over what follows.
   void (*merge)(float* max, float* sum, float* out, float max_b, float sum_b, const float* out_b, int n);
   void (*scale)(const float* x, float factor, float* out, int n);

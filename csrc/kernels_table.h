@@ -6,6 +6,7 @@
 #include "kernels_rows.h"
 #include "kernels_pack.h"
 #include "kernels_attention.h"
+#include "kernels_kv.h"
 #include "kernels_matmul.h"
 #include "kernels_sample.h"
 // clang-format on
@@ -30,6 +31,9 @@ const Kernels* make_table(const char* name) {
   k.pack_query[1] = pack_query<KvF32>;
   k.attend[0] = attend<KvBf16>;
   k.attend[1] = attend<KvF32>;
+  k.rotate_head = rotate_head;
+  k.quantise_kv = quantise_kv;
+  k.expand_kv = expand_kv;
   k.merge = merge;
   k.scale = scale;
   k.peaks = peaks;

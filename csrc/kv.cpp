@@ -23,6 +23,25 @@ uint32_t* value_pairs(uint8_t* record, const KvRecord& shape, int lane) {
   return reinterpret_cast<uint32_t*>(record + shape.value_offset()) + static_cast<size_t>(lane / 2) * shape.padded_dim();
 }
 
+uint8_t* value_codes(uint8_t* record, const KvRecord& shape, int lane) {
+  return record + shape.value_offset() + static_cast<size_t>(lane) * shape.code_dim() * shape.bits() / 8;
+}
+
+// The four scale numbers of a token. Those of a value whose partner does not follow at once are cleared for the same reason.
+void write_scale(uint8_t* record, const KvRecord& shape, int part, int lane, bool last, uint16_t bits) {
+  auto* scales = reinterpret_cast<uint16_t*>(record + shape.scale_offset()) + part * kKvTile;
+  scales[lane] = bits;
+  if (part >= 2 && lane % 2 == 0 && last) scales[lane + 1] = 0;
+}
+
+void copy_codes(uint8_t* to, int to_lane, const uint8_t* from, int from_lane, const KvRecord& shape) {
+  for (size_t i = 0; i < shape.value_offset(); i += kKvTile) to[i + to_lane] = from[i + from_lane];
+  const size_t width = static_cast<size_t>(shape.code_dim()) * shape.bits() / 8;
+  std::memcpy(to + shape.value_offset() + to_lane * width, from + shape.value_offset() + from_lane * width, width);
+  const auto* scales = reinterpret_cast<const uint16_t*>(from + shape.scale_offset()) + from_lane;
+  for (int part = 0; part < 4; part++) write_scale(to, shape, part, to_lane, true, scales[part * kKvTile]);
+}
+
 }  // namespace
 
 void write_keys(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n) {
@@ -43,7 +62,25 @@ void write_values(uint8_t* record, const KvRecord& shape, int lane, bool last, i
   for (int i = 0; i < n; i++) store_value(&pairs[i], lane, last, to_bf16(x[i]));
 }
 
+void write_codes(uint8_t* record, const KvRecord& shape, int lane, bool last, const KvCodes& key, const KvCodes& value) {
+  uint8_t *keys = record + lane, *values = value_codes(record, shape, lane);
+  if (shape.bits() == 8) {
+    for (int d = 0; d < shape.head_dim; d++) keys[d * kKvTile] = key.codes[d];
+    std::memcpy(values, value.codes, static_cast<size_t>(shape.head_dim));
+  } else {
+    for (int d = 0; d < shape.head_dim; d += 2) keys[d / 2 * kKvTile] = static_cast<uint8_t>(key.codes[d] | key.codes[d + 1] << 4);
+    for (int d = 0; d < shape.head_dim; d += 32)
+      for (int i = 0; i < 16; i++) {
+        const int high = d + 16 + i < shape.head_dim ? value.codes[d + 16 + i] : 0;
+        values[d / 2 + i] = static_cast<uint8_t>((d + i < shape.head_dim ? value.codes[d + i] : 0) | high << 4);
+      }
+  }
+  const uint16_t scales[] = {key.step, key.least, value.step, value.least};
+  for (int part = 0; part < 4; part++) write_scale(record, shape, part, lane, last, scales[part]);
+}
+
 void copy_token(uint8_t* to, int to_lane, const uint8_t* from, int from_lane, const KvRecord& shape) {
+  if (is_quantised(shape.type)) return copy_codes(to, to_lane, from, from_lane, shape);
   for (int line = 0; line < shape.head_dim / shape.per(); line++)
     std::memcpy(to + (line * kKvTile + to_lane) * 4, from + (line * kKvTile + from_lane) * 4, 4);
   const size_t values = shape.value_offset(), width = static_cast<size_t>(shape.padded_dim()) * 4;

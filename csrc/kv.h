@@ -37,6 +37,8 @@ class KvCache {
 // same step, where it may be another thread's.
 void write_keys(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n);
 void write_values(uint8_t* record, const KvRecord& shape, int lane, bool last, int d, const float* x, int n);
+// A whole key and value, quantised.
+void write_codes(uint8_t* record, const KvRecord& shape, int lane, bool last, const KvCodes& key, const KvCodes& value);
 // Key and value of one token from record to record.
 void copy_token(uint8_t* to, int to_lane, const uint8_t* from, int from_lane, const KvRecord& shape);
 

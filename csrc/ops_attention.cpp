@@ -12,7 +12,8 @@ namespace {
 
 // Working memory of a thread, the same for all layers.
 struct Scratch {
-  std::vector<uint8_t> queries, blocks;
+  std::vector<uint8_t> queries, blocks, expanded;
+  std::vector<float> query;
   SoftmaxStates split, total;
   std::vector<int> first, last;
 };
@@ -61,15 +62,11 @@ class Attention : public Op {
   void run_item(const Plan& plan, const Step& step, const AttentionItem& item, const AttentionItem* next_item, SplitRecords& records,
                 Scratch& s) const {
     const KvRecord& shape = plan.kv().shape();
-    const int group = group_size(plan), queries = num_queries(plan, item), width = shape.padded_dim();
-    s.queries.resize(std::max(s.queries.size(), queries * query_stride(shape)));
+    const int queries = num_queries(plan, item), width = shape.padded_dim();
     s.blocks.resize(std::max(s.blocks.size(), kSplitBlocks * shape.bytes()));
     s.first.resize(queries), s.last.resize(queries);
     s.total.resize(queries, width), s.split.resize(queries, width);
-    for (int n = 0; n < queries; n++)
-      plan.kernels().pack_query[static_cast<int>(shape.type)](
-          plan.buffer(q_).row(item.first_row + n / group) + (item.head * group + n % group) * shape.head_dim, shape.head_dim,
-          s.queries.data() + n * query_stride(shape));
+    pack_queries(plan, item, queries, s);
     for (int split = item.first_split; split < item.last_split; split++) {
       SoftmaxStates& states = split == item.first_split ? s.total : s.split;
       const SplitRecords next = split + 1 < item.last_split ? locate(plan, step, item, split + 1)
@@ -83,6 +80,22 @@ class Attention : public Op {
     std::copy(s.total.max.begin(), s.total.max.end(), work_.partial.max.begin() + item.partial);
     std::copy(s.total.sum.begin(), s.total.sum.end(), work_.partial.sum.begin() + item.partial);
     std::copy(s.total.out.begin(), s.total.out.end(), work_.partial.out.begin() + static_cast<size_t>(item.partial) * width);
+  }
+
+  void pack_queries(const Plan& plan, const AttentionItem& item, int queries, Scratch& s) const {
+    const KvRecord& shape = plan.kv().shape();
+    const int group = group_size(plan);
+    s.queries.resize(std::max(s.queries.size(), queries * query_stride(shape)));
+    s.query.resize(shape.head_dim);
+    for (int n = 0; n < queries; n++) {
+      const float* q = plan.buffer(q_).row(item.first_row + n / group) + (item.head * group + n % group) * shape.head_dim;
+      if (is_quantised(shape.type)) {  // turned as the keys are
+        std::copy(q, q + shape.head_dim, s.query.begin());
+        plan.kernels().rotate_head(s.query.data(), shape.head_dim);
+        q = s.query.data();
+      }
+      plan.kernels().pack_query[static_cast<int>(shape.computed().type)](q, shape.head_dim, s.queries.data() + n * query_stride(shape));
+    }
   }
 
   static void merge_states(const Plan& plan, SoftmaxStates& to, int first, const SoftmaxStates& from, int first_from, int queries) {
@@ -103,15 +116,31 @@ class Attention : public Op {
         s.first[n] = work_.first_visible(step.positions[row]) - split * kSplitTokens;
         s.last[n] = step.positions[row] + 1 - split * kSplitTokens;
       }
+    SplitRecords shared_records = records;
+    expand(plan, records, next, shared_records, s);
     int row = item.last_row;
     if (step.ancestors && split * kSplitTokens + records.blocks * kKvTile > shared)
       row = std::clamp(step.row_start[b] + step.forced_len[b], item.first_row, item.last_row);
-    attend(plan, records, &next, 0, (row - item.first_row) * group, states, s);
+    attend(plan, shared_records, &next, 0, (row - item.first_row) * group, states, s);
     for (; row < item.last_row; row++) {
       SplitRecords gathered = records;
       for (int i = 0; i < records.blocks; i++)
         gathered.at[i] = gather(plan, step, item, row, split * kSplitBlocks + i, records.at[i], &s.blocks[i * plan.kv().shape().bytes()]);
+      expand(plan, gathered, gathered, gathered, s);
       attend(plan, gathered, nullptr, (row - item.first_row) * group, (row + 1 - item.first_row) * group, states, s);
+    }
+  }
+
+  // Quantised records in the form that attention computes with; those of `next` are fetched meanwhile.
+  static void expand(const Plan& plan, const SplitRecords& records, const SplitRecords& next, SplitRecords& expanded, Scratch& s) {
+    const KvRecord& shape = plan.kv().shape();
+    if (!is_quantised(shape.type)) return;
+    const size_t bytes = shape.computed().bytes();
+    s.expanded.resize(std::max(s.expanded.size(), kSplitBlocks * bytes));
+    for (int i = 0; i < records.blocks; i++) {
+      uint8_t* to = s.expanded.data() + i * bytes;
+      plan.kernels().expand_kv(records.at[i], shape, next.at[std::min(i, next.blocks - 1)], to);
+      expanded.at[i] = to;
     }
   }
 
@@ -135,8 +164,9 @@ class Attention : public Op {
   // Query vectors [begin, end) of the item. `next` is fetched ahead by the first of them, who finds nothing in the caches.
   void attend(const Plan& plan, const SplitRecords& records, const SplitRecords* next, int begin, int end, SoftmaxStates& states,
               Scratch& s) const {
-    const KvRecord& shape = plan.kv().shape();
+    const KvRecord shape = plan.kv().shape().computed();
     const Blocks chunks(end - begin, plan.kernels().max_queries);
+    if (is_quantised(plan.kv().shape().type)) next = nullptr;  // fetched already
     for (int c = 0; c < chunks.count; c++) {
       const int n = begin + chunks.first(c);
       plan.kernels().attend[static_cast<int>(shape.type)](
@@ -154,6 +184,7 @@ class Attention : public Op {
     for (int n = 0; n < num_queries(plan, item); n++) {
       float* to = out.packed ? values + n * width : out.row(item.first_row + n / group) + column + n % group * shape.head_dim;
       plan.kernels().scale(values + n * width, 1.0f / states.sum[first + n], to, shape.head_dim);
+      if (is_quantised(shape.type)) plan.kernels().rotate_head(to, shape.head_dim);
     }
     // What is packed here has no padding between heads: head_dim is a multiple of the group.
     if (out.packed) plan.pack_columns(out, item.first_row, item.rows(), column, values, group * width, group * shape.head_dim);

@@ -124,7 +124,7 @@ class GluLinear : public Op {
   const int out_, x_, gate_, up_, gate_bias_, up_bias_;
 };
 
-// q, k and v of the same rows. Queries and keys are rotated in place, keys and values go straight to the KV cache.
+// q, k and v of the same rows. Queries and keys are rotated in place, keys and values go straight to the KV cache unless it is quantised.
 class QkvRopeWrite : public Op {
  public:
   explicit QkvRopeWrite(const QkvArgs& args) : Op("qkv_rope_write"), a_(args) {}
@@ -149,6 +149,10 @@ class QkvRopeWrite : public Op {
       if (part == 0) {
         const Buffer& out = plan.buffer(a_.out);
         plan.kernels().finish_tile(tile, blocks.rows(b), n, nullptr, 0, out.row(row) + 16 * t, out.width);
+      } else if (a_.kv >= 0) {
+        const Buffer& kv = plan.buffer(a_.kv);
+        float* to = kv.row(row) + (part - 1) * kv.width / 2 + 16 * t;
+        plan.kernels().finish_tile(tile, blocks.rows(b), n, nullptr, 0, to, kv.width);
       } else {
         for (int m = 0; m < blocks.rows(b); m++) write(plan, step, part, row + m, 16 * t, n, tile + 16 * m);
       }

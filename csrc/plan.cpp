@@ -117,6 +117,11 @@ void Plan::pack_columns(const Buffer& buffer, int row, int count, int first, con
   }
 }
 
+int Plan::kv_buffer() {
+  if (kv_buffer_ < 0 && is_quantised(kv_.shape().type)) kv_buffer_ = add_buffer(2 * kv_.heads() * kv_.shape().head_dim, false, false);
+  return kv_buffer_;
+}
+
 AttentionWork& Plan::attention_work(int window) {
   auto& work = attention_work_[window];
   if (!work) work = std::make_unique<AttentionWork>(window);

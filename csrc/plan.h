@@ -97,6 +97,8 @@ class Plan {
   // Writes x[count][n], `stride` apart, to columns `first`.. of rows `row`.. of a packed buffer, in all wanted forms; `first` is a
   // multiple of the group. What comes last in a row brings the zeros behind it.
   void pack_columns(const Buffer& buffer, int row, int count, int first, const float* x, size_t stride, int n) const;
+  // The buffer for keys and values that are to be quantised, [rows][keys, then values]; -1 where the cache takes them as they are.
+  int kv_buffer();
   // The attention work of the running step, planned once for all layers with the same window.
   AttentionWork& attention_work(int window);
   int64_t step_number() const { return step_number_; }
@@ -125,6 +127,7 @@ class Plan {
   std::vector<Weight> weights_;
   std::vector<std::vector<float>> vectors_;
   std::vector<Buffer> buffers_;
+  int kv_buffer_ = -1;
   std::vector<std::unique_ptr<Op>> ops_;
   Blocks row_blocks_, logit_blocks_;
   Arena activations_;
@@ -151,8 +154,11 @@ struct QkvArgs {
   int out, x, angles;
   std::array<int, 3> weights, biases;
   int layer;
+  int kv;  // buffer that takes keys, then values, instead of the KV cache; -1: straight there
 };
 std::unique_ptr<Op> make_qkv_rope_write(const QkvArgs& args);
+// Quantises such a buffer into the KV cache.
+std::unique_ptr<Op> make_kv_quantise(int x, int layer);
 // Attention, and the op after it that merges contexts split over threads.
 std::array<std::unique_ptr<Op>, 2> make_attention(int out, int q, int layer, float scale, AttentionWork& work);
 

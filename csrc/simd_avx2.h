@@ -120,6 +120,11 @@ HR_INLINE Vf load_half(const uint16_t* p) {
   const __m128i* q = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
 }
+HR_INLINE Vf load_bf16(const uint16_t* p) {
+  const __m128i* q = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1)), 16))};
+}
 HR_INLINE Vi load_s8(const int8_t* p) {
   const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return {_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))};
@@ -162,6 +167,7 @@ HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
   return fma(odd, set1(x[1]), fma(even, set1(x[0]), acc));
 }
 HR_INLINE void store_pairs(Pair* p, Vf x) { store(p, x); }
+#include "simd_line.h"
 struct Vl {
   __m256i a, b;
 };

@@ -64,6 +64,9 @@ HR_INLINE float reduce_add(Vf x) {
 }
 HR_INLINE float reduce_max(Vf x) { return _mm512_reduce_max_ps(x); }
 HR_INLINE Vf load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+HR_INLINE Vf load_bf16(const uint16_t* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+}
 HR_INLINE Vi load_s8(const int8_t* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
 HR_INLINE Vi load_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
 HR_INLINE Vb load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
@@ -85,6 +88,12 @@ HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
 HR_INLINE void store_pairs(Pair* p, Vf x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
 }
+// 16 pairs of bf16: lane i has even[i], then odd[i].
+HR_INLINE void store_line(uint8_t* line, Vf even, Vf odd) {
+  const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i order = _mm512_add_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32(0x10001)), _mm512_set1_epi32(0x100000));
+  _mm512_storeu_si512(line, _mm512_permutexvar_epi16(order, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even))));
+}
 #else
 constexpr bool kHasBf16 = false;
 using Pair = float;
@@ -95,6 +104,7 @@ HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
   return fma(odd, set1(x[1]), fma(even, set1(x[0]), acc));
 }
 HR_INLINE void store_pairs(Pair* p, Vf x) { store(p, x); }
+#include "simd_line.h"
 #endif
 struct Vl {  // 8 lanes of 64 bits
   __m512i v;

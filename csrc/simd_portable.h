@@ -115,6 +115,10 @@ HR_INLINE Vf load_half(const uint16_t* p) {
   Vf r;
   EACH_LANE(half_to_float(p[i]));
 }
+HR_INLINE Vf load_bf16(const uint16_t* p) {
+  Vf r;
+  EACH_LANE(bf16_to_float(p[i]));
+}
 HR_INLINE Vi load_s8(const int8_t* p) {
   Vint r;
   for (int i = 0; i < 16; i++) r[i] = p[i];
@@ -149,6 +153,7 @@ HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
 }
 // 16 floats in the form that dot_pair takes: 8 pairs.
 HR_INLINE void store_pairs(Pair* p, Vf a) { store(p, a); }
+#include "simd_line.h"
 // 8 lanes of 64 bits.
 typedef uint64_t Vlong __attribute__((vector_size(64)));
 struct Vl {

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-KvDtype = Literal["bf16", "f32"]
+KvDtype = Literal["bf16", "f32", "int8", "int4"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class KvConfig:
     block_size: int = 32
     """Token slots in a block."""
     dtype: KvDtype = "bf16"
-    """Number format of keys and values."""
+    """Number format of keys and values: int8 and int4 have a scale for each token and head."""
 
 
 @dataclass(frozen=True)

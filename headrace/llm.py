@@ -26,7 +26,6 @@ Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`"""
 
-_KV_BYTES: dict[KvDtype, int] = {"bf16": 2, "f32": 4}
 _CHOICES = {"backend": BACKENDS, "kv_dtype": get_args(KvDtype), "proposer": tuple(PROPOSERS)}
 _BOUNDS = {  # option: least, most
     "threads": (0, 1024),
@@ -86,16 +85,16 @@ def size_kv(spec: ModelSpec, config: EngineConfig, max_model_len: int, weights: 
     leave unless one sequence needs more. Raises MemoryLimitError, with the arithmetic.
     """
     block_size = KvConfig.block_size
-    per_token = spec.kv_bytes_per_token(_KV_BYTES[config.kv_dtype])
-    fitting = max(0, available - weights) // (per_token * block_size)
+    per_block = spec.kv_block_bytes(config.kv_dtype)
+    fitting = max(0, available - weights) // per_block
     for_one = -(-max_model_len // block_size)
     blocks = config.kv_blocks or max(for_one, min(config.max_num_seqs * for_one, fitting // 2))
     if blocks <= fitting:
         return KvConfig(blocks, block_size, config.kv_dtype)
-    tokens = blocks * block_size
+    tokens, kv = blocks * block_size, blocks * per_block
     advice = f"kv_blocks may be {fitting:,}" if config.kv_blocks else f"set max_model_len to {fitting * block_size:,} or less"
     raise MemoryLimitError(
-        f"{weights:,} bytes of weights and {tokens:,} tokens x {per_token:,} bytes of KV are {weights + tokens * per_token:,} bytes, "
+        f"{weights:,} bytes of weights and {kv:,} bytes of KV for {tokens:,} tokens are {weights + kv:,} bytes, "
         f"and {available:,} are available: {advice if fitting else 'the model is too large for this machine'}"
     )
 

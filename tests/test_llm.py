@@ -261,7 +261,7 @@ class TestOptions:
             ({"max_modle_len": 5}, "unknown option 'max_modle_len'; did you mean max_model_len?"),
             ({"backend": "cuda"}, "backend must be one of cpu, reference, not 'cuda'"),
             ({"proposer": "medusa"}, "proposer must be one of off, ngram"),
-            ({"kv_dtype": "int3"}, "kv_dtype must be one of bf16, f32"),
+            ({"kv_dtype": "int3"}, "kv_dtype must be one of bf16, f32, int8, int4"),
             ({"backend": ["cpu"]}, "backend must be one of"),
             ({"max_num_seqs": 0}, "max_num_seqs must be a whole number from 1"),
             ({"threads": -1}, "threads"),
@@ -284,9 +284,7 @@ class TestOptions:
 
 class TestKvSize:
     SPEC = tiny_model(0, context=1000)[0]
-    PER_TOKEN = 2 * 2 * 2 * 8 * 2  # K and V, layers, KV heads, head dim, bytes
-
-    BLOCK = 32 * PER_TOKEN
+    BLOCK = 2 * 2 * 32 * (8 + 16) * 2  # layers, KV heads, tokens, head dim of K and, padded, of V, bytes
     WEIGHTS = 10_000
 
     def size(self, blocks: float, **options: Any) -> KvConfig:
@@ -309,7 +307,7 @@ class TestKvSize:
     @pytest.mark.parametrize(
         ("blocks", "options", "message"),
         [
-            (20.5, {}, "10,000 bytes of weights and 1,024 tokens x 128 bytes of KV are 141,072 bytes, and 93,968 are available"),
+            (20.5, {}, "10,000 bytes of weights and 196,608 bytes of KV for 1,024 tokens are 206,608 bytes, and 135,952 are available"),
             (20.5, {}, "set max_model_len to 640 or less"),
             (20.5, {"kv_blocks": 21}, "kv_blocks may be 20"),
             (-1, {}, "the model is too large for this machine"),

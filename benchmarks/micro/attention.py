@@ -8,21 +8,21 @@ shuffled over the whole pool, which shows what such runs are worth. A context in
 import math
 from collections.abc import Iterator
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 from harness import Bench, Column, Rounds, main, verdict
 from native import VOCAB, AttentionPlan, ragged
 
-from headrace.backend.cpu import BLOCK_SIZE
 from headrace.batch import Ints, RaggedBatch
+from headrace.config import KvDtype
 from headrace.planner.hardware import Kind
 from headrace.program import ops
+from headrace.quant.kv import BLOCK_SIZE, block_bytes, number_bytes
 
 KV_HEADS = {1: 8, 3: 3, 4: 8, 8: 8}
 """By query heads a KV head: 3 of 3 is the default model."""
 HEAD_DIMS = (64, 128)
-KV_BYTES = {"bf16": 2, "f32": 4}
 CONTEXTS = (128, 512, 2048, 8192)
 BATCHES = (1, 4, 16, 32)
 PROMPTS = (128, 512, 2048)
@@ -59,7 +59,7 @@ class Shape(NamedTuple):
 
     group: int
     head_dim: int
-    kv_dtype: str
+    kv_dtype: KvDtype
 
     @property
     def kv_heads(self) -> int:
@@ -68,7 +68,7 @@ class Shape(NamedTuple):
     @property
     def token_bytes(self) -> int:
         """Key and value of a token, all heads."""
-        return 2 * self.kv_heads * self.head_dim * KV_BYTES[self.kv_dtype]
+        return self.kv_heads * block_bytes(self.kv_dtype, self.head_dim) // BLOCK_SIZE
 
     def op(self) -> ops.Attention:
         """The op, for its costs."""
@@ -78,14 +78,14 @@ class Shape(NamedTuple):
 
     def load(self, case: Case) -> ops.Load:
         """What a step of the case costs by."""
-        return ops.Load(case.branches, 0, KV_BYTES[self.kv_dtype])
+        return ops.Load(case.branches, 0, number_bytes(self.kv_dtype, self.head_dim))
 
 
 def attention(bench: Bench) -> None:
     """Two tables for each shape of a layer."""
     if bench.quick:
         return measure(bench, Shape(3, 64, "bf16"), (64,), (1, 2), (64,))
-    for group, head_dim, kv_dtype in product(KV_HEADS, HEAD_DIMS, KV_BYTES):
+    for group, head_dim, kv_dtype in product(KV_HEADS, HEAD_DIMS, get_args(KvDtype)):
         measure(bench, Shape(group, head_dim, kv_dtype), CONTEXTS, BATCHES, PROMPTS)
 
 
@@ -100,7 +100,7 @@ def measure(bench: Bench, shape: Shape, contexts: tuple[int, ...], batches: tupl
     plan = AttentionPlan(bench.threads, shape.group * shape.kv_heads, shape.kv_heads, shape.head_dim, num_blocks, shape.kv_dtype)
     steps = {case: list(_steps(case, num_blocks, bench.cold_bytes // shape.token_bytes)) for case in cases}
     kernels = {case: bench.busy(lambda b=b: plan.seconds(b) / len(b)) for case, b in steps.items()}
-    kind: Kind = "bf16" if shape.kv_dtype == "bf16" else "f32"
+    kind: Kind = "f32" if shape.kv_dtype == "f32" else "bf16"
     rounds = bench.rounds({"bandwidth": bench.bandwidth(), "rate": bench.rate(kind)} | kernels)
     name = f"{shape.group} heads a KV head ({shape.kv_heads}), head_dim {shape.head_dim}, {shape.kv_dtype}"
     _report_decode(bench, name, shape, rounds, decode)

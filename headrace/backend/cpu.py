@@ -17,8 +17,8 @@ from headrace.program import ops
 from headrace.program.fuse import fuse
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
+from headrace.quant.kv import BLOCK_SIZE
 
-BLOCK_SIZE = 32
 GROUP = 32
 """Columns that share a scale in packed activations."""
 

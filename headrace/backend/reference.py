@@ -14,6 +14,7 @@ from headrace.config import KvConfig
 from headrace.program import ops
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
+from headrace.quant.kv import stored
 
 Floats = NDArray[np.float64]
 _DTYPE = np.float64
@@ -22,13 +23,6 @@ _DTYPE = np.float64
 def compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int) -> "ReferenceExecutable":
     """Compile for NumPy; `threads` is NumPy's own affair."""
     return ReferenceExecutable(program, weights, kv)
-
-
-def round_bf16(x: Floats) -> Floats:
-    """Nearest bfloat16, ties to even."""
-    bits = x.astype(np.float32).view(np.uint32)
-    bits = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
-    return bits.view(np.float32).astype(_DTYPE)
 
 
 class ReferenceExecutable:
@@ -153,9 +147,8 @@ def _rope(s: _Step, op: ops.Rope) -> Floats:
 def _write(s: _Step, layer: int, k: Floats, v: Floats) -> None:
     executable = s.executable
     heads = executable.keys.shape[2:]
-    store = round_bf16 if executable.kv.dtype == "bf16" else np.asarray
-    executable.keys[layer, s.batch.slots] = store(k).reshape(-1, *heads)
-    executable.values[layer, s.batch.slots] = store(v).reshape(-1, *heads)
+    executable.keys[layer, s.batch.slots] = stored(k.reshape(-1, *heads), executable.kv.dtype)
+    executable.values[layer, s.batch.slots] = stored(v.reshape(-1, *heads), executable.kv.dtype)
 
 
 def _kv_write(s: _Step, op: ops.KvWrite) -> None:

@@ -82,7 +82,7 @@ class Limits:
     def __init__(self, checkpoint: Checkpoint, machine: Machine, kv_dtype: KvDtype) -> None:
         self._program = fuse(trace_model(checkpoint.spec, checkpoint.tensors))
         self._machine = machine
-        self._kv_bytes = {"bf16": 2, "f32": 4}[kv_dtype]
+        self._kv_bytes = checkpoint.spec.kv_number_bytes(kv_dtype)
 
     def prompt(self, tokens: int, depth: int) -> float:
         """Of a prompt, from token `depth` to `depth + tokens`."""

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from headrace.planner.report import Report
     from headrace.program.trace import Program
 
-_KV_BYTES = {"bf16": 2, "f32": 4}
 _MOST = 2**20
 """Tokens or branches that may be asked for."""
 
@@ -73,8 +72,8 @@ def examine(args: argparse.Namespace) -> "Report":
     from headrace.planner.report import Report
 
     config = engine_config({"threads": args.threads, "kv_dtype": args.kv_dtype})
-    asked = phases(args.prefill, args.depth, args.batch, _KV_BYTES[args.kv_dtype])
     checkpoint = open_checkpoint(resolve(args.model))
+    asked = phases(args.prefill, args.depth, args.batch, checkpoint.spec.kv_number_bytes(args.kv_dtype))
     fitting, skipped = _choose(asked, checkpoint, config)
     program, rounds, machines = _run(checkpoint, config, fitting, args.turns)
     machine = typical(machines)
@@ -91,7 +90,7 @@ def _choose(asked: "Sequence[Phase]", checkpoint: "Checkpoint", config: EngineCo
 
     spec = checkpoint.spec
     weights = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    fit = Fit(host.available_memory(), weights, spec.kv_bytes_per_token(_KV_BYTES[config.kv_dtype]), spec.max_context)
+    fit = Fit(host.available_memory(), weights, spec.kv_bytes_per_token(spec.kv_number_bytes(config.kv_dtype)), spec.max_context)
     room = fit.kv_room - READ_BYTES
     if room <= 0:
         raise MemoryLimitError(

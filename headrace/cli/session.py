@@ -69,7 +69,7 @@ class Session:
 
     def _decode_limit(self, depth: int, speed: float) -> float:
         """For plain decoding. A measurement that the answer has just beaten was taken on a busy machine, and is taken again."""
-        threads, kv_bytes = self.config.threads, {"bf16": 2, "f32": 4}[self.config.kv_dtype]
+        threads, kv_bytes = self.config.threads, self._checkpoint.spec.kv_number_bytes(self.config.kv_dtype)
         program = fuse(trace_model(self._checkpoint.spec, self._checkpoint.tensors))
         limit = roofline.decode_limit(program, hardware.this_machine(threads), depth, kv_bytes)
         if speed > limit and self.config.proposer == "off":

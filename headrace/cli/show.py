@@ -2,11 +2,11 @@
 
 import argparse
 from collections import Counter
-from typing import Any
+from typing import Any, get_args
 
 from headrace.cli.arguments import add_json, add_model
+from headrace.config import KvDtype
 
-_KV_BYTES = {"bf16": 2, "f32": 4}
 _DEPTHS = (0, 2048)
 
 
@@ -42,7 +42,7 @@ def describe(model: str) -> dict[str, Any]:
         formats[tensor.format.name] += tensor.nbytes
     weights = formats.total()
     memory = host.available_memory()
-    kv = {dtype: spec.kv_bytes_per_token(width) for dtype, width in _KV_BYTES.items()}
+    kv = {dtype: spec.kv_bytes_per_token(spec.kv_number_bytes(dtype)) for dtype in get_args(KvDtype)}
     fits = {dtype: Fit(memory, weights, per_token, spec.max_context) for dtype, per_token in kv.items()}
     return {
         "model": model,
@@ -77,9 +77,9 @@ def _limits(checkpoint: Any) -> dict[str, float] | None:
     machine = hardware.remembered()
     if machine is None:
         return None
-    program = fuse(trace_model(checkpoint.spec, checkpoint.tensors))
-    decode = {f"decode_at_{depth}": roofline.decode_limit(program, machine, depth, _KV_BYTES["bf16"]) for depth in _DEPTHS}
-    return decode | {"prefill_512": roofline.prefill_limit(program, machine, 512, _KV_BYTES["bf16"])}
+    program, kv_bytes = fuse(trace_model(checkpoint.spec, checkpoint.tensors)), checkpoint.spec.kv_number_bytes("bf16")
+    decode = {f"decode_at_{depth}": roofline.decode_limit(program, machine, depth, kv_bytes) for depth in _DEPTHS}
+    return decode | {"prefill_512": roofline.prefill_limit(program, machine, 512, kv_bytes)}
 
 
 def _print(facts: dict[str, Any]) -> None:

@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backend.reference import round_bf16
 from headrace.quant.formats import FORMATS, StoredTensor
+from headrace.quant.kv import round_bf16
 
 # Byte offsets of the float16 scales inside a block: any other bytes may be random.
 _SCALES = {

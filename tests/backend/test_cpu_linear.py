@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.backend.reference import round_bf16
 from headrace.quant.formats import FORMATS, StoredTensor
+from headrace.quant.kv import round_bf16
 from tests.backend.stored import quantised_rows, random_stored
 
 ISAS = _native.isas()

@@ -4,6 +4,8 @@ Weights and KV are float32 here, so that only the order of the sums differs: wha
 op in test_cpu_linear.py and on the real model.
 """
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace import _native
 from headrace.backend import cpu, reference
-from headrace.config import KvConfig
+from headrace.config import KvConfig, KvDtype
 from headrace.model import trace_model
 from headrace.program.fuse import fuse
 from headrace.program.ops import Add, Glu, Linear, Value
@@ -101,7 +103,23 @@ def test_ops_that_do_not_fuse(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 0.02), ("int8", 0.02), ("int4", 0.2)])
+@settings(max_examples=8, deadline=None)
+@given(shape=SHAPES, trees=st.booleans(), threads=st.sampled_from([1, 2]), seed=st.integers(0, 2**16))
+def test_kv_formats(isa: str, dtype: KvDtype, tolerance: float, shape: dict, trees: bool, threads: int, seed: int) -> None:
+    """Float32 weights over KV that is rounded: a number on the edge of two codes may fall to either side, no more."""
+    heads = shape["heads"] * shape["groups"]
+    options = {key: shape[key] for key in ("layers", "ffn", "vocab", "window")}
+    spec, tensors = tiny_model(seed, dim=heads * shape["head_dim"], heads=heads, kv_heads=shape["heads"], **options)
+    program, kv = trace_model(spec, tensors), KvConfig(BLOCKS, 32, dtype)
+    truth, fast = reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, threads, isa)
+    for batch in random_steps(np.random.default_rng(seed), spec.vocab_size, trees):
+        want, got = truth.run(batch).logits, fast.run(batch).logits
+        assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", get_args(KvDtype))
 def test_move_slots(isa: str, dtype: str) -> None:
     """A context whose slots were moved gives the same bits as the one that was there."""
     spec, tensors = tiny_model(3, dim=48, heads=6, kv_heads=3)

@@ -29,7 +29,9 @@ class TestShow:
         facts = json.loads(headrace("show", "smollm2", "--json").stdout)
         assert facts["parameters"] == 134_515_008
         assert (facts["layers"], facts["width"], facts["heads"], facts["kv_heads"], facts["vocabulary"]) == (30, 576, 9, 3, 49152)
-        assert facts["kv_bytes_per_token"] == {"bf16": 2 * 30 * 3 * 64 * 2, "f32": 2 * 30 * 3 * 64 * 4}
+        assert facts["kv_bytes_per_token"] == {
+            dtype: 30 * 3 * token for dtype, token in (("bf16", 256), ("f32", 512), ("int8", 136), ("int4", 72))
+        }
         assert facts["bytes"] == sum(facts["bytes_by_type"].values()) < smollm2.stat().st_size
         assert facts["fits"]["bf16"]["full_sequences"] == facts["fits"]["bf16"]["tokens"] // facts["context"]
 

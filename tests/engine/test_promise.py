@@ -5,12 +5,13 @@ batch, so its log-probabilities may differ in the last place.
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.config import KvDtype
 from headrace.model.spec import ModelSpec
 from headrace.propose import make_proposer
 from headrace.request import Logprobs, RequestOutput, SamplingParams
@@ -82,7 +83,7 @@ def same_logprobs(a: list[Logprobs] | list[Logprobs | None], b: list[Logprobs] |
 @given(
     which=st.integers(0, len(MODELS) - 1),
     order=st.lists(st.integers(0, len(REQUESTS) - 1), min_size=1, max_size=12),
-    kv_dtype=st.sampled_from(["f32", "bf16"]),
+    kv_dtype=st.sampled_from(get_args(KvDtype)),
     max_step_rows=st.sampled_from([1, 2, 3, 5, 8, 17, 64]),
     max_num_seqs=st.sampled_from([1, 2, 5, 32]),
     max_logit_rows=st.sampled_from([1, 4, 64]),

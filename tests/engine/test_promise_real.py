@@ -14,7 +14,7 @@ from headrace.backend import Executable, compile_program
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
-from headrace.config import EngineConfig, KvConfig
+from headrace.config import EngineConfig, KvConfig, KvDtype
 from headrace.engine.engine import Engine, Limits
 from headrace.model import trace_model
 from headrace.propose import make_proposer
@@ -105,6 +105,18 @@ def test_preemption_is_not_seen(executables: dict[int, Executable], alone: list[
     for i, result in enumerate(run_all(engine, longer)):
         same(result, apart[i % 3], exact=True)
     assert engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_quantised_kv(dtype: KvDtype) -> None:
+    model, _ = checkpoint()
+    kv = replace(KV, dtype=dtype)
+    executable = compile_program("cpu", trace_model(model.spec, model.tensors), model.tensors, kv, 2)
+    expected = [run_all(engine_on(executable), [request])[0] for request in requests()]
+    trees = RandomTrees(1, model.spec.vocab_size, truth(expected, list(range(len(PROMPTS)))))
+    for result, one in zip(run_all(engine_on(executable, trees, num_blocks=14, max_step_rows=40), requests()), expected, strict=True):
+        same(result, one, exact=True)
+    executable.close()
 
 
 def test_right_guesses_save_steps(executables: dict[int, Executable]) -> None:

@@ -1,0 +1,102 @@
+// Quantised keys and values: to codes, and back to the bf16 numbers that attention computes with. Included inside the namespace of an
+// instruction set.
+
+// Walsh-Hadamard transform of blocks of the largest power of two that divides n, scaled to keep lengths (QuaRot, Ashkboos et al. 2024):
+// queries and keys turned alike have the same products, and what is weighted and summed can be turned back afterwards.
+void rotate_head(float* x, int n) {
+  const int size = n & -n;
+  for (int width = 1; width < size; width *= 2)
+    for (int i = 0; i < n; i += 2 * width)
+      for (int j = i; j < i + width; j++) {
+        const float a = x[j], b = x[j + width];
+        x[j] = a + b;
+        x[j + width] = a - b;
+      }
+  const float factor = 1.0f / __builtin_sqrtf(static_cast<float>(size));
+  for (int i = 0; i < n; i++) x[i] *= factor;
+}
+
+// bf16, rounded towards minus infinity or up; what is not a number stays so.
+HR_INLINE uint16_t bf16_below(float x) {
+  const uint32_t u = __builtin_bit_cast(uint32_t, x);
+  return static_cast<uint16_t>(x != x ? 0x7fc0 : (u + (x < 0 ? 0xffff : 0)) >> 16);
+}
+HR_INLINE uint16_t bf16_above(float x) { return static_cast<uint16_t>(bf16_below(-x) ^ 0x8000); }
+HR_INLINE float from_bf16(uint16_t x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x) << 16); }
+
+// Codes 0 .. 2^bits - 1 over the range of the numbers. Step and least number are rounded outwards, so that no code needs clamping.
+void quantise_kv(const float* x, int n, int bits, KvCodes& out) {
+  float low = x[0], high = x[0], finite = 0;
+  for (int i = 0; i < n; i++) {
+    low = x[i] < low ? x[i] : low;
+    high = x[i] > high ? x[i] : high;
+    finite += x[i] * 0.0f;  // or NaN, which must reach whoever attends to this token
+  }
+  out.least = bf16_below(low + finite);
+  const float least = from_bf16(out.least), levels = static_cast<float>((1 << bits) - 1);
+  out.step = bf16_above((high - least) / levels);
+  const float step = from_bf16(out.step), inverse = step > 1e-36f ? 1.0f / step : 0.0f;
+  for (int i = 0; i < n; i += 16) {
+    alignas(64) uint32_t codes[16];
+    store(codes, round_to_int(mul(sub(load_partial(x + i, n - i), set1(least)), set1(inverse))));
+    for (int j = 0; j < 16; j++) out.codes[i + j] = static_cast<uint8_t>(codes[j]);
+  }
+}
+
+HR_INLINE Vi low_codes(Vi bytes) { return sub(bytes, shift_left<4>(shift_right<4>(bytes))); }
+
+template <int Bits>
+HR_INLINE void expand_keys(const uint8_t* record, const KvRecord& shape, uint8_t* out) {
+  const auto* scales = reinterpret_cast<const uint16_t*>(record + shape.scale_offset());
+  for (int t = 0; t < kKvTile; t += 16) {
+    const Vf step = load_bf16(scales + t), least = load_bf16(scales + kKvTile + t);
+    for (int d = 0; d < shape.head_dim; d += 2) {
+      Vi even, odd;
+      if constexpr (Bits == 8) {
+        even = load_u8(record + d * kKvTile + t);
+        odd = load_u8(record + (d + 1) * kKvTile + t);
+      } else {
+        const Vi both = load_u8(record + d / 2 * kKvTile + t);
+        even = low_codes(both);
+        odd = shift_right<4>(both);
+      }
+      store_line(out + d / 2 * (4 * kKvTile) + 4 * t, fma(to_float(even), step, least), fma(to_float(odd), step, least));
+    }
+  }
+}
+
+template <int Bits>
+HR_INLINE void expand_values(const uint8_t* record, const KvRecord& shape, const uint8_t* ahead, uint8_t* out) {
+  const auto* scales = reinterpret_cast<const uint16_t*>(record + shape.scale_offset()) + 2 * kKvTile;
+  const size_t row = static_cast<size_t>(shape.code_dim()) * Bits / 8, share = shape.bytes() / (kKvTile / 2);
+  const int width = shape.padded_dim();
+  const uint8_t* codes = record + shape.value_offset();
+  for (int t = 0; t < kKvTile; t += 2, codes += 2 * row, out += static_cast<size_t>(width) * 4, ahead += share) {
+    for (size_t i = 0; i < share; i += 64) prefetch_l2(ahead + i);
+    const Vf step[2] = {set1(from_bf16(scales[t])), set1(from_bf16(scales[t + 1]))};
+    const Vf least[2] = {set1(from_bf16(scales[kKvTile + t])), set1(from_bf16(scales[kKvTile + t + 1]))};
+    const auto put = [&](int d, Vi even, Vi odd) {
+      store_line(out + 4 * d, fma(to_float(even), step[0], least[0]), fma(to_float(odd), step[1], least[1]));
+    };
+    if constexpr (Bits == 8) {
+      for (int d = 0; d < width; d += 16) put(d, load_u8(codes + d), load_u8(codes + row + d));
+    } else {
+      for (int d = 0; d < width; d += 32) {
+        const Vi even = load_u8(codes + d / 2), odd = load_u8(codes + row + d / 2);
+        put(d, low_codes(even), low_codes(odd));
+        if (d + 16 < width) put(d + 16, shift_right<4>(even), shift_right<4>(odd));
+      }
+    }
+  }
+}
+
+void expand_kv(const uint8_t* record, const KvRecord& shape, const uint8_t* ahead, uint8_t* out) {
+  uint8_t* values = out + shape.computed().value_offset();
+  if (shape.bits() == 8) {
+    expand_values<8>(record, shape, ahead, values);
+    expand_keys<8>(record, shape, out);
+  } else {
+    expand_values<4>(record, shape, ahead, values);
+    expand_keys<4>(record, shape, out);
+  }
+}

@@ -1,0 +1,71 @@
+"""Number formats of keys and values: their bytes, and what a cache in each of them gives back."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace import _native
+from headrace.config import KvDtype
+
+BLOCK_SIZE = 32
+"""Tokens of a block in the native cache."""
+
+_BITS = {"int8": 8, "int4": 4}
+
+Floats = NDArray[np.float64]
+
+
+def block_bytes(dtype: KvDtype, head_dim: int) -> int:
+    """Bytes of one block, its K and V, of one layer and KV head, with scales and padding (csrc/kernels.h, `KvRecord`)."""
+    return _native.kv_block_bytes(dtype, head_dim)
+
+
+def number_bytes(dtype: KvDtype, head_dim: int) -> float:
+    """Bytes of one stored key or value number, its share of scales and padding included."""
+    return block_bytes(dtype, head_dim) / (2 * BLOCK_SIZE * head_dim)
+
+
+def stored(x: Floats, dtype: KvDtype) -> Floats:
+    """Keys or values [..., head_dim] as attention reads them again: rounded to bf16, or rotated, quantised and rounded to bf16."""
+    if dtype == "f32":
+        return x
+    if dtype == "bf16":
+        return round_bf16(x)
+    rotation = hadamard(x.shape[-1])
+    return round_bf16(_quantised(x @ rotation, _BITS[dtype])) @ rotation
+
+
+def round_bf16(x: Floats) -> Floats:
+    """Nearest bfloat16, ties to even."""
+    bits = x.astype(np.float32).view(np.uint32)
+    return _from_bits(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+
+
+def hadamard(n: int) -> Floats:
+    """Walsh-Hadamard matrices [n, n] along the diagonal, of the largest power of two that divides n; its own inverse.
+
+    Turned by it, no dimension of a key stands out, and the range of a head serves all of them (QuaRot, Ashkboos et al. 2024).
+    """
+    size = n & -n
+    block = np.ones((1, 1))
+    while len(block) < size:
+        block = np.block([[block, block], [block, -block]])
+    return np.kron(np.eye(n // size), block / np.sqrt(size))
+
+
+def _quantised(x: Floats, bits: int) -> Floats:
+    """Codes over the range of each vector; its least number and its step are bf16, rounded outwards."""
+    levels = 2**bits - 1
+    least = -_bf16_above(-x.min(axis=-1, keepdims=True))
+    step = _bf16_above((x.max(axis=-1, keepdims=True) - least) / levels)
+    codes = np.rint((x - least) / np.where(step > 0, step, 1))
+    return codes * step + least
+
+
+def _bf16_above(x: Floats) -> Floats:
+    """The least bfloat16 that is not below x."""
+    bits = x.astype(np.float32).view(np.uint32)
+    return _from_bits(np.where(x > 0, bits + np.uint32(0xFFFF), bits))
+
+
+def _from_bits(bits: NDArray[np.uint32]) -> Floats:
+    return (bits & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
