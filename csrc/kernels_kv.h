@@ -3,8 +3,22 @@
 
 // Walsh-Hadamard transform of blocks of the largest power of two that divides n, scaled to keep lengths (QuaRot, Ashkboos et al. 2024):
 // queries and keys turned alike have the same products, and what is weighted and summed can be turned back afterwards.
-void rotate_head(float* x, int n) {
-  const int size = n & -n;
+//
+// Inside a vector it is a product with a matrix of signs, since no instruction set of ours adds lanes to each other at that pace.
+struct Signs {
+  float column[16][16];
+};
+
+constexpr Signs make_signs() {
+  Signs s{};
+  for (int i = 0; i < 16; i++)
+    for (int j = 0; j < 16; j++) s.column[i][j] = __builtin_popcount(static_cast<unsigned>(i & j)) % 2 ? -1.0f : 1.0f;
+  return s;
+}
+
+alignas(64) constexpr Signs kSigns = make_signs();
+
+HR_INLINE void rotate_few(float* x, int n, int size, float factor) {
   for (int width = 1; width < size; width *= 2)
     for (int i = 0; i < n; i += 2 * width)
       for (int j = i; j < i + width; j++) {
@@ -12,8 +26,26 @@ void rotate_head(float* x, int n) {
         x[j] = a + b;
         x[j + width] = a - b;
       }
-  const float factor = 1.0f / __builtin_sqrtf(static_cast<float>(size));
   for (int i = 0; i < n; i++) x[i] *= factor;
+}
+
+void rotate_head(float* x, int n) {
+  const int size = n & -n;
+  const float factor = 1.0f / __builtin_sqrtf(static_cast<float>(size));
+  if (size < 16) return rotate_few(x, n, size, factor);
+  for (int i = 0; i < n; i += 16) {
+    Vf sum = zero();
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; j++) sum = fma(load(kSigns.column[j]), set1(factor * x[i + j]), sum);
+    store(x + i, sum);
+  }
+  for (int width = 16; width < size; width *= 2)
+    for (int i = 0; i < n; i += 2 * width)
+      for (int j = i; j < i + width; j += 16) {
+        const Vf a = load(x + j), b = load(x + j + width);
+        store(x + j, add(a, b));
+        store(x + j + width, sub(a, b));
+      }
 }
 
 // bf16, rounded towards minus infinity or up; what is not a number stays so.
@@ -26,21 +58,19 @@ HR_INLINE float from_bf16(uint16_t x) { return __builtin_bit_cast(float, static_
 
 // Codes 0 .. 2^bits - 1 over the range of the numbers. Step and least number are rounded outwards, so that no code needs clamping.
 void quantise_kv(const float* x, int n, int bits, KvCodes& out) {
-  float low = x[0], high = x[0], finite = 0;
-  for (int i = 0; i < n; i++) {
-    low = x[i] < low ? x[i] : low;
-    high = x[i] > high ? x[i] : high;
-    finite += x[i] * 0.0f;  // or NaN, which must reach whoever attends to this token
-  }
-  out.least = bf16_below(low + finite);
-  const float least = from_bf16(out.least), levels = static_cast<float>((1 << bits) - 1);
-  out.step = bf16_above((high - least) / levels);
-  const float step = from_bf16(out.step), inverse = step > 1e-36f ? 1.0f / step : 0.0f;
+  Vf high = set1(x[0]), low = set1(-x[0]), finite = zero();
   for (int i = 0; i < n; i += 16) {
-    alignas(64) uint32_t codes[16];
-    store(codes, round_to_int(mul(sub(load_partial(x + i, n - i), set1(least)), set1(inverse))));
-    for (int j = 0; j < 16; j++) out.codes[i + j] = static_cast<uint8_t>(codes[j]);
+    const Vf v = load_partial(x + i, n - i), known = keep_lanes(v, 0, n - i, x[0]);
+    high = max(high, known);
+    low = max(low, sub(zero(), known));
+    finite = fma(v, zero(), finite);  // or NaN, which must reach whoever attends to this token
   }
+  const float top = reduce_max(high);
+  out.least = bf16_below(reduce_add(finite) - reduce_max(low));
+  const float least = from_bf16(out.least), levels = static_cast<float>((1 << bits) - 1);
+  out.step = bf16_above((top - least) / levels);
+  const float step = from_bf16(out.step), inverse = step > 1e-36f ? 1.0f / step : 0.0f;
+  for (int i = 0; i < n; i += 16) store_u8(out.codes + i, round_to_int(mul(sub(load_partial(x + i, n - i), set1(least)), set1(inverse))));
 }
 
 HR_INLINE Vi low_codes(Vi bytes) { return sub(bytes, shift_left<4>(shift_right<4>(bytes))); }

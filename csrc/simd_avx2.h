@@ -98,6 +98,11 @@ HR_INLINE void store_s8(int8_t* p, Vi x) {
   const __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xD8);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
 }
+// Of numbers from 0 to 255.
+HR_INLINE void store_u8(uint8_t* p, Vi x) {
+  const __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xD8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
+}
 HR_INLINE int32_t reduce_add(Vi x) {
   const __m256i s = _mm256_add_epi32(x.a, x.b);
   __m128i t = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));

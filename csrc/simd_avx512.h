@@ -55,6 +55,8 @@ HR_INLINE Vf round(Vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_
 // x * 2^n for whole n.
 HR_INLINE Vf times_power_of_2(Vf x, Vf n) { return _mm512_scalef_ps(x, n); }
 HR_INLINE void store_s8(int8_t* p, Vi x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x.v)); }
+// The low bytes.
+HR_INLINE void store_u8(uint8_t* p, Vi x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x.v)); }
 HR_INLINE int32_t reduce_add(Vi x) { return _mm512_reduce_add_epi32(x.v); }
 HR_INLINE float reduce_add(Vf x) {
   const __m256 s = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));

@@ -95,6 +95,9 @@ HR_INLINE Vf times_power_of_2(Vf a, Vf n) {
 HR_INLINE void store_s8(int8_t* p, Vi a) {
   for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(a.v[i]);
 }
+HR_INLINE void store_u8(uint8_t* p, Vi a) {
+  for (int i = 0; i < 16; i++) p[i] = static_cast<uint8_t>(a.v[i]);
+}
 HR_INLINE int32_t reduce_add(Vi a) {
   int32_t s = 0;
   for (int i = 0; i < 16; i++) s += a.v[i];
