@@ -54,10 +54,6 @@ class PrefixCache:
         self._roots = WeakValueDictionary[Scope, Node]()  # a root lasts as long as a node below it, or a branch at it
         self._nodes: dict[int, Node] = {}  # by block
 
-    def __len__(self) -> int:
-        """Blocks in the tree."""
-        return len(self._nodes)
-
     def find(self, scope: Scope, known: Sequence[int], most: int) -> Node:
         """The node of the longest path that spells a beginning of the first `most` known tokens; the scope's root if none does."""
         node = self._roots.get(scope)

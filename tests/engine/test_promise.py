@@ -47,7 +47,7 @@ def model(which: int) -> tuple[ModelSpec, Tensors]:
 @cache
 def alone(backend: str, which: int, kv_dtype: str) -> list[RequestOutput]:
     """Every request by itself, in one piece, without guesses."""
-    engine = tiny_engine(model(which), backend, eos_ids=EOS, kv_dtype=kv_dtype)
+    engine = tiny_engine(model(which), backend, eos_ids=EOS, kv_dtype=kv_dtype, prefix_cache=False)
     return [run_all(engine, [request])[0] for request in REQUESTS]
 
 
@@ -91,6 +91,8 @@ def same_logprobs(a: list[Logprobs] | list[Logprobs | None], b: list[Logprobs] |
     seed=st.integers(0, 1000),
     stagger=st.integers(0, 3),
     threads=st.integers(1, 2),
+    max_chunk_rows=st.sampled_from([1, 3, 32]),
+    prefix_cache=st.booleans(),
 )
 def test_same_request_same_tokens(
     backend: str, which: int, order: list[int], kv_dtype: str, guesses: str, seed: int, stagger: int, **config: Any

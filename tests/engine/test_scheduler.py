@@ -4,15 +4,17 @@ from typing import Any
 
 from headrace.engine.engine import Engine
 from headrace.engine.scheduler import Plan
-from headrace.request import SamplingParams
+from headrace.request import SamplingParams, Service
 from tests.engine.toy import VOCAB, toy_engine
 from tests.random_trees import RandomTrees
 
 GREEDY = {"temperature": 0.0, "max_tokens": 20}
 
 
-def add(engine: Engine, prompt_len: int, **params: Any) -> str:
-    return engine.add_request([1] * prompt_len, SamplingParams(**GREEDY | params))
+def add(engine: Engine, prompt_len: int, service: Service | None = None, **params: Any) -> str:
+    """Prompts of requests that are under way together have no beginning in common."""
+    token = next(token for token in range(VOCAB) if token not in {r.prompt_token_ids[0] for r in engine._requests.values()})
+    return engine.add_request([token] * prompt_len, SamplingParams(**GREEDY | params), service=service)
 
 
 def step(engine: Engine) -> list[tuple[int, int, int]]:

@@ -26,7 +26,7 @@ def test_finds_whole_blocks_of_equal_tokens() -> None:
     pool = BlockPool(16, 4)
     cache = PrefixCache(pool)
     table = held(pool, cache, list(range(10)))
-    assert len(cache) == 2
+    assert len(cache._nodes) == 2
     for known, most, blocks in [
         (list(range(10)), 10, 2),
         (list(range(8)), 8, 2),
@@ -80,7 +80,7 @@ def test_leaves_go_first_then_what_was_used_longest_ago() -> None:
         paths = ([1], [1, 2], [1, 3], [4])
         gone.append([known for known in paths if cache.find(SCOPE, known, 2).depth < len(known)])
     assert gone == [[[1, 3]], [[1, 3], [4]], [[1, 2], [1, 3], [4]], [[1], [1, 2], [1, 3], [4]]]
-    assert len(cache) == 0
+    assert len(cache._nodes) == 0
 
 
 def test_a_scope_without_blocks_is_forgotten() -> None:
