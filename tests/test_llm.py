@@ -109,7 +109,7 @@ class TestGenerate:
         assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 8
 
     def test_parameters_must_match_prompts(self, llm: LLM) -> None:
-        with pytest.raises(RequestError, match="there are 1 prompts and 2 sets"):
+        with pytest.raises(RequestError, match="there are 1 prompts and 2 SamplingParams"):
             llm.generate(["hello"], [GREEDY, GREEDY])
 
     def test_a_failure_brings_all_results(self, model: str, write_gguf: Any) -> None:  # noqa: F811
@@ -265,6 +265,9 @@ class TestOptions:
             ({"backend": ["cpu"]}, "backend must be one of"),
             ({"max_num_seqs": 0}, "max_num_seqs must be a whole number from 1"),
             ({"threads": -1}, "threads"),
+            ({"max_chunk_rows": 0}, "max_chunk_rows must be a whole number from 1"),
+            ({"prefix_cache": 1}, "prefix_cache must be true or false, not 1"),
+            ({"target_token_ms": -1}, "target_token_ms must be a number from 0"),
             ({"seed": 0.5}, "seed"),
             ({"max_model_len": 257}, "max_model_len is 257, and the model's context ends at 256"),
         ],
