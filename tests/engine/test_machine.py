@@ -119,11 +119,12 @@ class Life(RuleBasedStateMachine):
         if request_id in self.finished:
             return
         heappush(self.engine._deadlines, (0.0, int(request_id), request_id))
-        updates = [update for update in self._updates() if update.request_id == request_id]
-        result = updates[-1].result
-        assert result and {output.finish_reason for output in result.outputs} <= {"timeout", "length"}
+        updates = self._updates()
+        (result,) = [update.result for update in updates if update.result and update.request_id == request_id]
+        assert {output.finish_reason for output in result.outputs} <= {"timeout", "length"}
         self._check(int(request_id), result.outputs, complete=False)
         del self.params[request_id]
+        self._record([update for update in updates if update.request_id != request_id])
 
     @invariant()
     def blocks_add_up(self) -> None:
@@ -175,7 +176,17 @@ class Life(RuleBasedStateMachine):
     def _step(self) -> None:
         before = self.engine.stats()
         decoding = any(branch.missing == 1 for branch in self.engine._scheduler.running)
-        for update in self._updates():
+        self._record(self._updates())
+        after = self.engine.stats()
+        if decoding and not self.with_guesses:
+            assert after.rows - before.rows <= self.config["max_num_seqs"] + self.config["max_chunk_rows"]
+        rows, logit_rows, branches = self.engine._stepper.executable.largest
+        assert rows <= self.config["max_step_rows"] and branches <= max(self.config["max_num_seqs"], 1)
+        assert logit_rows <= self.config["max_num_seqs"] + self.config["max_logit_rows"]
+        assert after.steps > before.steps or not self.engine.has_work
+
+    def _record(self, updates: list[Update]) -> None:
+        for update in updates:
             if update.result:
                 assert update.result.finished
                 self.finished[update.request_id] = update
@@ -184,13 +195,6 @@ class Life(RuleBasedStateMachine):
                 assert (update.result.prompt_logprobs is not None) == expected
                 if update.result.prompt_logprobs:
                     assert len(update.result.prompt_logprobs) == len(update.result.prompt_token_ids)
-        after = self.engine.stats()
-        if decoding and not self.with_guesses:
-            assert after.rows - before.rows <= self.config["max_num_seqs"] + self.config["max_chunk_rows"]
-        rows, logit_rows, branches = self.engine._stepper.executable.largest
-        assert rows <= self.config["max_step_rows"] and branches <= max(self.config["max_num_seqs"], 1)
-        assert logit_rows <= self.config["max_num_seqs"] + self.config["max_logit_rows"]
-        assert after.steps > before.steps or not self.engine.has_work
 
     def _check(self, number: int, outputs: list[Any], *, complete: bool) -> None:
         for output in outputs:

@@ -147,7 +147,7 @@ def test_ten_thousand_prompts_with_and_without() -> None:
     params = [SamplingParams(seed=i, temperature=0.0 if i % 3 else 0.9, max_tokens=1 + i % 3) for i in range(len(prompts))]
     tokens = []
     for prefix_cache in (True, False):
-        engine = toy_engine(num_blocks=200, block_size=4, max_num_seqs=16, prefix_cache=prefix_cache)
+        engine = toy_engine(num_blocks=200, max_num_seqs=16, threads=1, prefix_cache=prefix_cache)
         results = run_all(engine, list(zip(prompts, params, strict=True)))
         tokens.append([result.outputs[0].token_ids for result in results])
         stats = engine.stats()
