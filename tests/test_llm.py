@@ -15,6 +15,7 @@ from headrace import LLM, SamplingParams
 from headrace.config import EngineConfig, KvConfig
 from headrace.errors import ClosedError, MemoryLimitError, ModelNotFoundError, NonFiniteLogitsError, RequestError, RequestFailedError
 from headrace.llm import engine_config, size_kv
+from headrace.request import Service
 from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
 from tests.tiny import tiny_model
 
@@ -107,6 +108,20 @@ class TestGenerate:
             llm.generate(["hello", *bad] if bad else prompts, GREEDY)
         assert llm.stats().steps == 0
         assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 8
+
+    def test_service(self, llm: LLM) -> None:
+        text = "hello " * 20
+        both = [Service(cache_salt="a"), Service(cache_salt="b", timeout=0.0)]
+        first, late = llm.generate([text, text], replace(GREEDY, max_tokens=2), service=both)
+        assert (first.cached_tokens, first.outputs[0].finish_reason) == (0, "length")
+        assert (late.outputs[0].finish_reason, late.outputs[0].token_ids) == ("timeout", [])
+        assert not llm.generate(text, GREEDY, service=Service(cache_salt="b"))[0].cached_tokens
+        again = llm.generate(text, GREEDY, service=Service(cache_salt="a"))[0]
+        assert again.cached_tokens == (len(again.prompt_token_ids) - 1) // 32 * 32 > 0
+        assert "".join(llm.stream(text, GREEDY, service=Service(cache_salt="a"))) == again.outputs[0].text
+        with pytest.raises(RequestError, match="there are 1 prompts and 2 Service"):
+            llm.generate("hello", GREEDY, service=both)
+        assert clean(llm)
 
     def test_parameters_must_match_prompts(self, llm: LLM) -> None:
         with pytest.raises(RequestError, match="there are 1 prompts and 2 SamplingParams"):
