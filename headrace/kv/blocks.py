@@ -3,8 +3,8 @@
 A block is in the tables of one branch or, after a fork or a prefix hit, of several; it is free again when the last of them
 lets it go. A shared block is never written: whoever must write gets a copy of its own first.
 
-A free block is blank, or idle: its content is kept for whoever wants it again, until no blank block is left. Then the block
-that has been idle longest is given away first.
+A free block is blank, or idle: its content is kept for whoever wants it again, until no blank block is left. Then those that
+have been idle longest become blank, as many as make a run.
 """
 
 from collections import OrderedDict
@@ -145,22 +145,26 @@ class BlockPool:
         assert self._num_blank == sum(self._blank_in_group)
 
     def _take(self, previous: int | None) -> int:
-        """A free block: the one after `previous` if it is blank, else one that starts a run, else any, idle ones last."""
+        """A free block: the one after `previous` if it is blank, else one that starts a run, else any."""
+        if not self._num_blank:
+            self._blank_idle()
         if previous is not None and previous + 1 < self.num_blocks and self._is_blank(previous + 1):
             block = previous + 1
         elif self._whole:
             block = next(iter(self._whole)) * _GROUP
-        elif self._part:
+        else:
             first = next(iter(self._part)) * _GROUP
             block = next(block for block in range(first, first + _GROUP) if self._is_blank(block))
-        else:
-            block, _ = self._idle.popitem(last=False)
-            self._kept.pop(block)(block)
-            self._references[block] = 1
-            return block
         self._references[block] = 1
         self._count_blank(block // _GROUP, -1)
         return block
+
+    def _blank_idle(self) -> None:
+        """Blocks were let go from the end of a table to its start: a group of them is often a run."""
+        for _ in range(min(_GROUP, len(self._idle))):
+            block, _ = self._idle.popitem(last=False)
+            self._kept.pop(block)(block)
+            self._count_blank(block // _GROUP, 1)
 
     def _is_blank(self, block: int) -> bool:
         return not self._references[block] and block not in self._idle

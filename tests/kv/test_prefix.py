@@ -66,21 +66,21 @@ def test_equal_blocks_become_one() -> None:
     pool.check([first, second])
 
 
-def test_leaves_go_first_then_what_was_used_longest_ago() -> None:
-    pool = BlockPool(4, 1)
+def test_what_was_used_longest_ago_goes_first_leaves_before_all() -> None:
+    pool = BlockPool(24, 1)
     cache = PrefixCache(pool)
-    for known in ([1, 2], [1, 3], [4]):
+    paths = [[i] * 8 for i in range(3)]
+    for known in (*paths, paths[0]):  # the first is used again
         pool.free(held(pool, cache, known))
-    assert pool.num_free == 4 and pool.num_idle == 4
-    pool.free(held(pool, cache, [1, 2]))  # used again
-    gone = []
+    assert pool.num_free == 24 and pool.num_idle == 24
     table: list[int] = []
-    for length in range(1, 5):
-        pool.reserve(table, 0, length)
-        paths = ([1], [1, 2], [1, 3], [4])
-        gone.append([known for known in paths if cache.find(SCOPE, known, 2).depth < len(known)])
-    assert gone == [[[1, 3]], [[1, 3], [4]], [[1, 2], [1, 3], [4]], [[1], [1, 2], [1, 3], [4]]]
-    assert len(cache._nodes) == 0
+    pool.reserve(table, 0, 1)
+    assert [cache.find(SCOPE, known, 8).depth for known in paths] == [8, 0, 8]
+    pool.free(held(pool, cache, [2, 2]))  # the beginning of the third, again
+    pool.reserve(table, 0, 8 + 1)
+    assert [cache.find(SCOPE, known, 8).depth for known in paths] == [6, 0, 2]
+    assert table[:8] == list(range(table[0], table[0] + 8))  # a run
+    pool.check([table])
 
 
 def test_a_scope_without_blocks_is_forgotten() -> None:
