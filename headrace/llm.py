@@ -81,7 +81,7 @@ def load_engine(model: str, config: EngineConfig) -> Loaded:
     tokenizer = checkpoint.load_tokenizer()
     threads = config.threads or usable_cores()
     executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads)
-    limits = Limits(spec.vocab_size, max_model_len, kv)
+    limits = Limits(spec.vocab_size, max_model_len, kv, spec.widest_window)
     return Loaded(Engine(executable, tokenizer, limits, config, make_proposer(config.proposer)), tokenizer, checkpoint)
 
 

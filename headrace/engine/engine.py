@@ -29,6 +29,8 @@ class Limits:
     max_model_len: int
     """Longest sequence, prompt and output."""
     kv: KvConfig
+    window: int = 0
+    """How far back a row sees, itself included; 0: to the beginning."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._pool = BlockPool(limits.kv.num_blocks, limits.kv.block_size)
         self._proposer = Guard(proposer, limits.vocab_size)
-        self._scheduler = Scheduler(self._pool, config, proposer.max_nodes)
+        self._scheduler = Scheduler(self._pool, config, proposer.max_nodes, limits.window)
         self._stepper = Stepper(self._scheduler, self._proposer, executable, self._pool, tokenizer)
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, int, str]] = []

@@ -84,7 +84,7 @@ class _Budget:
 class Scheduler:
     """Continuous batching under a budget of rows, with a prefix cache and recompute preemption."""
 
-    def __init__(self, pool: BlockPool, config: EngineConfig, max_nodes: int) -> None:
+    def __init__(self, pool: BlockPool, config: EngineConfig, max_nodes: int, window: int = 0) -> None:
         self.waiting: list[Branch] = []
         self.running: list[Branch] = []
         """Both by rank. A branch that runs has blocks for all its known tokens, and for those only that it computed KV."""
@@ -98,6 +98,7 @@ class Scheduler:
         self._cache = PrefixCache(pool) if config.prefix_cache else None
         self._config = config
         self._max_nodes = max_nodes
+        self._window = window
         self._num_steps = 0
 
     def add(self, branch: Branch) -> None:
@@ -126,6 +127,8 @@ class Scheduler:
         self._num_steps += 1
         for branch in self.running:
             self._remember(branch)
+            if self._window:
+                self._pool.forgo(branch.table, branch.computed + 1 - self._window)
         while len(self.running) > self._config.max_num_seqs:  # siblings were born
             self._preempt(self.running[-1])
         plan = Plan([], [])

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, MutableSequence
 from typing import NamedTuple
 
 Table = MutableSequence[int]
-"""The blocks of a branch in position order."""
+"""The blocks of a branch in position order, `HOLE` for those at the beginning that it let go before its end."""
+
+HOLE = -1
 
 _GROUP = 8
 """Blocks whose numbers share a quotient by this are contiguous in memory, in ascending order."""
@@ -100,7 +102,8 @@ class BlockPool:
     def fork(self, table: Table) -> Table:
         """A second table of the same blocks."""
         for block in table:
-            self._references[block] += 1
+            if block != HOLE:
+                self._references[block] += 1
         return table[:]
 
     def retain(self, block: int, forget: Callable[[int], None]) -> None:
@@ -126,7 +129,16 @@ class BlockPool:
     def trim(self, table: Table, computed: int) -> None:
         """Let go of the blocks beyond the first `computed` slots, the last first."""
         while len(table) > self.blocks_for(computed):
-            self._release(table.pop())
+            if (block := table.pop()) != HOLE:
+                self._release(block)
+
+    def forgo(self, table: Table, first: int) -> None:
+        """Let go of the blocks before slot `first`, which no row will see any more."""
+        index = first // self.block_size - 1
+        while index >= 0 and table[index] != HOLE:
+            self._release(table[index])
+            table[index] = HOLE
+            index -= 1
 
     def free(self, table: Table) -> None:
         """Let go of all blocks."""
@@ -136,8 +148,9 @@ class BlockPool:
         """Assert that the pool and these tables, which are all there are, agree on every block."""
         held = [0] * self.num_blocks
         for table in tables:
-            assert len(set(table)) == len(table), f"a block is twice in {table}"
-            for block in table:
+            blocks = table[table.count(HOLE) :]
+            assert len(set(blocks)) == len(blocks) and HOLE not in blocks, f"a block is twice in {table}, or a hole not at its start"
+            for block in blocks:
                 held[block] += 1
         assert held == self._references
         assert self.num_free == held.count(0)

@@ -4,7 +4,8 @@ A radix tree whose edges are whole blocks of token ids. A root stands for everyt
 share it (`Scope`), and a node for one block: its path spells all tokens up to the block's end, which is all that its KV
 depends on. Edges are compared token by token, so a hit is never a matter of luck. The tree itself holds no block. Whoever
 holds a node's block holds those of its whole path, and lets go of them from the end; so of the blocks that nobody holds, the
-one that has been idle longest is always a leaf, and the pool may give it away.
+one that has been idle longest is always a leaf, and the pool may give it away. (Where branches forgo what no layer's window
+reaches, it may have nodes below it. Nobody finds them any more, so they only grow old.)
 """
 
 from array import array
@@ -87,7 +88,7 @@ class PrefixCache:
 
     def _forget(self, block: int) -> None:
         node = self._nodes.pop(block)
-        assert node.parent and not node.children, "the block that has been idle longest is a leaf"
+        assert node.parent, "a root has no block"
         del node.parent.children[node.edge]
 
 

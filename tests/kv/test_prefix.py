@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.kv.blocks import BlockPool
+from headrace.kv.blocks import HOLE, BlockPool
 from headrace.kv.prefix import Node, PrefixCache, Scope
 
 SCOPE = Scope()
@@ -96,7 +96,7 @@ def test_a_scope_without_blocks_is_forgotten() -> None:
 
 
 class Cache(RuleBasedStateMachine):
-    """Branches that hit, grow, fork, rewind and end. The model: for each path of blocks the KV that it must read."""
+    """Branches that hit, grow, fork, rewind and end. The model: what the KV in each slot was computed from."""
 
     @initialize(num_blocks=st.integers(1, 20), block_size=st.sampled_from([1, 2, 3]))
     def start(self, num_blocks: int, block_size: int) -> None:
@@ -104,15 +104,12 @@ class Cache(RuleBasedStateMachine):
         self.cache = PrefixCache(self.pool)
         self.branches: list[tuple[Scope, list[int], list[int], Node]] = []  # tokens, all computed, and table
         self.memory: dict[int, tuple[Scope, tuple[int, ...]]] = {}  # slot -> what its KV was computed from
-        self.seen: dict[tuple[Scope, tuple[int, ...]], int] = {}  # path of whole blocks -> block that held it last
 
     @rule(known=st.lists(st.integers(0, 1), max_size=12), salt=st.sampled_from([None, "a"]), spare=st.integers(0, 2))
     def new(self, known: list[int], salt: str | None, spare: int) -> None:
         scope, size = Scope(salt), self.pool.block_size
         node = self.cache.find(scope, known, len(known) - spare)
         assert node.depth * size <= max(0, len(known) - spare)
-        paths = [(scope, tuple(known[: end * size])) for end in range(1, node.depth + 1)]
-        assert [self.seen.get(path) for path in paths] == node.path()
         table: list[int] = []
         self.pool.share(table, node.path())
         self._grow(scope, known[: node.depth * size], table, node, known[node.depth * size :])
@@ -129,6 +126,12 @@ class Cache(RuleBasedStateMachine):
         self.branches.append((scope, list(known), list(self.pool.fork(table)), node))
 
     @precondition(lambda self: self.branches)
+    @rule(which=st.integers(0), window=st.integers(1, 6))
+    def forgo(self, which: int, window: int) -> None:
+        _, known, table, _ = self.branches[which % len(self.branches)]
+        self.pool.forgo(table, len(known) + 1 - window)
+
+    @precondition(lambda self: self.branches)
     @rule(which=st.integers(0))
     def end(self, which: int) -> None:
         self.pool.free(self.branches.pop(which % len(self.branches))[2])
@@ -139,11 +142,11 @@ class Cache(RuleBasedStateMachine):
             return
         self.pool.check([table for _, _, table, _ in self.branches])
         for scope, known, table, _ in self.branches:
-            for i in range(len(known)):
+            for i in range(table.count(HOLE) * self.pool.block_size, len(known)):
                 assert self.memory[self.pool.slot(table, i)] == (scope, tuple(known[: i + 1]))
-        for path, block in self.seen.items():
-            found = self.cache.find(path[0], path[1], len(path[1]))
-            assert found.depth < len(path[1]) // self.pool.block_size or found.block == block
+            if HOLE not in table:  # it holds its whole path, which everybody finds then
+                depth = len(known) // self.pool.block_size
+                assert self.cache.find(scope, known, len(known)).path() == table[:depth]
 
     def _grow(self, scope: Scope, known: list[int], table: list[int], node: Node, tokens: list[int]) -> None:
         """Compute `tokens`; the branch ends where there is no room."""
@@ -158,8 +161,6 @@ class Cache(RuleBasedStateMachine):
             known.append(token)
             self.memory[self.pool.slot(table, len(known) - 1)] = (scope, tuple(known))
         node = self.cache.extend(node, table, known, len(known))
-        size = self.pool.block_size
-        self.seen |= {(scope, tuple(known[: (i + 1) * size])): table[i] for i in range(node.depth)}
         self.branches.append((scope, known, table, node))
 
 
