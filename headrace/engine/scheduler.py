@@ -150,7 +150,8 @@ class Scheduler:
         kept_free = 1 if chunked and chunked[0] is self.running[0] else 0
         rows = dict.fromkeys(decoding[: config.max_step_rows - kept_free], 1)
         left = config.max_step_rows - len(rows)
-        budget = _Budget(left, min(left, config.max_chunk_rows) if decoding else left, config.max_logit_rows)
+        chunk_rows = max(config.chunk_rows, len(decoding)) if decoding else left
+        budget = _Budget(left, chunk_rows, config.max_logit_rows)
         for branch in chunked:
             rows[branch] = budget.take(branch)
         return budget, rows

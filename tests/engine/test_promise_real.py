@@ -74,7 +74,7 @@ def alone(executables: dict[int, Executable]) -> list[RequestOutput]:
     guesses=st.sampled_from(["off", "ngram", "trees"]),
     max_step_rows=st.sampled_from([7, 32, 100, 512]),
     num_blocks=st.sampled_from([14, 40, 128]),
-    max_chunk_rows=st.sampled_from([5, 32]),
+    chunk_rows=st.sampled_from([5, 32]),
     prefix_cache=st.booleans(),
     seed=st.integers(0, 99),
 )
