@@ -56,7 +56,7 @@ class TestPriority:
 
 
 def test_a_name_that_is_not_known() -> None:
-    with pytest.raises(RequestError, match="unknown service option 'prioritty'; did you mean priority?"):
+    with pytest.raises(RequestError, match="unknown service option 'prioritty'; did you mean priority"):
         Service(prioritty=1)  # type: ignore[call-arg]
 
 
