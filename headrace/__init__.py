@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.llm import LLM
-    from headrace.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+    from headrace.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, Service
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "Service", "__version__"]
 
-_HOME = {"LLM": "llm", "CompletionOutput": "request", "Logprob": "request", "RequestOutput": "request", "SamplingParams": "request"}
+_HOME = {"LLM": "llm"} | dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "Service"), "request")
 
 
 def __getattr__(name: str) -> Any:

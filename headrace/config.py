@@ -36,9 +36,16 @@ class EngineConfig:
     """Most branches in one step."""
     max_step_rows: int = 512
     """Row budget of a step: decode rows first, then prompt chunks."""
+    chunk_rows: int = 16
+    """Rows for prompts in a step that also decodes, or one for each decoding branch where these are more: a long prompt then adds to
+    the time between tokens of others no more than about as much again. Large values favour throughput."""
     max_logit_rows: int = 64
     """Most rows of one branch with logits in one step (prompt log-probabilities are computed in chunks of this size)."""
     proposer: Literal["off", "ngram"] = "off"
     """Where guesses come from; never changes a token."""
+    prefix_cache: bool = True
+    """Keep the KV of past and running requests, while there is room, for requests that begin alike; never changes a token."""
+    target_token_ms: float = 0
+    """Time per token beyond which requests wait instead of joining in; 0: none."""
     seed: int = 0
     """Seeds the requests that bring no seed of their own."""

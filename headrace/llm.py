@@ -5,7 +5,7 @@ from dataclasses import fields
 from functools import cached_property
 from threading import RLock
 from types import TracebackType
-from typing import Any, NamedTuple, TypeGuard, get_args
+from typing import Any, NamedTuple, TypeGuard, TypeVar, get_args
 
 from headrace.backend import BACKENDS, compile_program
 from headrace.checkpoint.chat import render_chat
@@ -19,13 +19,14 @@ from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.planner.host import available_memory, usable_cores
 from headrace.propose import PROPOSERS, make_proposer
-from headrace.request import RequestOutput, SamplingParams, Update, check_names, integer
+from headrace.request import RequestOutput, SamplingParams, Service, Update, check_names, integer, number
 
 Prompt = str | Mapping[str, Any]
 """Text, or `{"prompt": text}`, or `{"prompt_token_ids": [...]}`."""
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`"""
 
+_T = TypeVar("_T")
 _CHOICES = {"backend": BACKENDS, "kv_dtype": get_args(KvDtype), "proposer": tuple(PROPOSERS)}
 _BOUNDS = {  # option: least, most
     "threads": (0, 1024),
@@ -33,6 +34,7 @@ _BOUNDS = {  # option: least, most
     "max_model_len": (0, 2**26),
     "max_num_seqs": (1, 2**16),
     "max_step_rows": (1, 2**20),
+    "chunk_rows": (1, 2**20),
     "max_logit_rows": (1, 2**20),
     "seed": (0, 2**64 - 1),
 }
@@ -52,6 +54,10 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     checked = dict(options)
     for name in options.keys() & _BOUNDS.keys():
         checked[name] = integer(name, options[name], *_BOUNDS[name])
+    if "target_token_ms" in options:
+        checked["target_token_ms"] = number("target_token_ms", options["target_token_ms"], 0.0, 1e6)
+    if not isinstance(options.get("prefix_cache", True), bool):
+        raise RequestError(f"prefix_cache must be true or false, not {options['prefix_cache']!r}")
     for name in options.keys() & _CHOICES.keys():
         if options[name] not in _CHOICES[name]:
             raise RequestError(f"{name} must be one of {', '.join(_CHOICES[name])}, not {options[name]!r}")
@@ -74,7 +80,7 @@ def load_engine(model: str, config: EngineConfig) -> Loaded:
     tokenizer = checkpoint.load_tokenizer()
     threads = config.threads or usable_cores()
     executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads)
-    limits = Limits(spec.vocab_size, max_model_len, kv)
+    limits = Limits(spec.vocab_size, max_model_len, kv, spec.widest_window)
     return Loaded(Engine(executable, tokenizer, limits, config, make_proposer(config.proposer)), tokenizer, checkpoint)
 
 
@@ -105,6 +111,7 @@ class _Prepared(NamedTuple):
     text: str | None
     token_ids: list[int]
     params: SamplingParams
+    service: Service | None = None
 
 
 class LLM:
@@ -123,9 +130,14 @@ class LLM:
         self._closed = False
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *, progress: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        service: Service | Sequence[Service] | None = None,
+        progress: bool = False,
     ) -> list[RequestOutput]:
-        """Continue each prompt; the results are in the order of the prompts.
+        """Continue each prompt; the results are in the order of the prompts. `params` and `service` are for all, or one for each.
 
         Raises RequestError for a prompt or parameters that cannot be served, before anything runs, and RequestFailedError,
         which has all results, when requests failed on the way.
@@ -134,25 +146,29 @@ class LLM:
         if not isinstance(prompts, Iterable):
             raise RequestError(f"prompts must be text, a dictionary or a list of these, not {type(prompts).__name__}")
         prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        several = _one_each(params, len(prompts))
-        return self._run([self._prepare(p, q) for p, q in zip(prompts, several, strict=True)], progress)
+        several = _one_each(SamplingParams, params, len(prompts))
+        prepared = [self._prepare(p, q) for p, q in zip(prompts, several, strict=True)]
+        return self._run(prepared, service, progress)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        service: Service | Sequence[Service] | None = None,
         progress: bool = False,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of them, by the model's chat template. Raises as `generate` does."""
         self._check_open()
         conversations: list[object] = [messages] if _is_conversation(messages) else list(messages)
-        several = _one_each(params, len(conversations))
+        several = _one_each(SamplingParams, params, len(conversations))
         prepared = [self._prepare_chat(c, p, template_options) for c, p in zip(conversations, several, strict=True)]
-        return self._run(prepared, progress)
+        return self._run(prepared, service, progress)
 
-    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None, *, service: Service | None = None
+    ) -> Iterator[str]:
         """The continuation of a prompt, or the answer to a conversation, piece by piece; the pieces joined are its text.
 
         Raises as `generate` does. Closing the iterator, or letting go of it, ends the request.
@@ -162,7 +178,7 @@ class LLM:
         if params.n != 1:
             raise RequestError(f"a stream has one continuation, and n is {params.n}")
         prepared = self._prepare(prompt, params) if isinstance(prompt, str | Mapping) else self._prepare_chat(prompt, params, {})
-        return self._stream(prepared)
+        return self._stream(prepared._replace(service=service))
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -234,7 +250,9 @@ class LLM:
     def _longest_token(self) -> int:
         return max(len(self._tokenizer.token_bytes(token)) for token in range(self._tokenizer.vocab_size))
 
-    def _run(self, prepared: list[_Prepared], progress: bool) -> list[RequestOutput]:
+    def _run(self, prepared: list[_Prepared], service: Service | Sequence[Service] | None, progress: bool) -> list[RequestOutput]:
+        services = _one_each(Service, service, len(prepared))
+        prepared = [request._replace(service=each) for request, each in zip(prepared, services, strict=True)]
         results: dict[str, RequestOutput] = {}
         ids: list[str] = []
         try:
@@ -263,7 +281,7 @@ class LLM:
 
     def _add(self, request: _Prepared) -> str:
         with self._lock:
-            request_id = self._engine.add_request(request.token_ids, request.params, prompt=request.text)
+            request_id = self._engine.add_request(request.token_ids, request.params, prompt=request.text, service=request.service)
             self._inboxes[request_id] = []
             return request_id
 
@@ -292,12 +310,13 @@ class LLM:
             raise ClosedError("this LLM is closed")
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise RequestError(f"there are {count:,} prompts and {len(params):,} sets of sampling parameters")
-    return list(params)
+def _one_each(kind: type[_T], given: _T | Sequence[_T] | None, count: int) -> list[_T]:
+    if given is None or isinstance(given, kind):
+        return [kind() if given is None else given] * count
+    assert isinstance(given, Sequence)
+    if len(given) != count:
+        raise RequestError(f"there are {count:,} prompts and {len(given):,} {kind.__name__}")
+    return list(given)
 
 
 def _is_conversation(messages: object) -> TypeGuard[Sequence[Message]]:

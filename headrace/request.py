@@ -11,13 +11,15 @@ from typing import Any, Literal, NamedTuple
 
 from headrace.errors import RequestError
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
 MAX_BRANCHES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_BIASES = 1024
+MAX_PRIORITY = 1000
+MAX_SALT_CHARACTERS = 1024
 _MAX_COUNT = 2**31 - 1
 
 _INTEGERS = {  # field: least, most
@@ -40,6 +42,7 @@ _NUMBERS = {
 _NOT_ZERO = ("top_p", "repetition_penalty")
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _BIAS_LIMIT = 100.0
+_MAX_SECONDS = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +100,7 @@ class SamplingParams:
             nullable = name in ("seed", "max_tokens", "logprobs", "prompt_logprobs")
             checked[name] = None if value is None and nullable else integer(name, value, least, most)
         for name, bounds in _NUMBERS.items():
-            checked[name] = _number(name, getattr(self, name), *bounds)
+            checked[name] = number(name, getattr(self, name), *bounds)
             if name in _NOT_ZERO and checked[name] == 0:
                 raise RequestError(f"{name} must be above 0")
         for name in _FLAGS:
@@ -110,6 +113,31 @@ class SamplingParams:
             raise RequestError(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """How a request is served; none of it changes a token. Raises RequestError, which names the field, for values out of range."""
+
+    priority: int = 0
+    """The lower the sooner. Waiting makes up for it: a level is worth a fixed number of steps."""
+    timeout: float | None = None
+    """Seconds from submission, after which the request ends with what it has; None: no end."""
+    cache_salt: str | None = None
+    """Only requests of the same salt share KV in the prefix cache."""
+
+    def __new__(cls, **options: Any) -> "Service":
+        # As in SamplingParams.
+        check_names("service option", options, (field.name for field in fields(cls)))
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "priority", integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY))
+        if self.timeout is not None:
+            object.__setattr__(self, "timeout", number("timeout", self.timeout, 0.0, _MAX_SECONDS))
+        salt = self.cache_salt
+        if salt is not None and not (isinstance(salt, str) and len(salt) <= MAX_SALT_CHARACTERS):
+            raise RequestError(f"cache_salt must be text of at most {MAX_SALT_CHARACTERS:,} characters, not {reprlib.repr(salt)}")
 
 
 class Logprob(NamedTuple):
@@ -160,6 +188,8 @@ class RequestOutput:
     timing: Timing
     error: Exception | None = None
     """Why the request failed, where a `finish_reason` is `error`."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache when the request was admitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,14 +234,15 @@ def token_ids(name: str, values: object, limit: int) -> list[int]:
     return [integer(name, token, 0, _MAX_COUNT) for token in ids]
 
 
-def _number(name: str, value: object, least: float, most: float) -> float:
+def number(name: str, value: object, least: float, most: float) -> float:
+    """`value` as a float within bounds. Raises RequestError."""
     try:
-        number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+        checked = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
     except OverflowError:
-        number = math.inf
-    if not least <= number <= most:  # NaN is not
+        checked = math.inf
+    if not least <= checked <= most:  # NaN is not
         raise RequestError(f"{name} must be a number from {least:g} to {most:g}, not {reprlib.repr(value)}")
-    return number
+    return checked
 
 
 def _biases(value: object) -> dict[int, float] | None:
@@ -220,7 +251,7 @@ def _biases(value: object) -> dict[int, float] | None:
     if not isinstance(value, Mapping):
         raise RequestError(f"logit_bias must map token ids to numbers, not {reprlib.repr(value)}")
     ids = token_ids("logit_bias", value.keys(), MAX_BIASES)
-    return {token: _number("logit_bias", bias, -_BIAS_LIMIT, _BIAS_LIMIT) for token, bias in zip(ids, value.values(), strict=True)}
+    return {token: number("logit_bias", bias, -_BIAS_LIMIT, _BIAS_LIMIT) for token, bias in zip(ids, value.values(), strict=True)}
 
 
 def _stops(value: object) -> list[str]:

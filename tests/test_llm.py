@@ -15,6 +15,7 @@ from headrace import LLM, SamplingParams
 from headrace.config import EngineConfig, KvConfig
 from headrace.errors import ClosedError, MemoryLimitError, ModelNotFoundError, NonFiniteLogitsError, RequestError, RequestFailedError
 from headrace.llm import engine_config, size_kv
+from headrace.request import Service
 from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
 from tests.tiny import tiny_model
 
@@ -108,8 +109,22 @@ class TestGenerate:
         assert llm.stats().steps == 0
         assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 8
 
+    def test_service(self, llm: LLM) -> None:
+        text = "hello " * 20
+        both = [Service(cache_salt="a"), Service(cache_salt="b", timeout=0.0)]
+        first, late = llm.generate([text, text], replace(GREEDY, max_tokens=2), service=both)
+        assert (first.cached_tokens, first.outputs[0].finish_reason) == (0, "length")
+        assert (late.outputs[0].finish_reason, late.outputs[0].token_ids) == ("timeout", [])
+        assert not llm.generate(text, GREEDY, service=Service(cache_salt="b"))[0].cached_tokens
+        again = llm.generate(text, GREEDY, service=Service(cache_salt="a"))[0]
+        assert again.cached_tokens == (len(again.prompt_token_ids) - 1) // 32 * 32 > 0
+        assert "".join(llm.stream(text, GREEDY, service=Service(cache_salt="a"))) == again.outputs[0].text
+        with pytest.raises(RequestError, match="there are 1 prompts and 2 Service"):
+            llm.generate("hello", GREEDY, service=both)
+        assert clean(llm)
+
     def test_parameters_must_match_prompts(self, llm: LLM) -> None:
-        with pytest.raises(RequestError, match="there are 1 prompts and 2 sets"):
+        with pytest.raises(RequestError, match="there are 1 prompts and 2 SamplingParams"):
             llm.generate(["hello"], [GREEDY, GREEDY])
 
     def test_a_failure_brings_all_results(self, model: str, write_gguf: Any) -> None:  # noqa: F811
@@ -265,6 +280,9 @@ class TestOptions:
             ({"backend": ["cpu"]}, "backend must be one of"),
             ({"max_num_seqs": 0}, "max_num_seqs must be a whole number from 1"),
             ({"threads": -1}, "threads"),
+            ({"chunk_rows": 0}, "chunk_rows must be a whole number from 1"),
+            ({"prefix_cache": 1}, "prefix_cache must be true or false, not 1"),
+            ({"target_token_ms": -1}, "target_token_ms must be a number from 0"),
             ({"seed": 0.5}, "seed"),
             ({"max_model_len": 257}, "max_model_len is 257, and the model's context ends at 256"),
         ],

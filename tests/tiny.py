@@ -121,14 +121,15 @@ def tiny_engine(
     eos_ids: tuple[int, ...] = (),
     slots: int = 256,
     max_model_len: int = 0,
+    forgo: bool = True,
     **config: Any,
 ) -> Engine:
-    """An engine over the model, with a pool of at least so many slots."""
+    """An engine over the model, with a pool of at least so many slots; `forgo`: what lies before all windows is let go."""
     spec, _ = model
     options = EngineConfig(backend=backend, **config)
     block_size = BLOCK_SIZE[backend]
     kv = KvConfig(-(-slots // block_size), block_size, options.kv_dtype)
-    limits = Limits(spec.vocab_size, max_model_len or spec.max_context, kv)
+    limits = Limits(spec.vocab_size, max_model_len or spec.max_context, kv, spec.widest_window if forgo else 0)
     executable = executable or tiny_executable(model, backend, kv, options.threads)
     vocabulary = TinyVocabulary(spec.vocab_size, eos_ids)
     return Engine(executable, vocabulary, limits, options, proposer or make_proposer(options.proposer))

@@ -60,7 +60,9 @@ class Session:
         if result is None:
             return ""
         num_in, num_out = len(result.prompt_token_ids), len(result.outputs[0].token_ids)
-        parts = [_rate(num_in, "in", num_in, result.timing.prefill), _rate(num_out, "out", num_out - 1, result.timing.decode)]
+        computed = num_in - result.cached_tokens
+        what = f"in, {result.cached_tokens:,} cached" if result.cached_tokens else "in"
+        parts = [_rate(num_in, what, computed, result.timing.prefill), _rate(num_out, "out", num_out - 1, result.timing.decode)]
         if num_out > 1 and result.timing.decode > 0:
             speed = (num_out - 1) / result.timing.decode
             limit = self._decode_limit(num_in + num_out // 2, speed)

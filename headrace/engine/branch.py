@@ -12,7 +12,8 @@ from headrace.accept.sampler import Sampler
 from headrace.batch import Commit
 from headrace.engine.output import Output, TokenizerView, prompt_logprobs
 from headrace.kv.blocks import Table
-from headrace.request import Logprobs, RequestOutput, SamplingParams, Timing, Update
+from headrace.kv.prefix import Node, Scope
+from headrace.request import Logprobs, RequestOutput, SamplingParams, Service, Timing, Update
 
 
 class Stopwatch:
@@ -23,9 +24,12 @@ class Stopwatch:
         self.started: float | None = None
         self.first_token: float | None = None
 
-    def start(self) -> None:
-        """The first rows of the request are in a step."""
-        self.started = self.started or perf_counter()
+    def start(self) -> bool:
+        """The request, or a branch of it, is admitted; whether that is the first time."""
+        if self.started is not None:
+            return False
+        self.started = perf_counter()
+        return True
 
     def token(self) -> None:
         """A token was drawn."""
@@ -54,8 +58,18 @@ class Request:
     """One for each prompt token so far, where they are asked for."""
     branches: list["Branch"] = field(default_factory=list)
     """In index order, those that have ended included; empty once the request has ended."""
+    service: Service = field(default_factory=Service)
+    arrival: int = 0
+    """The step at which it came, moved by its priority: see `Scheduler`."""
+    cached_tokens: int = 0
+    """Of the prompt, with KV from the prefix cache when it was admitted."""
     error: Exception | None = None
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+
+    @property
+    def scope(self) -> Scope:
+        """With whom it shares KV."""
+        return Scope(self.service.cache_salt)
 
     @property
     def ended(self) -> bool:
@@ -66,7 +80,7 @@ class Request:
         outputs = [branch.output.completion(branch.key[1]) for branch in self.branches]
         prompt_logprobs = None if self.params.prompt_logprobs is None else self.prompt_logprobs
         prompt = (self.prompt, self.prompt_token_ids, prompt_logprobs)
-        return RequestOutput(self.id, *prompt, outputs, self.ended, self.stopwatch.timing(), self.error)
+        return RequestOutput(self.id, *prompt, outputs, self.ended, self.stopwatch.timing(), self.error, self.cached_tokens)
 
 
 @dataclass(eq=False)
@@ -74,7 +88,7 @@ class Branch:
     """One line of tokens that grows. All but the last of the known tokens have, or had, KV."""
 
     key: tuple[int, int]
-    """Number of the request, index in it: the older a branch, the smaller its key."""
+    """Number of the request, index in it."""
     request: Request
     known: list[int]
     sampler: Sampler
@@ -84,6 +98,20 @@ class Branch:
     computed: int = 0
     table: Table = field(default_factory=lambda: array("i"))
     """An array, so that `build` copies it whole."""
+    node: Node | None = None
+    """Of the last full block that the prefix cache knows of."""
+    num_admitted: int = 0
+    """Known tokens when it was last admitted."""
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Who goes before whom, the lowest first; never changes."""
+        return (self.request.arrival, *self.key)
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether it has a new token since it was last admitted."""
+        return len(self.known) > self.num_admitted
 
     @property
     def prompt_len(self) -> int:
@@ -100,6 +128,12 @@ class Branch:
             return range(0)
         recorded = len(self.request.prompt_logprobs)
         return range(max(self.computed, recorded - 1), min(self.computed + forced, self.prompt_len - 1))
+
+    @property
+    def most_cached(self) -> int:
+        """Known tokens whose KV may come from the prefix cache: not that of rows whose logits are wanted, as the last row's are."""
+        scored = self.prompt_rows(self.missing)
+        return scored.start if scored else len(self.known) - 1
 
     @property
     def num_logprobs(self) -> int:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from headrace.batch import Guess, Ints, RaggedBatch
 from headrace.engine.scheduler import Part
-from headrace.kv.blocks import BlockPool
+from headrace.kv.blocks import HOLE, BlockPool
 
 WORD_BITS = 64
 """Guess rows for which a word of `ancestors` has bits."""
@@ -70,7 +70,10 @@ def _block_table(parts: list[Part]) -> Ints:  # [branches, max_blocks]
     width = max(map(len, tables))
     padded = array("i")
     for table in tables:
-        padded.extend(table)
+        num_holes = table.count(HOLE) if table[0] == HOLE else 0
+        # Nobody looks there, but it must be the number of a block: its own, so that nothing of others is ever near.
+        padded.extend([table[-1]] * num_holes)
+        padded.extend(table[num_holes:])
         padded.extend([0] * (width - len(table)))
     return np.frombuffer(padded, np.int32).reshape(len(tables), width)
 

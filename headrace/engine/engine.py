@@ -1,7 +1,9 @@
 """The engine: requests in, updates out. Everything here runs in the caller's thread, and only in one at a time."""
 
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import count
+from time import perf_counter
 
 from headrace.accept.sampler import derive_seed, make_sampler
 from headrace.backend import Executable
@@ -15,7 +17,7 @@ from headrace.engine.stops import StopPattern
 from headrace.errors import ClosedError, RequestError
 from headrace.kv.blocks import BlockPool
 from headrace.propose import Guard
-from headrace.request import RequestOutput, SamplingParams, Update, token_ids
+from headrace.request import RequestOutput, SamplingParams, Service, Update, token_ids
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Limits:
     max_model_len: int
     """Longest sequence, prompt and output."""
     kv: KvConfig
+    window: int = 0
+    """How far back a row sees, itself included; 0: to the beginning."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,9 @@ class Stats:
     waiting: int
     """Branches that wait for their first step, or for their next after preemption."""
     blocks_free: int
+    """Those that only the prefix cache keeps included."""
+    blocks_cached: int
+    """Those that only the prefix cache keeps."""
     blocks_total: int
     steps: int
     rows: int
@@ -47,6 +54,10 @@ class Stats:
     """Those that were right."""
     proposer_failures: int
     preemptions: int
+    prompt_tokens: int
+    """Of all requests that were admitted."""
+    cached_tokens: int
+    """Those of them whose KV came from the prefix cache."""
 
 
 class Engine:
@@ -58,9 +69,11 @@ class Engine:
         self._tokenizer = tokenizer
         self._pool = BlockPool(limits.kv.num_blocks, limits.kv.block_size)
         self._proposer = Guard(proposer, limits.vocab_size)
-        self._scheduler = Scheduler(self._pool, config, proposer.max_nodes)
+        self._scheduler = Scheduler(self._pool, config, proposer.max_nodes, limits.window)
         self._stepper = Stepper(self._scheduler, self._proposer, executable, self._pool, tokenizer)
         self._requests: dict[str, Request] = {}
+        self._deadlines: list[tuple[float, int, str]] = []
+        """A heap of (time, number, id) of requests that have a timeout, some of which may have ended."""
         self._numbers = count()
         self._closed = False
 
@@ -71,6 +84,7 @@ class Engine:
         *,
         prompt: str | None = None,
         request_id: str | None = None,
+        service: Service | None = None,
     ) -> str:
         """Queue a request and return its id. Raises RequestError for one that cannot be served, and nothing is queued."""
         self._check_open()
@@ -81,9 +95,11 @@ class Engine:
         number = next(self._numbers)
         request_id = str(number) if request_id is None else request_id
         limit = self._limit(len(known), params)
-        request = Request(number, request_id, prompt, known, params, limit)
+        request = Request(number, request_id, prompt, known, params, limit, service=service or Service())
         request.branches = self._branches(request)
         self._requests[request_id] = request
+        if request.service.timeout is not None:
+            heappush(self._deadlines, (request.stopwatch.added + request.service.timeout, number, request_id))
         self._scheduler.add(request.branches[0])
         return request_id
 
@@ -110,8 +126,11 @@ class Engine:
     def step(self) -> list[Update]:
         """Run one step; empty when there is nothing to do, or nothing to say yet."""
         self._check_open()
-        flight = self._stepper.launch()
-        updates = self._stepper.finish(flight) if flight else []
+        updates = self._expire()
+        start = perf_counter()
+        if flight := self._stepper.launch():
+            updates += self._stepper.finish(flight)
+            self._scheduler.pace.record(perf_counter() - start)
         for update in updates:
             if update.result:
                 self._forget(update.request_id)
@@ -138,6 +157,7 @@ class Engine:
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             blocks_free=self._pool.num_free,
+            blocks_cached=self._pool.num_idle,
             blocks_total=self._pool.num_blocks,
             steps=stepper.num_steps,
             rows=stepper.num_rows,
@@ -145,6 +165,8 @@ class Engine:
             accepted=stepper.num_accepted,
             proposer_failures=self._proposer.failures,
             preemptions=self._scheduler.num_preemptions,
+            prompt_tokens=self._scheduler.num_prompt_tokens,
+            cached_tokens=self._scheduler.num_cached_tokens,
         )
 
     def close(self) -> None:
@@ -154,6 +176,16 @@ class Engine:
                 self.abort(request_id)
             self._closed = True
             self._stepper.executable.close()
+
+    def _expire(self) -> list[Update]:
+        """End the requests whose time is up."""
+        updates: list[Update] = []
+        while self._deadlines and self._deadlines[0][0] <= perf_counter():
+            _, number, request_id = heappop(self._deadlines)
+            request = self._requests.get(request_id)
+            if request and request.number == number:  # and no later one of the same id
+                updates += self._stepper.end(request, "timeout")
+        return updates
 
     def _branches(self, request: Request) -> list[Branch]:
         """All branches of a request; the first owns the others until its prompt ends."""

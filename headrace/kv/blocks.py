@@ -1,14 +1,20 @@
 """The block pool: who owns which block of KV slots. It holds numbers only; the storage belongs to the backend.
 
-A block is in the tables of one branch or, after a fork, of several; it is free again when the last of them lets it go. A
-shared block is never written: whoever must write gets a copy of its own first.
+A block is in the tables of one branch or, after a fork or a prefix hit, of several; it is free again when the last of them
+lets it go. A shared block is never written: whoever must write gets a copy of its own first.
+
+A free block is blank, or idle: its content is kept for whoever wants it again, until no blank block is left. Then those that
+have been idle longest become blank, as many as make a run.
 """
 
-from collections.abc import MutableSequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, MutableSequence
 from typing import NamedTuple
 
 Table = MutableSequence[int]
-"""The blocks of a branch in position order."""
+"""The blocks of a branch in position order, `HOLE` for those at the beginning that it let go before its end."""
+
+HOLE = -1
 
 _GROUP = 8
 """Blocks whose numbers share a quotient by this are contiguous in memory, in ascending order."""
@@ -27,12 +33,24 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.num_free = num_blocks
         self._references = [0] * num_blocks
+        self._kept: dict[int, Callable[[int], None]] = {}  # blocks that become idle, and whom to tell when they are given away
+        self._idle = OrderedDict[int, None]()  # longest idle first
+        self._num_blank = num_blocks
         groups = range(-(-num_blocks // _GROUP))
-        self._free_in_group = [min(_GROUP, num_blocks - group * _GROUP) for group in groups]
-        self._whole = set(groups)  # groups without a block in use
-        self._part = set[int]()  # groups with free blocks and used ones
+        self._blank_in_group = [min(_GROUP, num_blocks - group * _GROUP) for group in groups]
+        self._whole = set(groups)  # groups of blank blocks only
+        self._part = set[int]()  # groups with blank blocks and others
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be had, blank and idle."""
+        return self._num_blank + len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks that nobody holds and whose content is kept."""
+        return len(self._idle)
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold so many tokens."""
@@ -84,13 +102,43 @@ class BlockPool:
     def fork(self, table: Table) -> Table:
         """A second table of the same blocks."""
         for block in table:
-            self._references[block] += 1
+            if block != HOLE:
+                self._references[block] += 1
         return table[:]
 
+    def retain(self, block: int, forget: Callable[[int], None]) -> None:
+        """Keep the content of a held block when it is let go; `forget(block)` is called when it is given away after all."""
+        self._kept[block] = forget
+
+    def share(self, table: Table, blocks: Iterable[int]) -> None:
+        """Append blocks whose content is kept, held by others or idle."""
+        for block in blocks:
+            self._hold(block)
+            table.append(block)
+
+    def exchange(self, table: Table, index: int, block: int) -> None:
+        """Let go of a block in favour of one with the same content, held by others or idle."""
+        self._hold(block)
+        self._release(table[index])
+        table[index] = block
+
+    def num_held(self, blocks: Iterable[int]) -> int:
+        """How many of the blocks are in a table."""
+        return sum(self._references[block] > 0 for block in blocks)
+
     def trim(self, table: Table, computed: int) -> None:
-        """Let go of the blocks beyond the first `computed` slots."""
+        """Let go of the blocks beyond the first `computed` slots, the last first."""
         while len(table) > self.blocks_for(computed):
-            self._release(table.pop())
+            if (block := table.pop()) != HOLE:
+                self._release(block)
+
+    def forgo(self, table: Table, first: int) -> None:
+        """Let go of the blocks before slot `first`, which no row will see any more."""
+        index = first // self.block_size - 1
+        while index >= 0 and table[index] != HOLE:
+            self._release(table[index])
+            table[index] = HOLE
+            index -= 1
 
     def free(self, table: Table) -> None:
         """Let go of all blocks."""
@@ -100,34 +148,57 @@ class BlockPool:
         """Assert that the pool and these tables, which are all there are, agree on every block."""
         held = [0] * self.num_blocks
         for table in tables:
-            assert len(set(table)) == len(table), f"a block is twice in {table}"
-            for block in table:
+            blocks = table[table.count(HOLE) :]
+            assert len(set(blocks)) == len(blocks) and HOLE not in blocks, f"a block is twice in {table}, or a hole not at its start"
+            for block in blocks:
                 held[block] += 1
         assert held == self._references
-        assert self.num_free == held.count(0) == sum(self._free_in_group)
+        assert self.num_free == held.count(0)
+        assert self._idle.keys() == {block for block in self._kept if not held[block]}
+        assert self._num_blank == sum(self._blank_in_group)
 
     def _take(self, previous: int | None) -> int:
-        """A free block: the one after `previous` if it can be, else one that starts a run, else any."""
-        if previous is not None and previous + 1 < self.num_blocks and not self._references[previous + 1]:
+        """A free block: the one after `previous` if it is blank, else one that starts a run, else any."""
+        if not self._num_blank:
+            self._blank_idle()
+        if previous is not None and previous + 1 < self.num_blocks and self._is_blank(previous + 1):
             block = previous + 1
         elif self._whole:
             block = next(iter(self._whole)) * _GROUP
         else:
             first = next(iter(self._part)) * _GROUP
-            block = next(block for block in range(first, first + _GROUP) if not self._references[block])
+            block = next(block for block in range(first, first + _GROUP) if self._is_blank(block))
         self._references[block] = 1
-        self._count_free(block // _GROUP, -1)
+        self._count_blank(block // _GROUP, -1)
         return block
+
+    def _blank_idle(self) -> None:
+        """Blocks were let go from the end of a table to its start: a group of them is often a run."""
+        for _ in range(min(_GROUP, len(self._idle))):
+            block, _ = self._idle.popitem(last=False)
+            self._kept.pop(block)(block)
+            self._count_blank(block // _GROUP, 1)
+
+    def _is_blank(self, block: int) -> bool:
+        return not self._references[block] and block not in self._idle
+
+    def _hold(self, block: int) -> None:
+        self._references[block] += 1
+        self._idle.pop(block, None)
 
     def _release(self, block: int) -> None:
         assert self._references[block] > 0, f"block {block} is free already"
         self._references[block] -= 1
-        if not self._references[block]:
-            self._count_free(block // _GROUP, 1)
+        if self._references[block]:
+            return
+        if block in self._kept:
+            self._idle[block] = None
+        else:
+            self._count_blank(block // _GROUP, 1)
 
-    def _count_free(self, group: int, change: int) -> None:
-        self.num_free += change
-        self._free_in_group[group] += change
-        free, size = self._free_in_group[group], min(_GROUP, self.num_blocks - group * _GROUP)
-        (self._whole.add if free == size else self._whole.discard)(group)
-        (self._part.add if 0 < free < size else self._part.discard)(group)
+    def _count_blank(self, group: int, change: int) -> None:
+        self._num_blank += change
+        self._blank_in_group[group] += change
+        blank, size = self._blank_in_group[group], min(_GROUP, self.num_blocks - group * _GROUP)
+        (self._whole.add if blank == size else self._whole.discard)(group)
+        (self._part.add if 0 < blank < size else self._part.discard)(group)

@@ -55,6 +55,11 @@ class ModelSpec:
     output_bias: bool = False
     mlp_bias: bool = False
 
+    @property
+    def widest_window(self) -> int:
+        """How far back any layer sees; 0: to the beginning."""
+        return max(self.windows) if self.windows and all(self.windows) else 0
+
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
 

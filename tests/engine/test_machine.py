@@ -4,6 +4,7 @@ After every rule: free + held == total, no block in two hands that should not be
 held, and every finished request has the tokens of plain decoding.
 """
 
+from heapq import heappush
 from typing import Any
 
 from hypothesis import settings
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.batch import Commit, Guess, StepRows
+from headrace.engine.branch import Branch
 from headrace.errors import RequestError
-from headrace.request import SamplingParams, Update
+from headrace.request import SamplingParams, Service, Update
 from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine
 from tests.random_trees import RandomTrees
 
 MAX_MODEL_LEN = 40
+STEMS = [[1, 2, 3] * 8, [1, 2, 3, 4] * 6, [5] * 24]
 
 
 class Unruly(RandomTrees):
@@ -55,21 +58,33 @@ class Life(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         max_step_rows=st.integers(1, 25),
         max_logit_rows=st.integers(1, 12),
+        chunk_rows=st.integers(1, 12),
+        prefix_cache=st.booleans(),
+        target_token_ms=st.sampled_from([0, 0, 0, 1e-6, 0.2]),
         seed=st.integers(0, 99),
         max_nodes=st.sampled_from([0, 6, 70]),
     )
-    def start(self, seed: int, max_nodes: int, **config: int) -> None:
+    def start(self, seed: int, max_nodes: int, **config: Any) -> None:
         self.truth: dict[tuple[int, int], list[int]] = {}
         self.params: dict[str, SamplingParams] = {}
         self.finished: dict[str, Update] = {}
         self.config = config
+        self.with_guesses = max_nodes > 0
         self.engine = toy_engine(max_model_len=MAX_MODEL_LEN, proposer=Unruly(seed, VOCAB, self.truth, max_nodes), **config)
         self.prompt_lens: list[int] = []
 
-    @rule(prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=MAX_MODEL_LEN - 1), params=sampling())
-    def add(self, prompt: list[int], params: SamplingParams) -> None:
+    @rule(
+        stem=st.integers(0, 2),
+        shared=st.integers(0, 24),
+        rest=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14),
+        params=sampling(),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from([None, None, "a"]),
+    )
+    def add(self, stem: int, shared: int, rest: list[int], params: SamplingParams, priority: int, salt: str | None) -> None:
+        prompt = STEMS[stem][:shared] + rest
         try:
-            request_id = self.engine.add_request(prompt, params)
+            request_id = self.engine.add_request(prompt, params, service=Service(priority=priority, cache_salt=salt))
         except RequestError as error:
             longest = min(MAX_MODEL_LEN, len(prompt) + (params.max_tokens or 0)) - 1
             assert longest > self.config["num_blocks"] * self.config["block_size"], error
@@ -96,12 +111,28 @@ class Life(RuleBasedStateMachine):
             del self.params[request_id]
         assert self.engine.abort(request_id) is None
 
+    @precondition(lambda self: getattr(self, "params", None))
+    @rule(which=st.integers(0))
+    def time_is_up(self, which: int) -> None:
+        """As `abort`, but the request ends in a step, with an update for each branch."""
+        request_id = list(self.params)[which % len(self.params)]
+        if request_id in self.finished:
+            return
+        heappush(self.engine._deadlines, (0.0, int(request_id), request_id))
+        updates = self._updates()
+        (result,) = [update.result for update in updates if update.result and update.request_id == request_id]
+        assert {output.finish_reason for output in result.outputs} <= {"timeout", "length"}
+        self._check(int(request_id), result.outputs, complete=False)
+        del self.params[request_id]
+        self._record([update for update in updates if update.request_id != request_id])
+
     @invariant()
     def blocks_add_up(self) -> None:
         if not hasattr(self, "engine"):
             return
         scheduler = self.engine._scheduler
-        assert [b.key for b in scheduler.running] == sorted(b.key for b in scheduler.running)
+        for queue in (scheduler.running, scheduler.waiting):
+            assert [b.rank for b in queue] == sorted(b.rank for b in queue)
         assert all(not branch.table and branch.computed == 0 for branch in scheduler.waiting)
         self.engine._pool.check([branch.table for branch in scheduler.running])
         executable = self.engine._stepper.executable
@@ -125,9 +156,37 @@ class Life(RuleBasedStateMachine):
         assert stats.running == stats.waiting == 0
         assert self.finished.keys() == self.params.keys()
 
+    def _updates(self) -> list[Update]:
+        """Those of a step. The first that runs is never preempted, others not before they have drawn, but for the first."""
+        scheduler = self.engine._scheduler
+        preempt, first = scheduler._preempt, scheduler.running[:1]
+
+        def checked(branch: Branch) -> None:
+            others = [b for b in scheduler.running if b is not scheduler.running[0]]
+            assert [branch] != first or len(scheduler.running) > self.config["max_num_seqs"]
+            assert branch.has_drawn or not any(b.has_drawn for b in others)
+            preempt(branch)
+
+        scheduler._preempt = checked  # type: ignore[method-assign]
+        try:
+            return self.engine.step()
+        finally:
+            scheduler._preempt = preempt  # type: ignore[method-assign]
+
     def _step(self) -> None:
         before = self.engine.stats()
-        for update in self.engine.step():
+        decoding = sum(branch.missing == 1 for branch in self.engine._scheduler.running)
+        self._record(self._updates())
+        after = self.engine.stats()
+        if decoding and not self.with_guesses:
+            assert after.rows - before.rows <= decoding + max(decoding, self.config["chunk_rows"])
+        rows, logit_rows, branches = self.engine._stepper.executable.largest
+        assert rows <= self.config["max_step_rows"] and branches <= max(self.config["max_num_seqs"], 1)
+        assert logit_rows <= self.config["max_num_seqs"] + self.config["max_logit_rows"]
+        assert after.steps > before.steps or not self.engine.has_work
+
+    def _record(self, updates: list[Update]) -> None:
+        for update in updates:
             if update.result:
                 assert update.result.finished
                 self.finished[update.request_id] = update
@@ -136,11 +195,6 @@ class Life(RuleBasedStateMachine):
                 assert (update.result.prompt_logprobs is not None) == expected
                 if update.result.prompt_logprobs:
                     assert len(update.result.prompt_logprobs) == len(update.result.prompt_token_ids)
-        after = self.engine.stats()
-        rows, logit_rows, branches = self.engine._stepper.executable.largest
-        assert rows <= self.config["max_step_rows"] and branches <= max(self.config["max_num_seqs"], 1)
-        assert logit_rows <= self.config["max_num_seqs"] + self.config["max_logit_rows"]
-        assert after.steps > before.steps or not self.engine.has_work
 
     def _check(self, number: int, outputs: list[Any], *, complete: bool) -> None:
         for output in outputs:

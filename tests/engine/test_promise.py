@@ -4,6 +4,7 @@
 batch, so its log-probabilities may differ in the last place.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, get_args
 
@@ -48,7 +49,7 @@ def model(which: int) -> tuple[ModelSpec, Tensors]:
 @cache
 def alone(backend: str, which: int, kv_dtype: str) -> list[RequestOutput]:
     """Every request by itself, in one piece, without guesses."""
-    engine = tiny_engine(model(which), backend, eos_ids=EOS, kv_dtype=kv_dtype)
+    engine = tiny_engine(model(which), backend, eos_ids=EOS, kv_dtype=kv_dtype, prefix_cache=False, forgo=False)
     return [run_all(engine, [request])[0] for request in REQUESTS]
 
 
@@ -92,6 +93,8 @@ def same_logprobs(a: list[Logprobs] | list[Logprobs | None], b: list[Logprobs] |
     seed=st.integers(0, 1000),
     stagger=st.integers(0, 3),
     threads=st.integers(1, 2),
+    chunk_rows=st.sampled_from([1, 3, 32]),
+    prefix_cache=st.booleans(),
 )
 def test_same_request_same_tokens(
     backend: str, which: int, order: list[int], kv_dtype: str, guesses: str, seed: int, stagger: int, **config: Any
@@ -117,6 +120,28 @@ def test_same_request_same_tokens(
     stats = engine.stats()
     assert stats.blocks_free == stats.blocks_total
     assert stats.proposer_failures == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_no_window_reaches_is_let_go(backend: str) -> None:
+    """A long output holds no more blocks than its window, and so finds room beside others."""
+    made = tiny_model(3, window=40)
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=100, logprobs=1, ignore_eos=True)
+    results = []
+    for forgo in (True, False):
+        engine = tiny_engine(made, backend, kv_dtype="f32", forgo=forgo, slots=512)
+        engine.add_request([1, 2, 3, 4, 5], params)
+        updates, most = [], 0
+        while engine.has_work:
+            updates += engine.step()
+            most = max(most, engine.stats().blocks_total - engine.stats().blocks_free)
+        size = engine.limits.kv.block_size
+        assert most == -(-104 // size) if not forgo else most <= -(-40 // size) + 1
+        results.append(updates[-1].result)
+    assert results[0] and results[1]
+    same(results[0], results[1], exact=backend == "cpu")
+    model = tiny_model(3)[0]
+    assert replace(model, windows=(0, 6)).widest_window == 0 and replace(model, windows=(6, 9)).widest_window == 9
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

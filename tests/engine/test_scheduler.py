@@ -4,15 +4,17 @@ from typing import Any
 
 from headrace.engine.engine import Engine
 from headrace.engine.scheduler import Plan
-from headrace.request import SamplingParams
+from headrace.request import SamplingParams, Service
 from tests.engine.toy import VOCAB, toy_engine
 from tests.random_trees import RandomTrees
 
 GREEDY = {"temperature": 0.0, "max_tokens": 20}
 
 
-def add(engine: Engine, prompt_len: int, **params: Any) -> str:
-    return engine.add_request([1] * prompt_len, SamplingParams(**GREEDY | params))
+def add(engine: Engine, prompt_len: int, service: Service | None = None, **params: Any) -> str:
+    """Prompts of requests that are under way together have no beginning in common."""
+    token = next(token for token in range(VOCAB) if token not in {r.prompt_token_ids[0] for r in engine._requests.values()})
+    return engine.add_request([token] * prompt_len, SamplingParams(**GREEDY | params), service=service)
 
 
 def step(engine: Engine) -> list[tuple[int, int, int]]:
@@ -33,6 +35,20 @@ def test_decoding_goes_before_chunks() -> None:
     assert step(engine) == [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 5, 0)]
     assert step(engine) == [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 5, 0)]
     assert step(engine) == [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 2, 0)]
+
+
+def test_a_long_prompt_has_few_rows_beside_tokens() -> None:
+    engine = toy_engine(chunk_rows=2)
+    add(engine, 12)
+    assert step(engine) == [(0, 12, 0)]  # nobody decodes
+    add(engine, 12)
+    add(engine, 12)
+    assert step(engine) == [(0, 1, 0), (1, 2, 0)]
+    engine.add_request([9], SamplingParams(n=5, seed=1, max_tokens=20), service=Service(priority=-1))
+    for _ in range(5):
+        assert step(engine) == [(0, 1, 0), (1, 2, 0)]
+    assert step(engine) == [(0, 1, 0), (1, 1, 0), (3, 1, 0), (2, 1, 0)]
+    assert step(engine) == [*[(3, 1, 0)] * 5, (0, 1, 0), (1, 1, 0), (2, 7, 0)]  # seven decode
 
 
 def test_the_oldest_goes_on_whatever_the_others_do() -> None:

@@ -4,6 +4,7 @@ Its logits are a hash of the tokens a row sees, so one wrong token, position or 
 """
 
 import zlib
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +30,9 @@ def toy_logits(tokens: list[int]) -> NDArray[np.float32]:
 class ToyExecutable:
     """Checks every batch while it runs it."""
 
-    def __init__(self, block_size: int, broken: int = -1) -> None:
+    def __init__(self, block_size: int, broken: int = -1, threads: int = 2) -> None:
         self.block_size = block_size
-        self.pool = _native.Pool(2)
+        self.pool = _native.Pool(threads)
         self.broken = broken
         """A token that gives NaN wherever a row sees it."""
         self.kv: dict[int, tuple[int, int]] = {}  # slot -> (position, token)
@@ -72,11 +73,18 @@ class ToyExecutable:
 
 
 def toy_engine(
-    *, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 40, broken: int = -1, proposer: object = None, **config: int
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_model_len: int = 40,
+    broken: int = -1,
+    threads: int = 2,
+    proposer: object = None,
+    **config: Any,
 ) -> Engine:
     limits = Limits(VOCAB, max_model_len, KvConfig(num_blocks, block_size))
     inner = proposer or make_proposer("off")
-    return Engine(ToyExecutable(block_size, broken), TinyVocabulary(VOCAB), limits, EngineConfig(**config), inner)
+    return Engine(ToyExecutable(block_size, broken, threads), TinyVocabulary(VOCAB), limits, EngineConfig(**config), inner)
 
 
 def plain_decoding(prompt: list[int], params: SamplingParams, index: int, max_model_len: int = 40) -> list[int]:

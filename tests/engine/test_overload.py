@@ -1,0 +1,95 @@
+"""Far more work than memory: everything that is admitted ends, within a bound, and what could never fit is refused at once."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from headrace.engine.branch import Branch
+from headrace.engine.engine import Engine
+from headrace.errors import RequestError
+from headrace.request import RequestOutput, SamplingParams, Service
+from tests.engine.toy import VOCAB, plain_decoding, toy_engine
+
+NUM_BLOCKS, BLOCK_SIZE, LONGEST = 64, 4, 320
+
+
+class Preemptions:
+    """Counts, for each branch, how often it gave way, and how often before it had drawn anything."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.all: Counter[tuple[int, int]] = Counter()
+        self.vain: Counter[tuple[int, int]] = Counter()
+        scheduler = engine._scheduler
+        preempt = scheduler._preempt
+
+        def counted(branch: Branch) -> None:
+            self.all[branch.key] += 1
+            self.vain[branch.key] += not branch.has_drawn
+            preempt(branch)
+
+        scheduler._preempt = counted  # type: ignore[method-assign]
+
+
+def requests(rng: random.Random, count: int) -> list[tuple[list[int], SamplingParams, Service]]:
+    """Mostly small, some as large as the pool, a few larger; half begin alike."""
+    made = []
+    for i in range(count):
+        length = rng.choice([3, 8, 13, 20, 34, 55] * 4 + [144, 240, 300])
+        prompt = ([7] * length if rng.random() < 0.5 else [])[: length // 2]
+        prompt += [rng.randrange(VOCAB) for _ in range(length - len(prompt))]
+        params = SamplingParams(n=rng.choice([1, 1, 1, 2, 4]), seed=i, max_tokens=rng.randint(1, 32))
+        made.append((prompt, params, Service(priority=rng.choice([0, 0, 0, -1, 1]))))
+    return made
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_thousand_requests_in_64_blocks(prefix_cache: bool) -> None:
+    engine = toy_engine(
+        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=LONGEST, max_num_seqs=32, threads=1, prefix_cache=prefix_cache
+    )
+    counts = Preemptions(engine)
+    admitted: dict[str, tuple[list[int], SamplingParams, Service]] = {}
+    for prompt, params, service in requests(random.Random(3), 1000):
+        if len(prompt) + (params.max_tokens or 0) - 1 > NUM_BLOCKS * BLOCK_SIZE:
+            with pytest.raises(RequestError, match=r"need up to \d+ blocks of 4 tokens, and there are 64"):
+                engine.add_request(prompt, params, service=service)
+        else:
+            admitted[engine.add_request(prompt, params, service=service)] = (prompt, params, service)
+    assert len(admitted) < 980
+    ended: dict[str, tuple[int, RequestOutput]] = {}
+    while engine.has_work:
+        ended |= {u.request_id: (engine.stats().steps, u.result) for u in engine.step() if u.result}
+    assert ended.keys() == admitted.keys()
+
+    # The first of all in rank has a row in every step. So a request has ended after as many steps as it and those before it
+    # have tokens, all branches by themselves.
+    bound, num_tokens = 0, 0
+    for request_id in sorted(admitted, key=lambda r: (admitted[r][2].priority, int(r))):
+        prompt, params, _ = admitted[request_id]
+        step, result = ended[request_id]
+        bound += params.n * (len(prompt) + (params.max_tokens or 0))
+        assert step <= bound
+        num_tokens += sum(len(output.token_ids) for output in result.outputs)
+        for output in result.outputs[:: 1 + int(request_id) % 7]:
+            assert prompt + output.token_ids == plain_decoding(prompt, params, output.index, LONGEST)
+            key = (int(request_id), output.index)
+            assert counts.all[key] - counts.vain[key] <= len(output.token_ids)  # a token for each time it gave way
+    stats = engine.stats()
+    assert stats.preemptions == counts.all.total() > 100
+    assert counts.vain.total() <= num_tokens / BLOCK_SIZE
+    assert (stats.blocks_free, stats.running, stats.waiting) == (NUM_BLOCKS, 0, 0)
+    assert (stats.cached_tokens > 0) == prefix_cache
+
+
+def test_a_branch_draws_before_it_gives_way() -> None:
+    """A prompt that takes many steps beside others that grow: they give way among themselves, though they came before it."""
+    engine = toy_engine(num_blocks=24, block_size=2, max_model_len=40, chunk_rows=1, prefix_cache=False)
+    counts = Preemptions(engine)
+    for i, length in enumerate([2, 2, 2, 26, 2, 2]):
+        engine.add_request([i] * length, SamplingParams(seed=i, max_tokens=14))
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    assert counts.all.total() > 2
+    assert counts.vain.total() == 0

@@ -1,0 +1,173 @@
+"""Prefix hits in the engine: what is computed again and what is not, and that no token can tell."""
+
+import random
+from typing import Any
+
+import pytest
+
+from headrace.engine.engine import Engine
+from headrace.errors import RequestError
+from headrace.request import RequestOutput, SamplingParams, Service
+from tests.engine.toy import VOCAB, plain_decoding, toy_engine
+from tests.tiny import drain, run_all, tiny_engine, tiny_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+
+
+def one(engine: Engine, prompt: list[int], params: SamplingParams = GREEDY, **service: Any) -> RequestOutput:
+    """The result of a request by itself."""
+    engine.add_request(prompt, params, service=Service(**service))
+    (result,) = [update.result for update in drain(engine) if update.result]
+    return result
+
+
+def test_a_hit_computes_the_rest_only() -> None:
+    engine = toy_engine()
+    first = one(engine, PROMPT)
+    rows = engine.stats().rows
+    again = one(engine, PROMPT)
+    assert (first.cached_tokens, again.cached_tokens) == (0, 8)
+    assert engine.stats().rows == 2 * rows - 8
+    assert again.outputs == first.outputs
+    stats = engine.stats()
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.blocks_free) == (20, 8, stats.blocks_total)
+    assert stats.blocks_cached == 3  # of 10 + 5 tokens with KV
+
+
+def test_output_is_found_too() -> None:
+    """The next turn of a conversation has the last one's answer in its prompt."""
+    engine = toy_engine()
+    first = one(engine, PROMPT)
+    turn = PROMPT + first.outputs[0].token_ids + [3]
+    assert one(engine, turn).cached_tokens == 12
+
+
+def test_a_running_request_is_found() -> None:
+    engine = toy_engine()
+    for prompt in (PROMPT, [*PROMPT[:8], 20]):
+        engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=20))
+        engine.step()
+    assert [request.cached_tokens for request in engine._requests.values()] == [0, 8]
+    assert engine.stats().blocks_total - engine.stats().blocks_free == 3 + 1
+
+
+@pytest.mark.parametrize(("length", "cached"), [(8, 4), (9, 8), (4, 0), (5, 4)])
+def test_the_last_token_is_always_computed(length: int, cached: int) -> None:
+    engine = toy_engine()
+    for hit in (0, cached):
+        assert one(engine, PROMPT[:length]).cached_tokens == hit
+
+
+def test_no_hit_under_another_salt() -> None:
+    engine = toy_engine()
+    salts = [None, "", "a", "b"]
+    assert [one(engine, PROMPT, cache_salt=salt).cached_tokens for salt in salts] == [0] * 4
+    assert [one(engine, PROMPT, cache_salt=salt).cached_tokens for salt in salts] == [8] * 4
+    for salt in (7, b"a", "x" * 2000):
+        with pytest.raises(RequestError, match="cache_salt must be text"):
+            Service(cache_salt=salt)  # type: ignore[arg-type]
+
+
+def test_rows_that_score_the_prompt_are_computed() -> None:
+    engine = toy_engine()
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1)
+    cold = one(engine, PROMPT, params)
+    warm = one(engine, PROMPT, params)
+    assert warm.cached_tokens == 0 and warm.prompt_logprobs == cold.prompt_logprobs
+    assert len(warm.prompt_logprobs or []) == len(PROMPT)
+
+
+def test_scores_that_are_recorded_need_no_rows() -> None:
+    """A request that gave way in the middle of its prompt goes on where its records end."""
+    engine = toy_engine(max_logit_rows=6)
+    engine.add_request(PROMPT, SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=0))
+    engine.step()
+    (branch,) = engine._scheduler.running
+    engine._scheduler._preempt(branch)
+    assert (branch.computed, branch.most_cached) == (0, 6)
+    engine.step()
+    assert engine._stepper.num_rows == 6 + 6  # four of the cache, six rows more
+    drain(engine)
+
+
+def test_siblings_find_their_blocks_after_they_gave_way() -> None:
+    engine = toy_engine()
+    params = SamplingParams(n=3, seed=5, max_tokens=12)
+    engine.add_request(PROMPT, params)
+    for _ in range(5):
+        engine.step()
+    scheduler = engine._scheduler
+    for branch in [*scheduler.running]:
+        scheduler._preempt(branch)
+    rows = engine.stats().rows
+    engine.step()
+    assert engine.stats().rows - rows == sum(len(b.known) - 1 - 12 for b in scheduler.running) == 3 * 3
+    (result,) = [update.result for update in drain(engine) if update.result]
+    for output in result.outputs:
+        assert PROMPT + output.token_ids == plain_decoding(PROMPT, params, output.index)
+
+
+def test_equal_requests_at_once_end_on_equal_blocks() -> None:
+    engine = toy_engine(max_model_len=40)
+    for _ in range(4):
+        engine.add_request(PROMPT, SamplingParams(temperature=0, max_tokens=20))
+    engine.step()
+    assert engine.stats().blocks_total - engine.stats().blocks_free == 4 * 3
+    engine.step()
+    assert engine.stats().blocks_total - engine.stats().blocks_free == 2 + 4
+
+
+def test_memory_of_n_samples() -> None:
+    """n branches on a prompt of P tokens with G tokens each hold P + n G slots, but for partly filled blocks and copies of one."""
+    n, length, generated, size = 8, 41, 16, 4
+    engine = toy_engine(num_blocks=64, block_size=size, max_model_len=80)
+    engine.add_request([i % VOCAB for i in range(length)], SamplingParams(n=n, seed=1, max_tokens=generated + 1))
+    for _ in range(generated + 1):  # the last token drawn has no KV
+        engine.step()
+        stats = engine.stats()
+        done = stats.steps - 1
+        assert stats.blocks_total - stats.blocks_free <= length // size + n * -(-(length % size + done) // size)
+    assert not engine.has_work and engine.stats().blocks_free == 64
+
+
+def shared_prompts(count: int, vocab: int, longest: int) -> list[list[int]]:
+    """Prompts that begin as an earlier one does, most of them."""
+    rng = random.Random(0)
+    prompts: list[list[int]] = [[0]]
+    for _ in range(count):
+        stem = rng.choice(prompts[-200:]) if rng.random() < 0.95 else []
+        head = stem[: rng.randint(len(stem) // 2, len(stem))]
+        prompts.append((head + [rng.randrange(vocab) for _ in range(rng.randint(1, 12))])[:longest])
+    return prompts[1:]
+
+
+def test_ten_thousand_prompts_with_and_without() -> None:
+    prompts = shared_prompts(10_000, VOCAB, 30)
+    params = [SamplingParams(seed=i, temperature=0.0 if i % 3 else 0.9, max_tokens=1 + i % 3) for i in range(len(prompts))]
+    tokens = []
+    for prefix_cache in (True, False):
+        engine = toy_engine(num_blocks=200, max_num_seqs=16, threads=1, prefix_cache=prefix_cache)
+        results = run_all(engine, list(zip(prompts, params, strict=True)))
+        tokens.append([result.outputs[0].token_ids for result in results])
+        stats = engine.stats()
+        assert stats.blocks_free == stats.blocks_total
+        assert sum(result.cached_tokens for result in results) == stats.cached_tokens
+        assert (stats.cached_tokens > 0.3 * stats.prompt_tokens) == prefix_cache
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("slots", [192, 4096])
+def test_with_and_without_on_kernels(slots: int) -> None:
+    """Tokens and log-probabilities, to the bit."""
+    model = tiny_model(0)
+    prompts = [[token for token in prompt for _ in range(8)] for prompt in shared_prompts(150, 61, 15)]  # blocks have 32 slots
+    params = [SamplingParams(seed=i, temperature=0.7, max_tokens=1 + i % 6, logprobs=2) for i in range(len(prompts))]
+    requests = list(zip(prompts, params, strict=True))
+    outputs = []
+    for prefix_cache in (True, False):
+        engine = tiny_engine(model, "cpu", slots=slots, prefix_cache=prefix_cache, eos_ids=(60,))
+        results = [one(engine, *request) for request in requests] + run_all(engine, requests)
+        outputs.append([result.outputs for result in results])
+        assert (engine.stats().cached_tokens > 1000) == prefix_cache
+    assert outputs[0] == outputs[1]
