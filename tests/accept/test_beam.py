@@ -25,7 +25,8 @@ class Searching:
 
     def step(self, *probabilities: list[float]) -> list[list[int]]:
         """The outputs of the live beams after a step in which each beam has these probabilities."""
-        logits = np.log(np.array(probabilities, np.float32))
+        with np.errstate(divide="ignore"):
+            logits = np.log(np.array(probabilities, np.float32))
         draws = [
             Draw(i, i, known, _native.Sampler(4, [], temperature=0.0), NO_GUESS, -1, output) for i, (known, output) in enumerate(self.beams)
         ]

@@ -60,6 +60,12 @@ def agree(result: RequestOutput, expected: list[Beam], params: SamplingParams) -
             assert output.text == VOCABULARY.decode(output.token_ids)
 
 
+def blocks_alone(prompt_len: int, params: SamplingParams, block_size: int) -> int:
+    """What a request needs by itself: whole blocks of its prompt once, the rest for each beam."""
+    shared = prompt_len // block_size
+    return shared + (params.beam_width or 1) * (-(-(prompt_len + (params.max_tokens or 0) - 1) // block_size) - shared)
+
+
 def idle(engine: Engine) -> None:
     stats = engine.stats()
     assert (stats.blocks_free, stats.running, stats.waiting) == (stats.blocks_total, 0, 0)
@@ -79,11 +85,7 @@ def test_the_results_are_those_of_the_naive_search(
     requests: list[tuple[list[int], SamplingParams]], num_blocks: int, block_size: int, stagger: int, **config: int
 ) -> None:
     """The pool has `num_blocks` more than the largest request needs by itself."""
-    needed = [
-        len(prompt) // block_size
-        + (params.beam_width or 1) * (-(-(len(prompt) + params.max_tokens) // block_size) - len(prompt) // block_size)
-        for prompt, params in requests
-    ]
+    needed = [blocks_alone(len(prompt), params, block_size) for prompt, params in requests]
     engine = toy_engine(num_blocks=max(needed) + num_blocks, block_size=block_size, proposer=Ngram(), **config)
     ids, updates = [], []
     for prompt, params in requests:
@@ -154,12 +156,12 @@ def test_preemption_is_not_seen_and_keeps_the_prompt_shared() -> None:
 @pytest.mark.parametrize(
     ("prompt_len", "params", "message"),
     [
-        (3, {"beam_width": 7}, "beam_width is 7, and max_num_seqs is 6: search with fewer beams, or raise it"),
+        (3, {"beam_width": 7}, "beam_width is 7, and max_num_seqs is 6: search with fewer"),
         (3, {"beam_width": 6}, "beam_width is 6, and max_step_rows is 5"),
         (
             9,
             {"beam_width": 5, "max_tokens": 20},
-            "9 tokens and 20 more in each of 5 beams need up to 27 blocks of 4 tokens, and there are 26",
+            "20 more in each of 5 beams need up to 27 blocks of 4 tokens, and there are 26",
         ),
     ],
 )
@@ -174,11 +176,11 @@ def test_a_row_that_is_not_finite_fails_the_request_alone() -> None:
     params = SamplingParams(beam_width=3, n=2, max_tokens=12)
     broken = toy_search([4], params)[0].tokens[4]
     engine = toy_engine(broken=broken)
-    greedy = SamplingParams(temperature=0, max_tokens=1)
-    failed, other = run_all(engine, [([4], params), ([1], greedy)])
+    greedy, prompt = SamplingParams(temperature=0, max_tokens=1), [0 if broken else 1]
+    failed, other = run_all(engine, [([4], params), (prompt, greedy)])
     assert isinstance(failed.error, NonFiniteLogitsError)
     assert "error" in {output.finish_reason for output in failed.outputs}
-    assert [1, *other.outputs[0].token_ids] == plain_decoding([1], greedy, 0)
+    assert [*prompt, *other.outputs[0].token_ids] == plain_decoding(prompt, greedy, 0)
     idle(engine)
 
 
