@@ -1,7 +1,7 @@
 """The whole engine as a state machine over a toy model: requests come, run, are preempted, aborted and finished.
 
-Some requests are beam searches. After every rule: free + held == total, no block in two hands that should not be, KV content right. At the end nothing is
-held, and every finished request has the tokens of plain decoding, or of the naive beam search.
+Some requests are beam searches. After every rule: free + held == total, no block in two hands that should not be, KV content
+right. At the end nothing is held, and every finished request has the tokens of plain decoding, or of the naive beam search.
 """
 
 from typing import Any
