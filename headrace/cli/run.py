@@ -41,19 +41,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0: all")
     sampling.add_argument("--min-p", type=float, default=0.05, metavar="P", help="keep tokens at least P times as likely as the likeliest")
     sampling.add_argument("--presence-penalty", type=float, default=1.0, metavar="X", help="take X from the logits of tokens already used")
-    sampling.add_argument(
-        "--beam-width",
-        type=int,
-        metavar="B",
-        help="search with B beams and draw nothing: what keeps tokens has no say; one piece at the end",
-    )
-    sampling.add_argument(
-        "--length-penalty",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="divide the log-probability of a beam by its length to the power of X",
-    )
+    sampling.add_argument("--beam-width", type=int, metavar="B", help="search with B beams: draws nothing, and answers at its end")
+    sampling.add_argument("--length-penalty", type=float, default=1.0, metavar="X", help="beams: their sum / length ** X is what counts")
     sampling.add_argument("--seed", type=int, default=0, metavar="N", help="what the draws depend on")
     sampling.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="longest answer")
 

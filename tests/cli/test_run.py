@@ -61,9 +61,8 @@ class TestAnswer:
 
     def test_beams_find_a_likelier_answer_than_greedy(self, headrace) -> None:
         flags = ("The water", "--raw", "--max-tokens", "8", "--presence-penalty", "0")
-        searched, again, greedy = (
-            headrace("run", "smollm2", *flags, *more) for more in (("--beam-width", "6"),) * 2 + (("--temperature", "0"),)
-        )
+        kinds = (("--beam-width", "6"), ("--beam-width", "6"), ("--temperature", "0"))
+        searched, again, greedy = (headrace("run", "smollm2", *flags, *kind) for kind in kinds)
         assert searched.stdout == again.stdout and CLOSING.match(searched.stderr.strip())
         assert searched.stdout != greedy.stdout
 
