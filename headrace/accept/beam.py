@@ -41,7 +41,7 @@ class BeamSearch:
     length_penalty: float
     early_stopping: bool
     num_end_ids: int
-    """Tokens that may end a beam: each beam offers so many candidates more than can live on."""
+    """Tokens that may end a beam: each beam has so many candidates more than can live on, and still more with stop strings."""
     totals: list[float] = field(default_factory=lambda: [0.0])
     """Of the live beams."""
     finished: list[Hypothesis] = field(default_factory=list)
@@ -55,16 +55,11 @@ class BeamSearch:
             for draw in draws:
                 draw.sampler.append(draw.known[-1])
         count = self.width + self.num_end_ids
-        rows = likeliest_all(pool, logits, [(draw.sampler, draw.row, len(draw.known), count) for draw in draws])
-        if None in rows:
-            return [Accepted(i, None) for i in range(len(draws))]
-        candidates = [
-            Candidate(-total - logprob, beam, token)
-            for beam, (total, row) in enumerate(zip(self.totals, rows, strict=True))
-            for token, logprob in zip(*row, strict=True)
-            if logprob > -np.inf  # or it is banned
-        ]
-        return self._select(sorted(candidates), draws, logits)
+        while (candidates := self._candidates(draws, logits, pool, count)) is not None:
+            if (accepted := self._select(candidates, draws, logits, count)) is not None:
+                return accepted
+            count *= 2
+        return [Accepted(i, None) for i in range(len(draws))]
 
     def outputs(self, lines: list[AnyLine]) -> list[AnyLine]:
         """The best, once all beams have ended; beams that were cut short are compared with those that finished."""
@@ -74,13 +69,28 @@ class BeamSearch:
         best = sorted([*self.finished, *cut_short], key=lambda hypothesis: -hypothesis.score)
         return [cast(AnyLine, hypothesis.line) for hypothesis in best[: self.num_results]]  # finished ones are clones of such lines
 
-    def _select(self, candidates: list[Candidate], draws: list[Draw], logits: NDArray[np.float32]) -> list[Accepted]:
+    def _candidates(self, draws: list[Draw], logits: NDArray[np.float32], pool: Pool, count: int) -> list[Candidate] | None:
+        """The best `count` continuations of each beam, best first; None where logits are not finite."""
+        rows = likeliest_all(pool, logits, [(draw.sampler, draw.row, len(draw.known), count) for draw in draws])
+        if None in rows:
+            return None
+        return sorted(
+            Candidate(-total - logprob, beam, token)
+            for beam, (total, row) in enumerate(zip(self.totals, rows, strict=True))
+            for token, logprob in zip(*row, strict=True)
+            if logprob > -np.inf  # or it is banned
+        )
+
+    def _select(self, candidates: list[Candidate], draws: list[Draw], logits: NDArray[np.float32], count: int) -> list[Accepted] | None:
         """Of the best `width` candidates those that end are finished; the best `width` that do not end live on.
 
-        Those that end further down the order are forgotten: there is always something better that goes on.
+        Those that end further down the order are forgotten: there is always something better that goes on. None, with nothing
+        changed, when stop strings end so many that more than `count` candidates of a beam must be seen.
         """
         accepted: list[Accepted] = []
         totals: list[float] = []
+        finished = self.finished[:]
+        unseen = [count] * len(draws)
         for rank, (loss, beam, token) in enumerate(candidates):
             draw = draws[beam]
             logprobs = [token_logprobs(logits[draw.row], token, draw.num_logprobs)] if draw.num_logprobs >= 0 else []
@@ -90,10 +100,13 @@ class BeamSearch:
                 accepted.append(Accepted(beam, Commit(draw.source, [], [token], logprobs)))
                 totals.append(-loss)
             elif rank < self.width:
-                insort(self.finished, self._hypothesis(line, -loss), key=lambda hypothesis: -hypothesis.score)
+                insort(finished, self._hypothesis(line, -loss), key=lambda hypothesis: -hypothesis.score)
             if len(accepted) == self.width or (rank >= self.width - 1 and line.finish_reason == "length"):
                 break
-        del self.finished[self.width :]
+            unseen[beam] -= 1
+            if not unseen[beam] and count < logits.shape[1]:
+                return None
+        self.finished = finished[: self.width]
         self.totals = [] if self._ends(totals, len(draws[0].line.token_ids) + 1) else totals
         return accepted if self.totals else []
 

@@ -1,5 +1,7 @@
 """One search, step by step, on rows of logits drawn by hand."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from headrace.accept import Draw
 from headrace.accept.beam import BeamSearch
 from headrace.batch import NO_GUESS
 from headrace.engine.output import Output
+from headrace.engine.stops import StopPattern
 from headrace.request import SamplingParams
 from tests.tiny import TinyVocabulary
 
@@ -18,10 +21,11 @@ END = 3
 class Searching:
     """A search, and the sequences that it is at."""
 
-    def __init__(self, **options: float) -> None:
-        params = SamplingParams(beam_width=2, n=2, stop_token_ids=[END], max_tokens=9, **options)  # type: ignore[arg-type]
-        self.search = BeamSearch(2, 2, params.length_penalty, params.early_stopping, num_end_ids=1)
-        self.beams = [([0], Output(params, TinyVocabulary(4), [], 9))]
+    def __init__(self, num_end_ids: int = 1, **options: Any) -> None:
+        params = SamplingParams(beam_width=2, n=2, stop_token_ids=[END][:num_end_ids], max_tokens=9, **options)
+        self.search = BeamSearch(2, 2, params.length_penalty, params.early_stopping, num_end_ids)
+        patterns = [StopPattern(stop) for stop in params.stop or ()]
+        self.beams = [([0], Output(params, TinyVocabulary(4), patterns, 9))]
 
     def step(self, *probabilities: list[float]) -> list[list[int]]:
         """The outputs of the live beams after a step in which each beam has these probabilities."""
@@ -73,6 +77,14 @@ def test_when_enough_are_finished(early_stopping: bool, length_penalty: float, g
     assert search.finished == [[END]]
     assert len(search.step([0.48, 0.02, 0, 0.5], [0.5, 0.5, 0, 0])) == goes_on
     assert sorted(search.finished) == [[0, END], [END]]
+
+
+def test_stop_strings_that_end_all_that_was_looked_at() -> None:
+    """The first beam's fourth continuation is better than all of the second beam, though its second and third have ended."""
+    search = Searching(stop=["ab", "ac"], num_end_ids=0)
+    assert search.step([0.98, 0.02, 0, 0]) == [[0], [1]]
+    assert search.step([0.3, 0.25, 0.25, 0.2], [0.4, 0.3, 0.2, 0.1]) == [[0, 0], [0, 3]]
+    assert search.finished == [[0, 1]]
 
 
 def test_no_more_beams_than_candidates() -> None:
