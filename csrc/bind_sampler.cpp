@@ -53,11 +53,11 @@ nb::tuple draw(Sampler& sampler, const Logits& logits, uint32_t position, int nu
   return as_tuple(drawn);
 }
 
-using Draw = std::tuple<Sampler*, int, uint32_t, int>;  // sampler, row, position, num_logprobs
+using Draw = std::tuple<Sampler*, int, uint32_t, int>;  // sampler, row, position, and how many log-probabilities
 
 void check_draws(const std::vector<Draw>& draws, int rows, int width) {
   std::vector<Sampler*> samplers;
-  for (const auto& [sampler, row, position, num_logprobs] : draws) {
+  for (const auto& [sampler, row, position, count] : draws) {
     require(sampler && sampler->vocab() == width, "the rows of logits are not as wide as the vocabulary");
     require(row >= 0 && row < rows, "a draw names a row that is not there");
     samplers.push_back(sampler);
@@ -66,15 +66,17 @@ void check_draws(const std::vector<Draw>& draws, int rows, int width) {
   require(std::adjacent_find(samplers.begin(), samplers.end()) == samplers.end(), "a sampler can draw one token at a time");
 }
 
-nb::list draw_all(Pool& pool, const Logits& logits, const std::vector<Draw>& draws) {
+// What `method` of each sampler makes of its row, or nothing where the row is not finite; the threads of the pool share the rows.
+template <class Result, class Method>
+std::vector<std::optional<Result>> for_each(Pool& pool, const Logits& logits, const std::vector<Draw>& draws, Method method) {
   const int width = width_of(logits, 2);
   check_draws(draws, static_cast<int>(logits.shape(0)), width);
-  std::vector<std::optional<Drawn>> results(draws.size());
+  std::vector<std::optional<Result>> results(draws.size());
   const auto run = [&](int begin, int end, int) {
     for (int i = begin; i < end; i++) {
-      const auto& [sampler, row, position, num_logprobs] = draws[static_cast<size_t>(i)];
+      const auto& [sampler, row, position, count] = draws[static_cast<size_t>(i)];
       try {
-        results[static_cast<size_t>(i)] = sampler->draw(logits.data() + static_cast<size_t>(row) * width, position, num_logprobs, scratch);
+        results[static_cast<size_t>(i)] = (sampler->*method)(logits.data() + static_cast<size_t>(row) * width, position, count, scratch);
       } catch (const NonFiniteLogits&) {  // stays without a result
       }
     }
@@ -87,8 +89,21 @@ nb::list draw_all(Pool& pool, const Logits& logits, const std::vector<Draw>& dra
     else
       pool.parallel(n, run);
   }
+  return results;
+}
+
+nb::list draw_all(Pool& pool, const Logits& logits, const std::vector<Draw>& draws) {
   nb::list list;
-  for (const auto& result : results) list.append(result ? nb::object(as_tuple(*result)) : nb::none());
+  for (const auto& result : for_each<Drawn>(pool, logits, draws, &Sampler::draw))
+    list.append(result ? nb::object(as_tuple(*result)) : nb::none());
+  return list;
+}
+
+nb::list likeliest_all(Pool& pool, const Logits& logits, const std::vector<Draw>& draws) {
+  for (const Draw& draw : draws) require(std::get<3>(draw) > 0, "a count must be above 0");
+  nb::list list;
+  for (const auto& result : for_each<TokenLogprobs>(pool, logits, draws, &Sampler::likeliest))
+    list.append(result ? nb::object(nb::make_tuple(nb::cast(result->top_ids), nb::cast(result->top_logprobs))) : nb::none());
   return list;
 }
 
@@ -128,6 +143,9 @@ void bind_sampler(nb::module_& m) {
   m.def("token_logprobs", &logprobs_of, "logits"_a, "token"_a, "num_logprobs"_a, "isa"_a = "");
   m.def("draw_all", &draw_all, "pool"_a, "logits"_a, "draws"_a,
         "What each (sampler, row, position, num_logprobs) draws from its row of logits [rows, vocab]; None where the row is not finite.");
+  m.def("likeliest_all", &likeliest_all, "pool"_a, "logits"_a, "draws"_a,
+        "The likeliest tokens for each (sampler, row, position, count) and their log-probabilities under biases, penalties and bans, "
+        "best first; None where the row is not finite.");
   nb::class_<Sampler>(m, "Sampler")
       .def(
           "__init__",
@@ -143,7 +161,8 @@ void bind_sampler(nb::module_& m) {
           "min_p"_a = 0.0, "repetition_penalty"_a = 1.0f, "presence_penalty"_a = 0.0f, "frequency_penalty"_a = 0.0f,
           "logit_bias"_a = std::vector<std::pair<int, float>>(), "banned"_a = std::vector<int>(), "banned_until"_a = 0, "isa"_a = "")
       .def("clone", &Sampler::clone, "branch"_a)
-      .def("draw", &draw, "logits"_a, "position"_a, "num_logprobs"_a);
+      .def("draw", &draw, "logits"_a, "position"_a, "num_logprobs"_a)
+      .def("append", &Sampler::append, "token"_a);
 }
 
 }  // namespace headrace

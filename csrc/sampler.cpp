@@ -204,8 +204,18 @@ Drawn Sampler::draw(const float* logits, uint32_t position, int num_logprobs, Sc
   }
   if (num_logprobs >= 0 && adjusting)
     drawn.logprobs = token_logprobs(*kernels_, logits, options_.vocab, drawn.token, num_logprobs, scratch);
-  if (has_penalties()) see(drawn.token, 1);
+  append(drawn.token);
   return drawn;
+}
+
+TokenLogprobs Sampler::likeliest(const float* logits, uint32_t position, int count, Scratch& scratch) const {
+  const Row row(*kernels_, adjusts(position) ? adjusted(logits, position, scratch.adjusted) : logits, options_.vocab, scratch);
+  return describe(row, row.top_id(), count);
+}
+
+void Sampler::append(int token) {
+  check_token(token, options_.vocab);
+  if (has_penalties()) see(token, 1);
 }
 
 bool Sampler::has_penalties() const {

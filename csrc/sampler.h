@@ -67,6 +67,13 @@ class Sampler {
   // Throws NonFiniteLogits.
   Drawn draw(const float* logits, uint32_t position, int num_logprobs, Scratch& scratch);
 
+  // The likeliest tokens of the row under biases, penalties and bans, at temperature 1; those of the top token itself come with them.
+  // Throws NonFiniteLogits.
+  TokenLogprobs likeliest(const float* logits, uint32_t position, int count, Scratch& scratch) const;
+
+  // A token that was chosen elsewhere becomes part of the state, as if it had been drawn.
+  void append(int token);
+
  private:
   struct Seen {
     int token;

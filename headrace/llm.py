@@ -171,6 +171,7 @@ class LLM:
     ) -> Iterator[str]:
         """The continuation of a prompt, or the answer to a conversation, piece by piece; the pieces joined are its text.
 
+        A beam search gives its text in one piece at the end, since until then another beam may win.
         Raises as `generate` does. Closing the iterator, or letting go of it, ends the request.
         """
         self._check_open()

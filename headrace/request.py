@@ -24,6 +24,7 @@ _MAX_COUNT = 2**31 - 1
 
 _INTEGERS = {  # field: least, most
     "n": (1, MAX_BRANCHES),
+    "beam_width": (1, MAX_BRANCHES),
     "top_k": (-1, _MAX_COUNT),
     "seed": (0, 2**64 - 1),
     "max_tokens": (1, _MAX_COUNT),
@@ -38,9 +39,13 @@ _NUMBERS = {
     "repetition_penalty": (0.0, 100.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
+    "length_penalty": (-10.0, 10.0),
 }
 _NOT_ZERO = ("top_p", "repetition_penalty")
-_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+_NULLABLE = ("beam_width", "seed", "max_tokens", "logprobs", "prompt_logprobs")
+_NO_DRAW = {"temperature": (0.0, 1.0), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
+"""What these may be where nothing is drawn."""
+_FLAGS = ("early_stopping", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _BIAS_LIMIT = 100.0
 _MAX_SECONDS = 1e9
 
@@ -50,7 +55,7 @@ class SamplingParams:
     """How to continue one prompt. Raises RequestError, which names the field, for values out of range."""
 
     n: int = 1
-    """Continuations of the prompt, each under its own noise."""
+    """Continuations of the prompt, each under its own noise, or the best of a beam search."""
     temperature: float = 1.0
     """0 takes the likeliest token every time."""
     top_p: float = 1.0
@@ -67,6 +72,12 @@ class SamplingParams:
     """Taken from the logits of tokens in the output, once for each time they are there."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these token ids."""
+    beam_width: int | None = None
+    """Search with so many beams, and draw nothing. Beams are ranked by log-probabilities with biases and penalties applied."""
+    length_penalty: float = 1.0
+    """The score of a finished beam is the sum of its log-probabilities / output tokens ** length_penalty."""
+    early_stopping: bool = False
+    """End a beam search with the first `beam_width` finished beams, even if one that goes on scores higher."""
     seed: int | None = None
     """The same seed gives the same tokens; None: derived from the engine's seed and the number of the request."""
     stop: str | Sequence[str] | None = None
@@ -97,8 +108,7 @@ class SamplingParams:
         checked: dict[str, Any] = {}
         for name, (least, most) in _INTEGERS.items():
             value = getattr(self, name)
-            nullable = name in ("seed", "max_tokens", "logprobs", "prompt_logprobs")
-            checked[name] = None if value is None and nullable else integer(name, value, least, most)
+            checked[name] = None if value is None and name in _NULLABLE else integer(name, value, least, most)
         for name, bounds in _NUMBERS.items():
             checked[name] = number(name, getattr(self, name), *bounds)
             if name in _NOT_ZERO and checked[name] == 0:
@@ -111,8 +121,18 @@ class SamplingParams:
         checked["stop_token_ids"] = token_ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids, MAX_STOPS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}")
+        if self.beam_width is not None:
+            self._check_beam(self.beam_width)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    def _check_beam(self, width: int) -> None:
+        if self.n > width:
+            raise RequestError(f"n is {self.n}, and a search with beam_width {width} has no more than {width} results")
+        for name, neutral in _NO_DRAW.items():
+            if getattr(self, name) not in neutral:
+                allowed = " or ".join(f"{value:g}" for value in neutral)
+                raise RequestError(f"a beam search draws nothing, so {name} must be {allowed}, not {getattr(self, name):g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,13 +183,14 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One continuation."""
+    """One continuation. In a beam search `index` is its rank, 0 the best."""
 
     index: int
     text: str
     token_ids: list[int]
     logprobs: list[Logprobs] | None
     cumulative_logprob: float | None
+    """Sum of the log-probabilities of its tokens, where they are asked for; of a beam always, and of those that it was ranked by."""
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     """The stop token id or stop string that ended it; None for the model's own end token and for a length."""
@@ -194,7 +215,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a step brought to one continuation of a request."""
+    """What a step brought to one continuation of a request. Those of a beam search come all at its end, each with all its text."""
 
     request_id: str
     index: int

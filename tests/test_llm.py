@@ -54,6 +54,15 @@ class TestGenerate:
         assert (output.logprobs, output.cumulative_logprob) == (None, None)
         assert clean(llm)
 
+    def test_beams_come_best_first_and_stream_in_one_piece(self, llm: LLM) -> None:
+        params = SamplingParams(beam_width=3, n=3, max_tokens=6, ignore_eos=True)
+        searched, plain = llm.generate(["hello w", "hello w"], [params, GREEDY])
+        totals = [output.cumulative_logprob or 0.0 for output in searched.outputs]
+        assert len({tuple(output.token_ids) for output in searched.outputs}) == 3
+        assert totals == sorted(totals, reverse=True) and len(plain.outputs) == 1
+        assert list(llm.stream("hello w", replace(params, n=1))) == [searched.outputs[0].text]
+        assert clean(llm)
+
     def test_all_forms_of_prompts_in_order(self, llm: LLM) -> None:
         ids = llm.get_tokenizer().encode("hello")
         prompts = ["hello", {"prompt_token_ids": ids}, {"prompt": "hello"}, {"prompt": "as I say", "prompt_token_ids": ids}]

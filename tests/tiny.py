@@ -1,6 +1,7 @@
 """Tiny random models, a vocabulary for them, and engines over both: shared by all tests."""
 
 import codecs
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,11 @@ class _Decoder:
         self._vocabulary = vocabulary
         self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def clone(self) -> "_Decoder":
+        clone = copy(self)
+        clone._utf8 = copy(self._utf8)
+        return clone
 
     def push(self, token_id: int) -> str:
         return "" if token_id in self._skipped else self._utf8.decode(self._vocabulary.token_bytes(token_id))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.accept import Accepted, AnyLine, Draw
 from headrace.accept.sampler import Drawn, Pool, Sampler, draw_all
 from headrace.batch import Commit, Guess, TokenLogprobs
 
@@ -38,6 +39,22 @@ class Descent:
                 self.commit.path.append(child)
                 return True
         return False
+
+
+class DrawAndDescend:
+    """The acceptor of all branches that go on each by itself."""
+
+    joint = False
+
+    def accept(self, draws: list[Draw], logits: NDArray[np.float32], pool: Pool) -> list[Accepted]:
+        """One commit for each draw, in their order."""
+        descents = [Descent(Commit(d.source, [], [], []), d.sampler, d.guess, d.row, len(d.known), d.num_logprobs) for d in draws]
+        failed = descend(descents, logits, pool)
+        return [Accepted(i, None if d.commit.source in failed else d.commit) for i, d in enumerate(descents)]
+
+    def outputs(self, lines: list[AnyLine]) -> list[AnyLine]:
+        """All of them, as they are."""
+        return lines
 
 
 def descend(descents: list[Descent], logits: NDArray[np.float32], pool: Pool) -> set[int]:

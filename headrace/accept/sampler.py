@@ -7,12 +7,12 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace._native import Pool, Sampler, draw_all
+from headrace._native import Pool, Sampler, draw_all, likeliest_all
 from headrace._native import token_logprobs as native_token_logprobs
 from headrace.batch import TokenLogprobs
 from headrace.request import SamplingParams
 
-__all__ = ["Drawn", "Pool", "Sampler", "derive_seed", "draw_all", "make_sampler", "token_logprobs"]
+__all__ = ["Drawn", "Pool", "Sampler", "derive_seed", "draw_all", "likeliest_all", "make_sampler", "token_logprobs"]
 
 Drawn = tuple[int, tuple[float, int, list[int], list[float]] | None]
 """A token, and the fields of its TokenLogprobs where they are asked for."""

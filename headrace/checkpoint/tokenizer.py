@@ -3,6 +3,7 @@
 import codecs
 import re
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -125,7 +126,14 @@ class Detokeniser:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special else frozenset()
         self._strip_space = strip_space
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _utf8_decoder()
+
+    def clone(self) -> "Detokeniser":
+        """Another that goes on from here."""
+        clone = copy(self)
+        clone._utf8 = _utf8_decoder()
+        clone._utf8.setstate(self._utf8.getstate())
+        return clone
 
     def push(self, token_id: int) -> str:
         """The text that this token completes."""
@@ -140,6 +148,10 @@ class Detokeniser:
     def flush(self) -> str:
         """What is left at the end: nothing, or U+FFFD for a character cut short."""
         return self._utf8.decode(b"", final=True)
+
+
+def _utf8_decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")
 
 
 def _without_special_parsing(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from headrace.cli.session import Session
     from headrace.request import SamplingParams
 
+_SHARED_PARAMS = ("presence_penalty", "seed", "max_tokens")
+_DRAW_PARAMS = ("temperature", "top_p", "top_k", "min_p")
+_BEAM_PARAMS = ("beam_width", "length_penalty")
 _ENGINE_OPTIONS = ("threads", "kv_dtype", "max_model_len", "proposer")
 
 
@@ -38,6 +41,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0: all")
     sampling.add_argument("--min-p", type=float, default=0.05, metavar="P", help="keep tokens at least P times as likely as the likeliest")
     sampling.add_argument("--presence-penalty", type=float, default=1.0, metavar="X", help="take X from the logits of tokens already used")
+    sampling.add_argument("--beam-width", type=int, metavar="B", help="search with B beams: draws nothing, and answers at its end")
+    sampling.add_argument("--length-penalty", type=float, default=1.0, metavar="X", help="beams: their sum / length ** X is what counts")
     sampling.add_argument("--seed", type=int, default=0, metavar="N", help="what the draws depend on")
     sampling.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="longest answer")
 
@@ -55,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
     from headrace.llm import engine_config
     from headrace.request import SamplingParams
 
-    names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "seed", "max_tokens")
+    names = _SHARED_PARAMS + (_DRAW_PARAMS if args.beam_width is None else _BEAM_PARAMS)
     params = SamplingParams(**{name: getattr(args, name) for name in names})
-    config = engine_config({name: getattr(args, name) for name in _ENGINE_OPTIONS} | {"max_num_seqs": 1})
+    config = engine_config({name: getattr(args, name) for name in _ENGINE_OPTIONS} | {"max_num_seqs": params.beam_width or 1})
 
     from headrace.cli.session import Session
 

@@ -1,15 +1,16 @@
 """The engine's own view of a request: the branches that it owns, and where its time went."""
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.accept import Acceptor, Draw
 from headrace.accept.sampler import Sampler
-from headrace.batch import Commit
+from headrace.batch import Commit, Guess
 from headrace.engine.output import Output, TokenizerView, prompt_logprobs
 from headrace.kv.blocks import Table
 from headrace.kv.prefix import Node, Scope
@@ -54,10 +55,15 @@ class Request:
     params: SamplingParams
     limit: int
     """Tokens, prompt and output, at which a branch ends."""
+    acceptor: Acceptor
+    """How its branches go on."""
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
     """One for each prompt token so far, where they are asked for."""
     branches: list["Branch"] = field(default_factory=list)
-    """In index order, those that have ended included; empty once the request has ended."""
+    """In index order, those that have ended included, where each goes on by itself; else those alive, best first.
+
+    Empty once the request has ended.
+    """
     service: Service = field(default_factory=Service)
     arrival: int = 0
     """The step at which it came, moved by its priority: see `Scheduler`."""
@@ -75,9 +81,27 @@ class Request:
     def ended(self) -> bool:
         return all(branch.output.finish_reason for branch in self.branches)
 
+    @property
+    def outputs(self) -> list[Output]:
+        """What it answers, by index."""
+        return self.acceptor.outputs([branch.output for branch in self.branches])
+
+    @property
+    def width(self) -> int:
+        """Branches that it has once its prompt has ended."""
+        return self.params.beam_width or self.params.n
+
+    def news(self) -> list[Update]:
+        """What there is that was not said before; with the last update of the request comes its result."""
+        fresh = [(index, output) for index, output in enumerate(self.outputs) if output.has_news]
+        updates = [Update(self.id, index, *output.take(), output.finish_reason, None) for index, output in fresh]
+        if updates and self.ended:
+            updates[-1] = replace(updates[-1], result=self.result())
+        return updates
+
     def result(self) -> RequestOutput:
         """All there is to say of the request now."""
-        outputs = [branch.output.completion(branch.key[1]) for branch in self.branches]
+        outputs = [output.completion(index) for index, output in enumerate(self.outputs)]
         prompt_logprobs = None if self.params.prompt_logprobs is None else self.prompt_logprobs
         prompt = (self.prompt, self.prompt_token_ids, prompt_logprobs)
         return RequestOutput(self.id, *prompt, outputs, self.ended, self.stopwatch.timing(), self.error, self.cached_tokens)
@@ -88,13 +112,15 @@ class Branch:
     """One line of tokens that grows. All but the last of the known tokens have, or had, KV."""
 
     key: tuple[int, int]
-    """Number of the request, index in it."""
+    """Number of the request, index in it; that of a beam is its place of the moment."""
     request: Request
     known: list[int]
     sampler: Sampler
     output: Output
+    fork_at: int
+    """Tokens that it has in common with its siblings: those of the prompt or, when beams are computed again, more."""
     siblings: list["Branch"] = field(default_factory=list)
-    """Branches to be forked off when the prompt ends."""
+    """Branches to be forked off when so many tokens are computed."""
     computed: int = 0
     table: Table = field(default_factory=lambda: array("i"))
     """An array, so that `build` copies it whole."""
@@ -105,7 +131,7 @@ class Branch:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Who goes before whom, the lowest first; never changes."""
+        """Who goes before whom, the lowest first; never changes but among beams of one request."""
         return (self.request.arrival, *self.key)
 
     @property
@@ -122,6 +148,34 @@ class Branch:
         """Known tokens without KV; at least 1."""
         return len(self.known) - self.computed
 
+    @property
+    def due(self) -> int:
+        """Missing tokens up to where it forks, or draws."""
+        return (self.fork_at if self.siblings else len(self.known)) - self.computed
+
+    @property
+    def width(self) -> int:
+        """Branches that come of it, itself included, at its next fork."""
+        return self.request.width if len(self.known) == self.fork_at else 1 + len(self.siblings)
+
+    @property
+    def may_fork(self) -> bool:
+        """Whether it may fork when it draws."""
+        return bool(self.siblings) or self.request.acceptor.joint
+
+    @property
+    def joined(self) -> object:
+        """What it has in common with just those branches that draw when it does."""
+        return self.request if self.request.acceptor.joint else self
+
+    def fork(self, table: Table) -> "Branch":
+        """Another that goes on from here, with a table of its own."""
+        return replace(self, known=self.known[:], sampler=self.sampler.clone(0), output=self.output.clone(), table=table)
+
+    def draw(self, source: int, row: int, guess: Guess) -> Draw:
+        """What an acceptor must know of it: its index in the step, the row of its first logits to draw from, and its guess."""
+        return Draw(source, row, self.known, self.sampler, guess, self.num_logprobs, self.output)
+
     def prompt_rows(self, forced: int) -> range:
         """Positions of the next `forced` rows whose logits give a prompt log-probability that is still to be recorded."""
         if self.request.params.prompt_logprobs is None:
@@ -133,7 +187,7 @@ class Branch:
     def most_cached(self) -> int:
         """Known tokens whose KV may come from the prefix cache: not that of rows whose logits are wanted, as the last row's are."""
         scored = self.prompt_rows(self.missing)
-        return scored.start if scored else len(self.known) - 1
+        return scored.start if scored else self.computed + self.due - 1
 
     @property
     def num_logprobs(self) -> int:
@@ -156,10 +210,3 @@ class Branch:
             if self.output.finish_reason:
                 return True
         return False
-
-    def update(self) -> Update:
-        """What is new; with the last update of a request comes its result."""
-        request = self.request
-        news = self.output.take()
-        result = request.result() if self.output.finish_reason and request.ended else None
-        return Update(request.id, self.key[1], *news, self.output.finish_reason, result)

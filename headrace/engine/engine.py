@@ -5,6 +5,9 @@ from heapq import heappop, heappush
 from itertools import count
 from time import perf_counter
 
+from headrace.accept import Acceptor
+from headrace.accept.beam import BeamSearch
+from headrace.accept.descend import DrawAndDescend
 from headrace.accept.sampler import derive_seed, make_sampler
 from headrace.backend import Executable
 from headrace.batch import Proposer
@@ -71,6 +74,7 @@ class Engine:
         self._proposer = Guard(proposer, limits.vocab_size)
         self._scheduler = Scheduler(self._pool, config, proposer.max_nodes, limits.window)
         self._stepper = Stepper(self._scheduler, self._proposer, executable, self._pool, tokenizer)
+        self._plain = DrawAndDescend()
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         """A heap of (time, number, id) of requests that have a timeout, some of which may have ended."""
@@ -95,7 +99,7 @@ class Engine:
         number = next(self._numbers)
         request_id = str(number) if request_id is None else request_id
         limit = self._limit(len(known), params)
-        request = Request(number, request_id, prompt, known, params, limit, service=service or Service())
+        request = Request(number, request_id, prompt, known, params, limit, self._acceptor(params), service=service or Service())
         request.branches = self._branches(request)
         self._requests[request_id] = request
         if request.service.timeout is not None:
@@ -115,12 +119,7 @@ class Engine:
         for name, ids in named.items():
             if max(ids, default=0) >= vocab:
                 raise RequestError(f"{name} has {max(ids):,}, and the vocabulary ends at {vocab - 1:,}")
-        needed = self._pool.blocks_for(self._limit(len(known), params) - 1)
-        if needed > self._pool.num_blocks:
-            raise RequestError(
-                f"the prompt of {len(known):,} tokens and {params.max_tokens or 'all possible'} more need up to {needed:,} blocks of "
-                f"{self._pool.block_size} tokens, and there are {self._pool.num_blocks:,}: ask for fewer, or raise kv_blocks"
-            )
+        self._check_size(len(known), params)
         return known
 
     def step(self) -> list[Update]:
@@ -141,9 +140,10 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        updates = self._stepper.end(request, "abort")
+        self._stepper.end(request, "abort")
+        result = request.result()
         self._forget(request_id)
-        return updates[-1].result
+        return result
 
     @property
     def has_work(self) -> bool:
@@ -184,8 +184,31 @@ class Engine:
             _, number, request_id = heappop(self._deadlines)
             request = self._requests.get(request_id)
             if request and request.number == number:  # and no later one of the same id
-                updates += self._stepper.end(request, "timeout")
+                self._stepper.end(request, "timeout")
+                updates += request.news()
         return updates
+
+    def _check_size(self, prompt_len: int, params: SamplingParams) -> None:
+        """Branches that draw together must fit in a step and in the pool together; of others any one, by itself."""
+        width, size = params.beam_width or 1, self._pool.block_size
+        for name in ("max_num_seqs", "max_step_rows"):
+            most = getattr(self.config, name)
+            if width > most:
+                raise RequestError(f"beam_width is {width}, and {name} is {most}: search with fewer beams, or raise it")
+        shared = prompt_len // size
+        needed = shared + width * (self._pool.blocks_for(self._limit(prompt_len, params) - 1) - shared)
+        if needed > self._pool.num_blocks:
+            more = f"{params.max_tokens or 'all possible'} more{f' in each of {width} beams' if width > 1 else ''}"
+            raise RequestError(
+                f"the prompt of {prompt_len:,} tokens and {more} need up to {needed:,} blocks of {size} tokens, "
+                f"and there are {self._pool.num_blocks:,}: ask for fewer, or raise kv_blocks"
+            )
+
+    def _acceptor(self, params: SamplingParams) -> Acceptor:
+        if params.beam_width is None:
+            return self._plain
+        num_end_ids = len(end_ids(params, self._tokenizer))
+        return BeamSearch(params.beam_width, params.n, params.length_penalty, params.early_stopping, num_end_ids)
 
     def _branches(self, request: Request) -> list[Branch]:
         """All branches of a request; the first owns the others until its prompt ends."""
@@ -195,9 +218,9 @@ class Engine:
         patterns = [StopPattern(stop) for stop in params.stop or ()]
         max_tokens = request.limit - len(prompt)
         branches = []
-        for index in range(params.n):
+        for index in range(params.n if params.beam_width is None else 1):
             output = Output(params, self._tokenizer, patterns, max_tokens)
-            branches.append(Branch((request.number, index), request, list(prompt), sampler.clone(index), output))
+            branches.append(Branch((request.number, index), request, list(prompt), sampler.clone(index), output, len(prompt)))
         branches[0].siblings = branches[1:]
         return branches
 

@@ -1,7 +1,8 @@
 """From drawn tokens to what the caller sees: text, stop conditions, log-probabilities, finish reasons."""
 
 from collections.abc import Collection, Iterable
-from typing import Protocol
+from copy import copy
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ class TextDecoder(Protocol):
 
     def push(self, token_id: int) -> str: ...
     def flush(self) -> str: ...
+    def clone(self) -> Self: ...
 
 
 class TokenizerView(Protocol):
@@ -36,16 +38,24 @@ class Output:
         self.logprobs: list[Logprobs] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.cumulative_logprob = None if params.logprobs is None else 0.0
         self._params = params
         self._tokenizer = tokenizer
         self._end_ids = end_ids(params, tokenizer)
         self._max_tokens = max_tokens
         self._decoder = tokenizer.decoder(params.skip_special_tokens, continues=True)
         self._finder = StopFinder(patterns)
-        self._cumulative = 0.0
         self._taken: list[str] = []  # what `take` has given
         self._fresh = ""  # text since then
         self._num_taken = 0  # tokens
+        self._end_taken = False
+
+    def clone(self) -> "Output":
+        """Another that goes on from here."""
+        clone = copy(self)
+        clone.token_ids, clone.logprobs, clone._taken = self.token_ids[:], self.logprobs[:], self._taken[:]
+        clone._decoder, clone._finder = self._decoder.clone(), self._finder.clone()
+        return clone
 
     @property
     def text(self) -> str:
@@ -57,7 +67,7 @@ class Output:
         self.token_ids.append(token)
         if logprobs is not None:
             self.logprobs.append(describe(self._tokenizer, token, logprobs))
-            self._cumulative += logprobs.logprob
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprobs.logprob
         armed = len(self.token_ids) > self._params.min_tokens
         if armed and token in self._end_ids:
             if self._params.include_stop_str_in_output:
@@ -73,23 +83,28 @@ class Output:
         self._fresh += self._decoder.flush()
         self.finish_reason, self.stop_reason = reason, stop_reason
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to take: tokens, or the end."""
+        return self._num_taken < len(self.token_ids) or (self.finish_reason is not None and not self._end_taken)
+
     def take(self) -> tuple[str, list[int], list[Logprobs]]:
         """Text, tokens and log-probabilities since the last call; text that may yet be part of a stop string stays back."""
         end = len(self._fresh) - (0 if self.finish_reason else self._finder.held)
         text, self._fresh = self._fresh[:end], self._fresh[end:]
         self._taken.append(text)
         first, self._num_taken = self._num_taken, len(self.token_ids)
+        self._end_taken = self.finish_reason is not None
         return text, self.token_ids[first:], self.logprobs[first:]
 
     def completion(self, index: int) -> CompletionOutput:
         """The output as it is now."""
-        asked = self._params.logprobs is not None
         return CompletionOutput(
             index,
             self.text,
             self.token_ids,
-            self.logprobs if asked else None,
-            self._cumulative if asked else None,
+            None if self._params.logprobs is None else self.logprobs,
+            self.cumulative_logprob,
             self.finish_reason,
             self.stop_reason,
         )

@@ -16,10 +16,15 @@ besides those that were there, those that came within `STEPS_PER_PRIORITY` x (di
 **Nobody gives way twice for nothing.** A branch is admitted when there are blocks for all its known tokens, and has them at
 once, so it needs no other before it has drawn a token. Only who has drawn since it was admitted gives way, unless the first
 needs a block and nobody else has drawn yet; that happens at most once for each block that the first grows by.
+
+**Beams go together.** Those of one request are chosen among each other, so they draw in the same step or not at all, and give
+way together. When they come back, one of them computes what they have in common before the others fork off.
 """
 
 from bisect import insort
+from collections import Counter
 from dataclasses import dataclass
+from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -51,6 +56,11 @@ class Part:
     """Index of its first row among the step's rows with logits: first those that score the prompt, then those that draw."""
     first_draw: int = 0
 
+    @property
+    def forks(self) -> bool:
+        """Whether the branch's siblings go their own ways after these rows."""
+        return bool(self.branch.siblings) and self.forced == self.branch.due
+
 
 class Plan(NamedTuple):
     """A step to be: its parts, and the block copies to make before it."""
@@ -69,9 +79,9 @@ class _Budget:
     logit_rows: int
     """Beyond the one that every branch may have."""
 
-    def take(self, branch: Branch) -> int:
-        """As many of the branch's missing rows as there is room for."""
-        rows = min(branch.missing, self.rows, self.chunk_rows)
+    def take(self, branch: Branch, most: int) -> int:
+        """As many of the branch's next `most` rows as there is room for."""
+        rows = min(most, self.rows, self.chunk_rows)
         wanted = branch.prompt_rows(rows)
         if len(wanted) > self.logit_rows:
             rows, wanted = wanted.start - branch.computed + self.logit_rows, wanted[: self.logit_rows]
@@ -117,10 +127,29 @@ class Scheduler:
         """The branch and its siblings, which from now on run beside it on the same blocks."""
         siblings, branch.siblings = branch.siblings, []
         for sibling in siblings:
-            sibling.known, sibling.computed, sibling.node = list(branch.known), branch.computed, branch.node
+            sibling.computed, sibling.node, sibling.num_admitted = branch.computed, branch.node, branch.num_admitted
             sibling.table = self._pool.fork(branch.table)
             insort(self.running, sibling, key=_RANK)
         return [branch, *siblings]
+
+    def succeed(self, branches: list[Branch], sources: list[Branch]) -> list[Branch]:
+        """Put the heirs of running branches that draw together in their place: one for each source, best first.
+
+        A branch that is the source of several is forked; one that is the source of none is freed.
+        """
+        left = Counter(sources)
+        for branch in branches:
+            if branch not in left:
+                self._release(branch)
+        heirs: list[Branch] = []
+        for source in sources:
+            left[source] -= 1  # the last heir is the source itself
+            heirs.append(source.fork(self._pool.fork(source.table)) if left[source] else source)
+        for rank, heir in enumerate(heirs):
+            heir.key = (heir.key[0], rank)
+        first = self.running.index(branches[0])
+        self.running[first : first + len(branches)] = heirs
+        return heirs
 
     def schedule(self) -> Plan:
         """Choose the parts of the next step and reserve their slots."""
@@ -132,53 +161,72 @@ class Scheduler:
         while len(self.running) > self._config.max_num_seqs:  # siblings were born
             self._preempt(self.running[-1])
         plan = Plan([], [])
-        budget, rows = self._share_rows()
-        for branch in [*self.running]:
-            if (num_rows := rows.get(branch)) and branch.table:  # else it has given way
-                self._place(plan, branch, num_rows)
+        budget, groups = self._share_rows()
+        for rows in groups:
+            if next(iter(rows)).table:  # else they have given way
+                self._place(plan, rows)
         self._admit(plan, budget)
         self._give_room(plan, budget)
         return plan
 
-    def _share_rows(self) -> tuple[_Budget, dict[Branch, int]]:
-        """Forced rows of the running branches, and what is left: those that decode go first, then chunks; the first gets one at least."""
-        decoding: list[Branch] = []
-        chunked: list[Branch] = []
-        for branch in self.running:
-            (decoding if branch.missing == 1 else chunked).append(branch)
-        config = self._config
-        kept_free = 1 if chunked and chunked[0] is self.running[0] else 0
-        rows = dict.fromkeys(decoding[: config.max_step_rows - kept_free], 1)
-        left = config.max_step_rows - len(rows)
-        chunk_rows = max(config.chunk_rows, len(decoding)) if decoding else left
-        budget = _Budget(left, chunk_rows, config.max_logit_rows)
-        for branch in chunked:
-            rows[branch] = budget.take(branch)
-        return budget, rows
+    def _share_rows(self) -> tuple[_Budget, list[dict[Branch, int]]]:
+        """What is left of the step, and the forced rows of the running branches, by rank, those that draw together in one group.
 
-    def _place(self, plan: Plan, branch: Branch, rows: int) -> None:
-        """Reserve slots, at the cost of others if need be, or give way."""
-        while (copies := self._pool.reserve(branch.table, branch.computed, rows)) is None:
-            victim = self._victim(branch)
-            self._preempt(victim)
-            if victim is branch:
-                return
-        plan.parts.append(Part(branch, rows, rows == branch.missing))
+        Groups that decode go first, then chunks; the first gets one row at least.
+        """
+        config = self._config
+        groups = [dict.fromkeys(group, 0) for _, group in groupby(self.running, lambda branch: branch.joined)]
+        decoding = [group for group in groups if all(branch.missing == 1 for branch in group)]
+        chunked = [group for group in groups if any(branch.missing > 1 for branch in group)]
+        kept_free = 1 if chunked and chunked[0] is groups[0] else 0
+        left = config.max_step_rows
+        for group in decoding:
+            if len(group) <= left - kept_free:
+                group.update(dict.fromkeys(group, 1))
+                left -= len(group)
+        chunk_rows = max(config.chunk_rows, config.max_step_rows - left) if decoding else left
+        budget = _Budget(left, chunk_rows, config.max_logit_rows)
+        for group in chunked:
+            last = 1 if len(group) > 1 else 0  # the row that draws waits until all can
+            for branch in group:
+                group[branch] = budget.take(branch, branch.due - last)
+        return budget, groups
+
+    def _place(self, plan: Plan, rows: dict[Branch, int]) -> None:
+        """Reserve slots for a group, at the cost of others if need be, or give way."""
+        copies: list[BlockCopy] = []
+        rows = {branch: num_rows for branch, num_rows in rows.items() if num_rows}
+        for branch, num_rows in rows.items():
+            while (more := self._pool.reserve(branch.table, branch.computed, num_rows)) is None:
+                victim = self._victim(branch)
+                self._preempt(victim)
+                if victim.joined is branch.joined:
+                    return
+            copies += more
+        plan.parts.extend(Part(branch, num_rows, num_rows == branch.missing) for branch, num_rows in rows.items())
         plan.copies.extend(copies)
 
     def _victim(self, needy: Branch) -> Branch:
         """Who gives way, `needy` itself or one after it: the last that has drawn since it was admitted, or, to the first, the last."""
         after = self.running[self.running.index(needy) :]
         drawn = [branch for branch in after if branch.has_drawn]
-        return drawn[-1] if drawn and drawn[-1] is not self.running[0] else after[-1]
+        return drawn[-1] if drawn and drawn[-1].joined is not self.running[0].joined else after[-1]
 
-    def _preempt(self, branch: Branch) -> None:
-        """Take the blocks away and let the branch wait; tokens that the cache does not keep are computed again later."""
-        self.running.remove(branch)
-        self._release(branch)
-        branch.computed = 0
-        insort(self.waiting, branch, key=_RANK)
-        self.num_preemptions += 1
+    def _preempt(self, victim: Branch) -> None:
+        """Take the blocks away and let the branch wait; tokens that the cache does not keep are computed again later.
+
+        All that draw with it share its fate.
+        """
+        group = [branch for branch in self.running if branch.joined is victim.joined]
+        for branch in group:
+            self.running.remove(branch)
+            self._release(branch)
+            branch.computed = 0
+        first, *others = group
+        if others:
+            first.siblings, first.fork_at = others, _common_length(group)
+        insort(self.waiting, first, key=_RANK)
+        self.num_preemptions += len(group)
 
     def _admit(self, plan: Plan, budget: _Budget) -> None:
         """Start waiting branches as long as the first of them fits."""
@@ -189,8 +237,7 @@ class Scheduler:
             if not self._fits(branch, path):
                 return
             self._start(self.waiting.pop(0), node, path)
-            if rows := budget.take(branch):
-                self._place(plan, branch, rows)
+            self._place(plan, {branch: budget.take(branch, branch.due)})
 
     def _start(self, branch: Branch, node: Node | None, path: list[int]) -> None:
         """Give a branch the blocks of all its known tokens: those of `path`, which are computed, then others."""
@@ -213,14 +260,15 @@ class Scheduler:
         """
         if not self.running:
             return True
-        seats = sum(1 + len(b.siblings) for b in (*self.running, branch))
+        seats = sum(b.width for b in (*self.running, branch))
         promised = sum(max(0, self._needs(b) - len(b.table)) for b in self.running)
         blocks = self._needs(branch) - self._pool.num_held(path) + promised + len(self.running)
         return self.pace.allows and seats <= self._config.max_num_seqs and blocks <= self._pool.num_free
 
     def _needs(self, branch: Branch) -> int:
-        """Blocks that hold the known tokens and the next, with a last block of its own for every sibling to come."""
-        return self._pool.blocks_for(len(branch.known) + 1) + len(branch.siblings)
+        """Blocks that hold the known tokens and the next, and for every branch to come of it as many as it will not share."""
+        whole = self._pool.blocks_for(len(branch.known) + 1)
+        return whole + (branch.width - 1) * (whole - branch.fork_at // self._pool.block_size)
 
     def _find(self, branch: Branch) -> Node | None:
         """The end of what the cache has of a branch."""
@@ -241,9 +289,9 @@ class Scheduler:
     def _give_room(self, plan: Plan, budget: _Budget) -> None:
         """Share what is left among the branches that draw, for guesses: never at the cost of a branch.
 
-        A branch that is about to fork gets none, since its draws go different ways.
+        A branch that is about to fork gets none, since its draws go different ways; a beam may fork at any draw.
         """
-        guessing = [part for part in plan.parts if part.draws and not part.branch.siblings] if self._max_nodes else []
+        guessing = [part for part in plan.parts if part.draws and not part.branch.may_fork] if self._max_nodes else []
         for i, part in enumerate(guessing):
             branch, end = part.branch, part.branch.computed + part.forced
             share = min(budget.rows, budget.logit_rows) // (len(guessing) - i)
@@ -253,3 +301,9 @@ class Scheduler:
             plan.copies.extend(self._pool.reserve(branch.table, end, part.room) or ())
             budget.rows -= part.room
             budget.logit_rows -= part.room
+
+
+def _common_length(branches: list[Branch]) -> int:
+    """Known tokens that the branches, no two of which are alike, have in common."""
+    columns = zip(*(branch.known for branch in branches), strict=True)
+    return next(i for i, tokens in enumerate(columns) if len(set(tokens)) > 1)

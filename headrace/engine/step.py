@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.accept.descend import Descent, descend
+from headrace.accept import Acceptor
 from headrace.backend import Executable
 from headrace.batch import Commit, Proposer, StepRows
 from headrace.engine.branch import Branch, Request
 from headrace.engine.build import build
+from headrace.engine.landing import Drawing, Landing, land
 from headrace.engine.output import TokenizerView
 from headrace.engine.scheduler import Part, Scheduler
 from headrace.errors import NonFiniteLogitsError
@@ -55,9 +56,8 @@ class Stepper:
 
     def finish(self, flight: Flight) -> list[Update]:
         """Keep what the step got right, and say what is new."""
-        landing: list[tuple[Branch, Part, Commit]] = []
-        descents: list[Descent] = []
-        updates: list[Update] = []
+        landing: list[Landing] = []
+        drawing: dict[Acceptor, list[Drawing]] = {}
         logits = flight.rows.logits
         for source, part in enumerate(flight.parts):
             if part.branch.output.finish_reason:  # aborted in flight
@@ -65,40 +65,37 @@ class Stepper:
             try:
                 part.branch.score_prompt(part.forced, logits, part.first_logit, self.tokenizer)
             except Exception as error:  # a request can end itself, never the engine
-                updates += self._fail(part.branch.request, error)
+                self._fail(part.branch.request, error)
                 continue
-            for branch in self.scheduler.fork(part.branch) if part.draws else (part.branch,):
-                commit = Commit(source, [], [], [])
-                landing.append((branch, part, commit))
+            for branch in self.scheduler.fork(part.branch) if part.forks else (part.branch,):
                 if part.draws:
-                    start = (part.first_draw, len(branch.known))
-                    descents.append(Descent(commit, branch.sampler, part.guess, *start, branch.num_logprobs))
-        failed = descend(descents, logits, self.executable.pool)
-        kept: list[tuple[Branch, Commit]] = []
-        moves: list[tuple[int, int]] = []
-        for branch, part, commit in landing:
-            if commit.source in failed:
-                updates += self._fail(branch.request, NonFiniteLogitsError("the model produced non-finite logits"))
-            if branch.output.finish_reason is None:  # or it failed with another branch of its request
-                moves += self._commit(branch, part, commit)
-                kept.append((branch, commit))
-        self._move(moves)
-        self.proposer.observe([part.branch for part in flight.parts], [commit for _, commit in kept], flight.rows)
-        return updates + [self._emit(branch, commit) for branch, commit in kept if commit.tokens and not branch.output.finish_reason]
+                    draw = branch.draw(source, part.first_draw, part.guess)
+                    drawing.setdefault(branch.request.acceptor, []).append(Drawing(branch, part, draw))
+                else:
+                    landing.append(Landing(branch, part, Commit(source, [], [], [])))
+        for acceptor, together in drawing.items():
+            landed, failed = land(acceptor, together, logits, self.executable.pool, self.scheduler)
+            landing += landed
+            for request in failed:
+                self._fail(request, NonFiniteLogitsError("the model produced non-finite logits"))
+        kept = [one for one in landing if one.branch.output.finish_reason is None]  # or its request has failed
+        self._move([move for one in kept for move in self._commit(*one)])
+        self.proposer.observe([part.branch for part in flight.parts], [commit for _, _, commit in kept], flight.rows)
+        for branch, _, commit in kept:
+            if commit.tokens and branch.receive(commit):
+                self.scheduler.drop(branch)
+        return [update for request in dict.fromkeys(part.branch.request for part in flight.parts) for update in request.news()]
 
-    def end(self, request: Request, reason: FinishReason, message: str | None = None) -> list[Update]:
+    def end(self, request: Request, reason: FinishReason, message: str | None = None) -> None:
         """End what still goes on of a request, and free what it holds."""
-        updates = []
         for branch in request.branches:
             if branch.output.finish_reason is None:
                 branch.output.finish(reason, message)
                 self.scheduler.drop(branch)
-                updates.append(branch.update())
-        return updates
 
-    def _fail(self, request: Request, error: Exception) -> list[Update]:
+    def _fail(self, request: Request, error: Exception) -> None:
         request.error = request.error or error
-        return self.end(request, "error", str(error))
+        self.end(request, "error", str(error))
 
     def _commit(self, branch: Branch, part: Part, commit: Commit) -> list[tuple[int, int]]:
         """Keep the forced rows and the accepted path, rewind the rest; returns the slots to move."""
@@ -107,12 +104,6 @@ class Stepper:
         branch.known += commit.tokens
         self.num_accepted += len(commit.path)
         return self.pool.keep(branch.table, end, commit.path) if part.room else []
-
-    def _emit(self, branch: Branch, commit: Commit) -> Update:
-        """What is new in a branch that drew."""
-        if branch.receive(commit):
-            self.scheduler.drop(branch)
-        return branch.update()
 
     def _move(self, moves: list[tuple[int, int]]) -> None:
         if moves:

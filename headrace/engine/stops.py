@@ -1,6 +1,7 @@
 """Stop strings in text that comes piece by piece: Knuth, Morris and Pratt (1977), one character at a time."""
 
 from collections.abc import Iterable
+from copy import copy
 from typing import NamedTuple
 
 
@@ -38,6 +39,12 @@ class StopFinder:
     def __init__(self, patterns: Iterable[StopPattern]) -> None:
         self._patterns = list(patterns)
         self._matched = [0] * len(self._patterns)
+
+    def clone(self) -> "StopFinder":
+        """Another that goes on from here."""
+        clone = copy(self)
+        clone._matched = self._matched[:]
+        return clone
 
     @property
     def held(self) -> int:

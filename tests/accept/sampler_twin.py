@@ -55,7 +55,7 @@ class SamplerTwin:
     output: list[int] = field(default_factory=list)
 
     def draw(self, logits: NDArray[np.float32], position: int) -> int:
-        x = self._adjusted(logits, position)
+        x = self.adjusted(logits, position)
         if self.temperature < GREEDY_BELOW:
             token = int(np.argmax(x))
         else:
@@ -65,7 +65,7 @@ class SamplerTwin:
         self.output.append(token)
         return token
 
-    def _adjusted(self, logits: NDArray[np.float32], position: int) -> NDArray[np.float32]:
+    def adjusted(self, logits: NDArray[np.float32], position: int) -> NDArray[np.float32]:
         x = logits.copy()
         for token, bias in self.logit_bias:
             x[token] += np.float32(bias)

@@ -119,6 +119,16 @@ class TestDetokeniser:
         assert decoder.flush() == ""
 
     @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(raw=st.binary(max_size=12), at=st.integers(0, 12), other=st.binary(max_size=4))
+    def test_a_clone_goes_on_by_itself(self, single_bytes: Tokenizer, raw: bytes, at: int, other: bytes) -> None:
+        decoder = single_bytes.decoder()
+        text = "".join(decoder.push(3 + byte) for byte in raw[:at])
+        clone = decoder.clone()
+        for byte in other:
+            decoder.push(3 + byte)
+        assert text + "".join(clone.push(3 + byte) for byte in raw[at:]) + clone.flush() == raw.decode("utf-8", "replace")
+
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(raw=st.binary(max_size=24))
     def test_any_bytes(self, single_bytes: Tokenizer, raw: bytes) -> None:
         ids = [3 + byte for byte in raw]

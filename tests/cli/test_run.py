@@ -59,6 +59,13 @@ class TestAnswer:
         assert answer("--seed", "5") == answer("--seed", "5", "--threads", "1") == answer("--seed", "5", "--proposer", "ngram")
         assert len({answer("--seed", str(seed)) for seed in range(4)}) > 1
 
+    def test_beams_find_a_likelier_answer_than_greedy(self, headrace) -> None:
+        flags = ("The water", "--raw", "--max-tokens", "8", "--presence-penalty", "0")
+        kinds = (("--beam-width", "6"), ("--beam-width", "6"), ("--temperature", "0"))
+        searched, again, greedy = (headrace("run", "smollm2", *flags, *kind) for kind in kinds)
+        assert searched.stdout == again.stdout and CLOSING.match(searched.stderr.strip())
+        assert searched.stdout != greedy.stdout
+
     def test_instructions_reach_the_model(self, headrace) -> None:
         plain, instructed = (headrace("run", "smollm2", CAPITAL, *SHORT, *flags) for flags in ((), ("--system", "Speak like a pirate.")))
         assert CLOSING.match(plain.stderr.strip())[1] != CLOSING.match(instructed.stderr.strip())[1]
@@ -71,6 +78,8 @@ class TestRefusal:
             (("--temperature", "nan"), "temperature must be a number from 0 to 100"),
             (("--temperature", "-1"), "temperature"),
             (("--top-k", "-5"), "top_k"),
+            (("--beam-width", "0"), "beam_width must be a whole number from 1 to 128"),
+            (("--beam-width", "2", "--length-penalty", "inf"), "length_penalty must be a number"),
             (("--max-tokens", "0"), "max_tokens"),
             (("--max-model-len", "9000"), "the model's context ends at 8,192"),
             (("--max-model-len", "16"), "the prompt has"),

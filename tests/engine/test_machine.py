@@ -1,7 +1,7 @@
 """The whole engine as a state machine over a toy model: requests come, run, are preempted, aborted and finished.
 
-After every rule: free + held == total, no block in two hands that should not be, KV content right. At the end nothing is
-held, and every finished request has the tokens of plain decoding.
+Some requests are beam searches. After every rule: free + held == total, no block in two hands that should not be, KV content
+right. At the end nothing is held, and every finished request has the tokens of plain decoding, or of the naive beam search.
 """
 
 from heapq import heappush
@@ -15,7 +15,8 @@ from headrace.batch import Commit, Guess, StepRows
 from headrace.engine.branch import Branch
 from headrace.errors import RequestError
 from headrace.request import SamplingParams, Service, Update
-from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine
+from tests.accept.beam_twin import beam_search
+from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine, toy_logits
 from tests.random_trees import RandomTrees
 
 MAX_MODEL_LEN = 40
@@ -51,6 +52,22 @@ def sampling(draw: st.DrawFn) -> SamplingParams:
     )
 
 
+@st.composite
+def searching(draw: st.DrawFn) -> SamplingParams:
+    width = draw(st.integers(1, 5))
+    return SamplingParams(
+        beam_width=width,
+        n=draw(st.integers(1, width)),
+        length_penalty=draw(st.sampled_from([0.0, 1.0, 2.0])),
+        early_stopping=draw(st.booleans()),
+        stop_token_ids=draw(st.lists(st.integers(0, VOCAB - 1), max_size=3)),
+        presence_penalty=draw(st.sampled_from([0.0, 1.0])),
+        max_tokens=draw(st.integers(1, 16)),
+        logprobs=draw(st.sampled_from([None, 1])),
+        prompt_logprobs=draw(st.sampled_from([None, None, 2])),
+    )
+
+
 class Life(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(4, 30),
@@ -77,7 +94,7 @@ class Life(RuleBasedStateMachine):
         stem=st.integers(0, 2),
         shared=st.integers(0, 24),
         rest=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14),
-        params=sampling(),
+        params=st.one_of(sampling(), searching()),
         priority=st.integers(-1, 1),
         salt=st.sampled_from([None, None, "a"]),
     )
@@ -87,10 +104,19 @@ class Life(RuleBasedStateMachine):
             request_id = self.engine.add_request(prompt, params, service=Service(priority=priority, cache_salt=salt))
         except RequestError as error:
             longest = min(MAX_MODEL_LEN, len(prompt) + (params.max_tokens or 0)) - 1
-            assert longest > self.config["num_blocks"] * self.config["block_size"], error
+            width, size = params.beam_width or 1, self.config["block_size"]
+            shared = len(prompt) // size
+            needed = shared + width * (-(-longest // size) - shared)
+            seats = min(self.config["max_num_seqs"], self.config["max_step_rows"])
+            assert needed > self.config["num_blocks"] or (params.beam_width or 0) > seats, error
             return
-        for index in range(params.n):
-            self.truth[len(self.prompt_lens), index] = plain_decoding(prompt, params, index, MAX_MODEL_LEN)
+        number = len(self.prompt_lens)
+        if params.beam_width is None:
+            for index in range(params.n):
+                self.truth[number, index] = plain_decoding(prompt, params, index, MAX_MODEL_LEN)
+        else:
+            for index, beam in enumerate(beam_search(prompt, params, toy_logits, VOCAB, MAX_MODEL_LEN)):
+                self.truth[number, index] = prompt + beam.tokens
         self.params[request_id] = params
         self.prompt_lens.append(len(prompt))
 
@@ -106,8 +132,10 @@ class Life(RuleBasedStateMachine):
         result = self.engine.abort(request_id)
         assert (result is None) == (request_id in self.finished)
         if result is not None:
-            assert all(output.finish_reason in ("abort", "length") for output in result.outputs)
-            self._check(int(request_id), result.outputs, complete=False)
+            searched = self.params[request_id].beam_width is not None
+            assert all(output.finish_reason in ("abort", "stop" if searched else "length") for output in result.outputs)
+            if not searched:  # the best so far need not be the beginning of the best
+                self._check(int(request_id), result.outputs, complete=False)
             del self.params[request_id]
         assert self.engine.abort(request_id) is None
 
@@ -137,6 +165,8 @@ class Life(RuleBasedStateMachine):
         self.engine._pool.check([branch.table for branch in scheduler.running])
         executable = self.engine._stepper.executable
         assert isinstance(executable, ToyExecutable)
+        for request in self.engine._requests.values():
+            assert not request.acceptor.joint or len({len(branch.known) for branch in request.branches}) == 1
         for branch in scheduler.running:
             assert 0 <= branch.computed < len(branch.known)
             for i, token in enumerate(branch.known[: branch.computed]):
@@ -198,6 +228,7 @@ class Life(RuleBasedStateMachine):
 
     def _check(self, number: int, outputs: list[Any], *, complete: bool) -> None:
         for output in outputs:
+            assert output.index < self.params[str(number)].n
             expected = self.truth[number, output.index][self.prompt_lens[number] :]
             assert output.token_ids == (expected if complete else expected[: len(output.token_ids)])
             assert output.logprobs is None or len(output.logprobs) == len(output.token_ids)

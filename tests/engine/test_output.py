@@ -157,3 +157,24 @@ def test_logprobs() -> None:
 def test_logprobs_only_when_asked(asked: int | None) -> None:
     completion = output(logprobs=asked).completion(0)
     assert (completion.logprobs, completion.cumulative_logprob) == ((None, None) if asked is None else ([], 0.0))
+
+
+@given(tokens=st.lists(st.integers(0, 59), max_size=20), at=st.integers(0, 20), other=st.lists(st.integers(0, 59), max_size=5))
+@settings(max_examples=200, deadline=None)
+def test_a_clone_goes_on_by_itself(tokens: list[int], at: int, other: list[int]) -> None:
+    """Half a character, or half a stop string, may be on its way."""
+    first, whole = output(stop=["ab", "bca"], logprobs=0), output(stop=["ab", "bca"], logprobs=0)
+    record = TokenLogprobs(-0.5, 1, [], [])
+
+    def push(out: Output, more: list[int]) -> None:
+        for token in more:
+            if not out.finish_reason:
+                out.push(token, record)
+
+    push(first, tokens[:at])
+    first.take()
+    clone = first.clone()
+    push(first, other)
+    push(clone, tokens[at:])
+    push(whole, tokens)
+    assert clone.completion(0) == whole.completion(0)

@@ -1,0 +1,103 @@
+"""One search, step by step, on rows of logits drawn by hand."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace import _native
+from headrace.accept import Draw
+from headrace.accept.beam import BeamSearch
+from headrace.batch import NO_GUESS
+from headrace.engine.output import Output
+from headrace.engine.stops import StopPattern
+from headrace.request import SamplingParams
+from tests.tiny import TinyVocabulary
+
+POOL = _native.Pool(1)
+END = 3
+
+
+class Searching:
+    """A search, and the sequences that it is at."""
+
+    def __init__(self, num_end_ids: int = 1, **options: Any) -> None:
+        params = SamplingParams(beam_width=2, n=2, stop_token_ids=[END][:num_end_ids], max_tokens=9, **options)
+        self.search = BeamSearch(2, 2, params.length_penalty, params.early_stopping, num_end_ids)
+        patterns = [StopPattern(stop) for stop in params.stop or ()]
+        self.beams = [([0], Output(params, TinyVocabulary(4), patterns, 9))]
+
+    def step(self, *probabilities: list[float]) -> list[list[int]]:
+        """The outputs of the live beams after a step in which each beam has these probabilities."""
+        with np.errstate(divide="ignore"):
+            logits = np.log(np.array(probabilities, np.float32))
+        draws = [
+            Draw(i, i, known, _native.Sampler(4, [], temperature=0.0), NO_GUESS, -1, output) for i, (known, output) in enumerate(self.beams)
+        ]
+        beams = []
+        for which, commit in self.search.accept(draws, logits, POOL):
+            assert commit is not None and commit.source == which
+            known, output = self.beams[which]
+            heir = output.clone()
+            heir.push(commit.tokens[0], None)
+            beams.append(([*known, *commit.tokens], heir))
+        self.beams = beams
+        return [output.token_ids for _, output in beams]
+
+    @property
+    def finished(self) -> list[list[int]]:
+        return [line.token_ids for _, line in self.search.finished]
+
+
+def test_equal_totals_go_by_beam_then_by_token() -> None:
+    search = Searching()
+    assert search.step([0.25] * 4) == [[0], [1]]
+    assert search.step([0.25] * 4, [0.25] * 4) == [[0, 0], [0, 1]]
+
+
+def test_both_heirs_of_one_beam() -> None:
+    search = Searching()
+    assert search.step([0.6, 0.3, 0.1, 0]) == [[0], [1]]
+    assert search.step([0.5, 0.5, 0, 0], [0.2, 0.4, 0.4, 0]) == [[0, 0], [0, 1]]
+
+
+def test_only_the_best_may_finish_and_others_go_on_in_their_place() -> None:
+    search = Searching()
+    assert search.step([0.5, 0.2, 0.1, 0.2]) == [[0], [1]]  # the end token is third: it is forgotten
+    assert search.finished == []
+    assert search.step([0.3, 0.05, 0.05, 0.6], [0.4, 0.3, 0.2, 0.1]) == [[0, 0], [1, 0]]
+    assert search.finished == [[0, END]]
+
+
+@pytest.mark.parametrize(("early_stopping", "length_penalty", "goes_on"), [(True, 1.0, 0), (False, 0.0, 0), (False, 2.0, 2)])
+def test_when_enough_are_finished(early_stopping: bool, length_penalty: float, goes_on: int) -> None:
+    """A penalty of 2 rates what goes on above what has finished before, at half its length."""
+    search = Searching(early_stopping=early_stopping, length_penalty=length_penalty)
+    assert search.step([0.4, 0.1, 0.02, 0.48]) == [[0], [1]]
+    assert search.finished == [[END]]
+    assert len(search.step([0.48, 0.02, 0, 0.5], [0.5, 0.5, 0, 0])) == goes_on
+    assert sorted(search.finished) == [[0, END], [END]]
+
+
+def test_stop_strings_that_end_all_that_was_looked_at() -> None:
+    """The first beam's fourth continuation is better than all of the second beam, though its second and third have ended."""
+    search = Searching(stop=["ab", "ac"], num_end_ids=0)
+    assert search.step([0.98, 0.02, 0, 0]) == [[0], [1]]
+    assert search.step([0.3, 0.25, 0.25, 0.2], [0.4, 0.3, 0.2, 0.1]) == [[0, 0], [0, 3]]
+    assert search.finished == [[0, 1]]
+
+
+def test_no_more_beams_than_candidates() -> None:
+    search = Searching()
+    assert search.step([1, 0, 0, 0]) == [[0]]
+    assert search.step([0.5, 0.5, 0, 0]) == [[0, 0], [0, 1]]
+
+
+def test_penalties_see_what_each_beam_became() -> None:
+    sampler = _native.Sampler(4, [], presence_penalty=2.0)
+    fresh, seen = sampler.clone(0), sampler.clone(0)
+    seen.append(1)
+    row = np.array([[0.0, 1.0, 0.5, -1.0]], np.float32)
+    (before,), (after,) = (_native.likeliest_all(POOL, row, [(s, 0, 5, 4)]) for s in (fresh, seen))
+    assert (before[0], after[0]) == ([1, 2, 0, 3], [2, 0, 1, 3])
+    assert np.exp(after[1]).sum() == pytest.approx(1)
