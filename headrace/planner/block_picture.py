@@ -5,6 +5,7 @@ shared block shows the colours of its requests side by side, and a dot. Free blo
 found again.
 """
 
+import colorsys
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -15,6 +16,8 @@ from headrace.stats import BlockMap, Holding
 WIDTH = 1000
 _LEFT, _TOP, _GRID_WIDTH, _LEGEND = 40, 84, 688, 758
 _MOST_NAMES = 26
+_GOLDEN = 0.381966
+"""Of a turn: the angle whose multiples lie furthest apart."""
 _MOST_COLOURS = 4
 """Requests that a shared block shows."""
 _HATCH = (
@@ -28,7 +31,7 @@ class _Grid:
 
     def __init__(self, num_blocks: int) -> None:
         self.columns = max(16, 8 * math.ceil(math.sqrt(1.6 * num_blocks) / 8))
-        self.pitch = min(26.0, _GRID_WIDTH / self.columns)
+        self.pitch = min(30.0, _GRID_WIDTH / self.columns)
         self.cell = self.pitch * 0.86
         self.bottom = _TOP + math.ceil(num_blocks / self.columns) * self.pitch
 
@@ -112,7 +115,10 @@ def _cells(grid: _Grid, blocks: Sequence[int]) -> str:
 def _colour(i: int) -> str:
     """The palette first; later ones by the golden angle, so that neighbours in age differ."""
     named = COLOURS[:-1]
-    return named[i] if i < len(named) else f"hsl({(i * 137.5) % 360:.0f},{55 + 20 * (i % 2)}%,{42 + 9 * (i % 3)}%)"
+    if i < len(named):
+        return named[i]
+    rgb = colorsys.hls_to_rgb(i * _GOLDEN % 1, 0.42 + 0.09 * (i % 3), 0.55 + 0.2 * (i % 2))
+    return "#" + "".join(f"{round(255 * value):02x}" for value in rgb)
 
 
 def _legend(blocks: BlockMap, owned: dict[int, _Owned], colours: dict[str, str]) -> Iterator[str]:
