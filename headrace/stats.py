@@ -39,7 +39,7 @@ class Stats(NamedTuple):
     aborted: int
     refused: int
     """Requests that could not be served as written."""
-    prefix_hits: int = 0
+    cached_tokens: int = 0
     """Prompt tokens whose KV was there already."""
     blocks_cached: int = 0
     """Free blocks that still hold KV which a prompt may find again."""
@@ -66,7 +66,7 @@ class Stats(NamedTuple):
     @property
     def prefix_hit_rate(self) -> float:
         """Share of the prompt tokens that were not computed."""
-        return ratio(self.prefix_hits, self.prompt_tokens)
+        return ratio(self.cached_tokens, self.prompt_tokens)
 
     @property
     def acceptance(self) -> float:

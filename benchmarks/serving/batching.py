@@ -4,10 +4,9 @@ All requests are there at the start. Both sides must give the same tokens, or no
 prompts with slots but not with rows (headrace/engine/static.py), which is kinder than servers of that kind were.
 """
 
-from trace import WORDS, trace
-
 import numpy as np
 from bench import Bench, Served, serve, spread
+from workload import WORDS, trace
 
 SEATS = 32
 TARGET = 2.5

@@ -4,10 +4,9 @@ The scheduler and the block pool are the engine's own, with 32 seats; the execut
 depends on lengths alone. So blocks of 16 can be counted too, which the cpu backend does not have.
 """
 
-from trace import MOST_OUTPUT, MOST_PROMPT, NUM_REQUESTS, WORDS, trace
-
 import numpy as np
 from bench import Bench, serve
+from workload import MOST_OUTPUT, MOST_PROMPT, NUM_REQUESTS, WORDS, trace
 
 from headrace import _native
 from headrace.batch import Ints, RaggedBatch, StepRows

@@ -96,7 +96,7 @@ def _figures(record: Record, width: int) -> Table:
     grid.add_row("running", bar(stats.running / seats, wide), f"{100 * stats.running / seats:3.0f} %", queue)
     step = f"{stats.rows_last:,} of {most_rows:,} rows (mean {stats.rows_mean:,.1f}) in {1000 * stats.step_seconds:,.1f} ms"
     grid.add_row("last step", bar(stats.rows_last / most_rows, wide), f"{100 * stats.rows_last / most_rows:3.0f} %", step)
-    hits = f"{stats.prefix_hits:,} of {stats.prompt_tokens:,} prompt tokens were there already"
+    hits = f"{stats.cached_tokens:,} of {stats.prompt_tokens:,} prompt tokens were there already"
     grid.add_row("prefix hits", bar(stats.prefix_hit_rate, wide), f"{100 * stats.prefix_hit_rate:3.0f} %", hits)
     if stats.guessed:
         kept = f"{stats.accepted:,} of {stats.guessed:,} guesses were right"
