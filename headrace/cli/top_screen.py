@@ -73,7 +73,8 @@ def _head(record: Record, now: float, width: int) -> Panel:
     words += [f"context {config.get('max_model_len', 0):,}", f"up {duration(now - record['started'])}"]
     title = Text.assemble((_model(record), "bold"), f" · process {record['pid']} · ", printable(" · ".join(words)))
     idle = _idle(record, now)
-    speed = f"idle for {duration(now - record['time'])}" if idle else f"{stats.tokens_per_second:,.0f} tokens/s"
+    rate = stats.tokens_per_second
+    speed = f"idle for {duration(now - record['time'])}" if idle else f"{rate:,.{0 if rate >= 10 else 1}f} tokens/s"
     grid = Table.grid(padding=(0, 2))
     history = record["history"][-min(60, max(10, width - 48)) :]
     line = Text.assemble((sparkline(history), "dim" if idle else "green"))
