@@ -16,7 +16,9 @@ class Stats(NamedTuple):
     blocks_total: int
     block_size: int
     slots_empty: int
-    """Token slots of blocks in use that hold no KV: what is lost because memory is dealt in blocks."""
+    """Token slots of blocks in use that hold no KV."""
+    slots_ahead: int
+    """Those of them that known tokens will fill: of prompts that are being read."""
     steps: int
     rows: int
     rows_last: int
@@ -58,6 +60,11 @@ class Stats(NamedTuple):
     def waste(self) -> float:
         """Share of the token slots in use that hold nothing."""
         return ratio(self.slots_empty, self.blocks_used * self.block_size)
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the token slots in use that no known token will fill: what is lost because memory is dealt in blocks."""
+        return ratio(self.slots_empty - self.slots_ahead, self.blocks_used * self.block_size)
 
     @property
     def rows_mean(self) -> float:

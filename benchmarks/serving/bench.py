@@ -40,6 +40,8 @@ class Served(NamedTuple):
     outputs: list[list[int]]
     waste: float
     """Mean over the steps of the share of slots in use that hold no KV."""
+    fragmentation: float
+    """The same without those that known tokens will fill: of prompts that are being read."""
 
 
 class Bench:
@@ -82,11 +84,13 @@ def serve(engine: Engine, asks: Sequence[Ask], what: str = "") -> Served:
     ids = [engine.add_request(ask.prompt, ask.params) for ask in asks]
     outputs: dict[str, list[int]] = {}
     latencies: dict[str, float] = {}
-    waste = []
+    waste, fragmentation = [], []
     while engine.has_work:
         updates, now = engine.step(), perf_counter()
         stats = engine.stats()
-        waste += [stats.waste] if stats.blocks_used else []
+        if stats.blocks_used:
+            waste.append(stats.waste)
+            fragmentation.append(stats.fragmentation)
         for update in updates:
             if update.result:
                 if update.result.error:
@@ -96,7 +100,7 @@ def serve(engine: Engine, asks: Sequence[Ask], what: str = "") -> Served:
                 say(f"{what}: {len(outputs):,} of {len(asks):,} requests")
     seconds = perf_counter() - begun
     say("")
-    return Served(seconds, [latencies[i] for i in ids], [outputs[i] for i in ids], statistics.fmean(waste))
+    return Served(seconds, [latencies[i] for i in ids], [outputs[i] for i in ids], statistics.fmean(waste), statistics.fmean(fragmentation))
 
 
 def say(text: str) -> None:

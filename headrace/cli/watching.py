@@ -98,7 +98,7 @@ class Watch:
 def facts(record: Record) -> Record:
     """The record for JSON, with the ratios that follow from its counts."""
     stats: Stats = record["stats"]
-    ratios = {name: getattr(stats, name) for name in ("occupancy", "waste", "rows_mean", "prefix_hit_rate", "acceptance")}
+    ratios = {name: getattr(stats, name) for name in ("occupancy", "waste", "fragmentation", "rows_mean", "prefix_hit_rate", "acceptance")}
     return record | {"stats": stats._asdict() | ratios}
 
 

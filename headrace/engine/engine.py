@@ -159,6 +159,8 @@ class Engine:
         """A snapshot."""
         meter, stepper, scheduler = self._meter, self._stepper, self._scheduler
         tokens_per_second, rows_per_second = meter.rates(perf_counter())
+        empty = survey.empty_slots(scheduler.running, self._pool.block_size, lambda branch: branch.computed)
+        beyond = survey.empty_slots(scheduler.running, self._pool.block_size, lambda branch: len(branch.known))
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -166,7 +168,8 @@ class Engine:
             blocks_cached=self._pool.num_idle,
             blocks_total=self._pool.num_blocks,
             block_size=self._pool.block_size,
-            slots_empty=survey.empty_slots(scheduler.running, self._pool.block_size),
+            slots_empty=empty,
+            slots_ahead=empty - beyond,
             steps=stepper.num_steps,
             rows=stepper.num_rows,
             rows_last=meter.rows_last,

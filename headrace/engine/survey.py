@@ -1,6 +1,6 @@
 """What can be seen of the branches and their blocks between two steps."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 
 from headrace.engine.branch import Branch
@@ -9,12 +9,13 @@ from headrace.kv.blocks import BlockPool
 from headrace.stats import BlockMap, BranchStats, Holding
 
 
-def empty_slots(branches: Iterable[Branch], block_size: int) -> int:
-    """Slots without KV in the blocks of these branches; those of a shared block count once."""
+def empty_slots(branches: Iterable[Branch], block_size: int, filled: Callable[[Branch], int]) -> int:
+    """Slots beyond the first `filled(branch)` in the blocks of these branches; those of a shared block count once."""
     empty: dict[int, int] = {}
     for branch in branches:
-        for i in range(branch.computed // block_size, len(branch.table)):
-            left = min(block_size, (i + 1) * block_size - branch.computed)
+        end = filled(branch)
+        for i in range(end // block_size, len(branch.table)):
+            left = min(block_size, (i + 1) * block_size - end)
             block = branch.table[i]
             empty[block] = min(left, empty.get(block, left))
     return sum(empty.values())

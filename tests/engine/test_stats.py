@@ -56,6 +56,13 @@ class TestMemory:
         stats = engine.stats()
         assert (stats.blocks_used, stats.slots_empty, stats.occupancy, stats.waste) == (2, 3, 0.2, 3 / 8)
 
+    def test_slots_of_known_tokens_are_no_fragmentation(self) -> None:
+        engine = toy_engine(block_size=8, max_step_rows=3)
+        add(engine, 6)
+        step(engine)  # three of six tokens are read: the block has three slots for the others, and two beyond
+        stats = engine.stats()
+        assert (stats.slots_empty, stats.slots_ahead, stats.waste, stats.fragmentation) == (5, 3, 5 / 8, 2 / 8)
+
     def test_a_shared_block_counts_once(self) -> None:
         engine = toy_engine(block_size=4)
         add(engine, 6, n=3, temperature=1.0, seed=1)
@@ -79,6 +86,7 @@ class TestMemory:
             stats, filled = engine.stats(), filled_slots(engine.block_map())
             assert stats.blocks_used == len(filled)
             assert stats.slots_empty == stats.blocks_used * stats.block_size - sum(map(len, filled.values()))
+            assert 0 <= stats.slots_ahead <= stats.slots_empty and stats.fragmentation <= stats.waste
 
 
 def filled_slots(blocks: BlockMap) -> dict[int, set[int]]:
