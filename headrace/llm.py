@@ -36,7 +36,7 @@ _BOUNDS = {  # option: least, most
     "max_model_len": (0, 2**26),
     "max_num_seqs": (1, 2**16),
     "max_step_rows": (1, 2**20),
-    "max_chunk_rows": (1, 2**20),
+    "chunk_rows": (1, 2**20),
     "max_logit_rows": (1, 2**20),
     "seed": (0, 2**64 - 1),
 }

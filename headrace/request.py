@@ -126,6 +126,11 @@ class Service:
     cache_salt: str | None = None
     """Only requests of the same salt share KV in the prefix cache."""
 
+    def __new__(cls, **options: Any) -> "Service":
+        # As in SamplingParams.
+        check_names("service option", options, (field.name for field in fields(cls)))
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "priority", integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY))
         if self.timeout is not None:

@@ -280,7 +280,7 @@ class TestOptions:
             ({"backend": ["cpu"]}, "backend must be one of"),
             ({"max_num_seqs": 0}, "max_num_seqs must be a whole number from 1"),
             ({"threads": -1}, "threads"),
-            ({"max_chunk_rows": 0}, "max_chunk_rows must be a whole number from 1"),
+            ({"chunk_rows": 0}, "chunk_rows must be a whole number from 1"),
             ({"prefix_cache": 1}, "prefix_cache must be true or false, not 1"),
             ({"target_token_ms": -1}, "target_token_ms must be a number from 0"),
             ({"seed": 0.5}, "seed"),

@@ -8,14 +8,14 @@ and a step computes some of them.
 rank ever changes.
 
 **Everybody finishes.** Take the branch of the lowest rank of all. If it runs, it has a row in every step and never gives way:
-who gives way is the last of those running, so it would have to be alone, and alone a request fits, or it would have been
-refused. If it waits, nobody is admitted before it, the first of those running goes on in the same way, and when they have
-ended it is alone. So it ends; and before any other branch there are only finitely many, those that came at most
-`STEPS_PER_PRIORITY` x (difference of priorities) steps later included.
+who gives way comes last among those running, so it would have to be alone, and alone every request fits, or it would have been
+refused. If it waits, nobody is admitted before it, and those that run end in the same way, the first of them first; at the
+latest it is alone then, and is admitted. So it ends, and another is the lowest. Only finitely many ever come before a branch:
+besides those that were there, those that came within `STEPS_PER_PRIORITY` x (difference of priorities) steps after it.
 
-**Nobody is preempted twice for nothing.** A branch is admitted when there are blocks for all its known tokens, and has them
-at once; it gives way only after it has drawn a token, unless the first of those running needs its block and all others
-have drawn nothing yet either. That happens at most once for each block that branches of lower rank grow by.
+**Nobody gives way twice for nothing.** A branch is admitted when there are blocks for all its known tokens, and has them at
+once, so it needs no other before it has drawn a token. Only who has drawn since it was admitted gives way, unless the first
+needs a block and nobody else has drawn yet; that happens at most once for each block that the first grows by.
 """
 
 from bisect import insort
@@ -150,7 +150,8 @@ class Scheduler:
         kept_free = 1 if chunked and chunked[0] is self.running[0] else 0
         rows = dict.fromkeys(decoding[: config.max_step_rows - kept_free], 1)
         left = config.max_step_rows - len(rows)
-        budget = _Budget(left, min(left, config.max_chunk_rows) if decoding else left, config.max_logit_rows)
+        chunk_rows = max(config.chunk_rows, len(decoding)) if decoding else left
+        budget = _Budget(left, chunk_rows, config.max_logit_rows)
         for branch in chunked:
             rows[branch] = budget.take(branch)
         return budget, rows
@@ -158,18 +159,18 @@ class Scheduler:
     def _place(self, plan: Plan, branch: Branch, rows: int) -> None:
         """Reserve slots, at the cost of others if need be, or give way."""
         while (copies := self._pool.reserve(branch.table, branch.computed, rows)) is None:
-            victim = self._victim()
+            victim = self._victim(branch)
             self._preempt(victim)
             if victim is branch:
                 return
         plan.parts.append(Part(branch, rows, rows == branch.missing))
         plan.copies.extend(copies)
 
-    def _victim(self) -> Branch:
-        """Who gives way: the last that has drawn since it was admitted, or just the last, so that the first need not."""
-        drawn = (branch for branch in reversed(self.running) if branch.has_drawn)
-        victim = next(drawn, self.running[0])
-        return self.running[-1] if victim is self.running[0] else victim
+    def _victim(self, needy: Branch) -> Branch:
+        """Who gives way, `needy` itself or one after it: the last that has drawn since it was admitted, or, to the first, the last."""
+        after = self.running[self.running.index(needy) :]
+        drawn = [branch for branch in after if branch.has_drawn]
+        return drawn[-1] if drawn and drawn[-1] is not self.running[0] else after[-1]
 
     def _preempt(self, branch: Branch) -> None:
         """Take the blocks away and let the branch wait; tokens that the cache does not keep are computed again later."""

@@ -166,6 +166,7 @@ class TestChat:
         chat.type("And of Italy?\n")
         second = chat.wait_for(r"\[(\d+) in.*\]")
         assert num_in(second) > num_in(first) + 8  # the whole conversation is the prompt
+        assert re.search(r" in, [1-9]\d* cached, ", second)  # and what came before is not computed again
         chat.wait_for("> ")
         chat.type("/reset\n")
         chat.wait_for("> ")

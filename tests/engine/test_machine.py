@@ -58,7 +58,7 @@ class Life(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         max_step_rows=st.integers(1, 25),
         max_logit_rows=st.integers(1, 12),
-        max_chunk_rows=st.integers(1, 12),
+        chunk_rows=st.integers(1, 12),
         prefix_cache=st.booleans(),
         target_token_ms=st.sampled_from([0, 0, 0, 1e-6, 0.2]),
         seed=st.integers(0, 99),
@@ -175,11 +175,11 @@ class Life(RuleBasedStateMachine):
 
     def _step(self) -> None:
         before = self.engine.stats()
-        decoding = any(branch.missing == 1 for branch in self.engine._scheduler.running)
+        decoding = sum(branch.missing == 1 for branch in self.engine._scheduler.running)
         self._record(self._updates())
         after = self.engine.stats()
         if decoding and not self.with_guesses:
-            assert after.rows - before.rows <= self.config["max_num_seqs"] + self.config["max_chunk_rows"]
+            assert after.rows - before.rows <= decoding + max(decoding, self.config["chunk_rows"])
         rows, logit_rows, branches = self.engine._stepper.executable.largest
         assert rows <= self.config["max_step_rows"] and branches <= max(self.config["max_num_seqs"], 1)
         assert logit_rows <= self.config["max_num_seqs"] + self.config["max_logit_rows"]

@@ -55,6 +55,11 @@ class TestPriority:
             Service(priority=priority)
 
 
+def test_a_name_that_is_not_known() -> None:
+    with pytest.raises(RequestError, match="unknown service option 'prioritty'; did you mean priority"):
+        Service(prioritty=1)  # type: ignore[call-arg]
+
+
 class TestTimeout:
     def test_in_the_queue_and_in_the_middle(self) -> None:
         engine = toy_engine(max_num_seqs=1)

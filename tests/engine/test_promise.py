@@ -92,7 +92,7 @@ def same_logprobs(a: list[Logprobs] | list[Logprobs | None], b: list[Logprobs] |
     seed=st.integers(0, 1000),
     stagger=st.integers(0, 3),
     threads=st.integers(1, 2),
-    max_chunk_rows=st.sampled_from([1, 3, 32]),
+    chunk_rows=st.sampled_from([1, 3, 32]),
     prefix_cache=st.booleans(),
 )
 def test_same_request_same_tokens(

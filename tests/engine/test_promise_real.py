@@ -74,7 +74,7 @@ def alone(executables: dict[int, Executable]) -> list[RequestOutput]:
     guesses=st.sampled_from(["off", "ngram", "trees"]),
     max_step_rows=st.sampled_from([7, 32, 100, 512]),
     num_blocks=st.sampled_from([14, 40, 128]),
-    max_chunk_rows=st.sampled_from([5, 32]),
+    chunk_rows=st.sampled_from([5, 32]),
     prefix_cache=st.booleans(),
     seed=st.integers(0, 99),
 )
@@ -101,7 +101,7 @@ def test_same_request_same_tokens(
 
 
 def test_preemption_is_not_seen(executables: dict[int, Executable], alone: list[RequestOutput]) -> None:
-    engine = engine_on(executables[2], num_blocks=14, max_num_seqs=32)
+    engine = engine_on(executables[2], num_blocks=8, max_num_seqs=32)  # equal requests share their blocks
     longer = [(tokens, replace(params, max_tokens=90, ignore_eos=True)) for tokens, params in requests()[:3]] * 3
     apart = [run_all(engine_on(executables[2]), [request])[0] for request in longer[:3]]
     for i, result in enumerate(run_all(engine, longer)):

@@ -37,6 +37,20 @@ def test_decoding_goes_before_chunks() -> None:
     assert step(engine) == [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 2, 0)]
 
 
+def test_a_long_prompt_has_few_rows_beside_tokens() -> None:
+    engine = toy_engine(chunk_rows=2)
+    add(engine, 12)
+    assert step(engine) == [(0, 12, 0)]  # nobody decodes
+    add(engine, 12)
+    add(engine, 12)
+    assert step(engine) == [(0, 1, 0), (1, 2, 0)]
+    engine.add_request([9], SamplingParams(n=5, seed=1, max_tokens=20), service=Service(priority=-1))
+    for _ in range(5):
+        assert step(engine) == [(0, 1, 0), (1, 2, 0)]
+    assert step(engine) == [(0, 1, 0), (1, 1, 0), (3, 1, 0), (2, 1, 0)]
+    assert step(engine) == [*[(3, 1, 0)] * 5, (0, 1, 0), (1, 1, 0), (2, 7, 0)]  # seven decode
+
+
 def test_the_oldest_goes_on_whatever_the_others_do() -> None:
     engine = toy_engine(max_step_rows=3, max_logit_rows=1)
     add(engine, 9, prompt_logprobs=0)  # one row a step
