@@ -19,7 +19,7 @@ class StaticScheduler(Scheduler):
 
     def __init__(self, pool: BlockPool, config: EngineConfig, max_nodes: int, window: int = 0) -> None:
         # Prompts of a batch are not slowed for the sake of its other members: that would burden the baseline.
-        super().__init__(pool, replace(config, max_chunk_rows=config.max_step_rows), max_nodes, window)
+        super().__init__(pool, replace(config, chunk_rows=config.max_step_rows), max_nodes, window)
         self._batch: set[Branch] = set()
         self._padded = 0
         """Slots of each member."""
