@@ -17,7 +17,7 @@ help:
 	@echo 'make run     a real model answers a prompt (MODEL=$(MODEL), PROMPT="...")'
 	@echo 'make test    all tests'
 	@echo 'make lint    ruff, mypy, clang-format; `make format` repairs what can be repaired'
-	@echo 'make bench   cold start, and a paired run against llama.cpp'
+	@echo 'make bench   cold start, a paired run against llama.cpp, and what serving many requests costs'
 	@echo 'make micro   kernels against the bandwidth and arithmetic of this machine'
 	@echo 'make clean   remove what the above made'
 
@@ -42,6 +42,7 @@ format: .venv/.lint
 bench: .venv/.core
 	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/peers.py --engines llama.cpp --workloads decode,prefill
+	$(BIN)/python benchmarks/serving
 
 micro: .venv/.core
 	$(BIN)/python benchmarks/micro

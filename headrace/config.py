@@ -32,6 +32,8 @@ class EngineConfig:
     """Blocks in the KV pool; 0: from the context length and the memory at hand."""
     max_model_len: int = 0
     """Longest sequence, prompt and output; 0: what the model was trained for."""
+    batching: Literal["inflight", "static"] = "inflight"
+    """`inflight`: requests join and leave at every step. `static`: a batch starts and ends together, the baseline to compare with."""
     max_num_seqs: int = 64
     """Most branches in one step."""
     max_step_rows: int = 512

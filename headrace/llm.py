@@ -1,7 +1,7 @@
 """The offline face: text in, text out, in the caller's own process."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property
 from threading import RLock
 from types import TracebackType
@@ -13,13 +13,14 @@ from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig, KvConfig, KvDtype
-from headrace.engine.engine import Engine, Limits, Stats
+from headrace.engine.engine import SCHEDULERS, Engine, Limits
 from headrace.errors import ClosedError, MemoryLimitError, RequestError, RequestFailedError
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.planner.host import available_memory, usable_cores
 from headrace.propose import PROPOSERS, make_proposer
 from headrace.request import RequestOutput, SamplingParams, Service, Update, check_names, integer, number
+from headrace.stats import BlockMap, Stats
 
 Prompt = str | Mapping[str, Any]
 """Text, or `{"prompt": text}`, or `{"prompt_token_ids": [...]}`."""
@@ -27,7 +28,7 @@ Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`"""
 
 _T = TypeVar("_T")
-_CHOICES = {"backend": BACKENDS, "kv_dtype": get_args(KvDtype), "proposer": tuple(PROPOSERS)}
+_CHOICES = {"backend": BACKENDS, "kv_dtype": get_args(KvDtype), "proposer": tuple(PROPOSERS), "batching": tuple(SCHEDULERS)}
 _BOUNDS = {  # option: least, most
     "threads": (0, 1024),
     "kv_blocks": (0, 2**26),
@@ -81,7 +82,9 @@ def load_engine(model: str, config: EngineConfig) -> Loaded:
     threads = config.threads or usable_cores()
     executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads)
     limits = Limits(spec.vocab_size, max_model_len, kv, spec.widest_window)
-    return Loaded(Engine(executable, tokenizer, limits, config, make_proposer(config.proposer)), tokenizer, checkpoint)
+    config = replace(config, threads=threads)
+    engine = Engine(executable, tokenizer, limits, config, make_proposer(config.proposer), name=model)
+    return Loaded(engine, tokenizer, checkpoint)
 
 
 def size_kv(spec: ModelSpec, config: EngineConfig, max_model_len: int, weights: int, available: int) -> KvConfig:
@@ -194,6 +197,11 @@ class LLM:
         """What the engine does now, and what it has done."""
         with self._lock:
             return self._engine.stats()
+
+    def block_map(self) -> BlockMap:
+        """Who holds which block of KV now; `headrace.planner.block_picture.block_map_svg` draws it."""
+        with self._lock:
+            return self._engine.block_map()
 
     def close(self) -> None:
         """End all requests and give the memory back. May be called more than once."""

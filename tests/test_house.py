@@ -59,7 +59,7 @@ def import_table() -> dict[str, set[str]]:
 
 
 ALLOWED = import_table()
-RECORDS = {"batch", "request", "config", "errors"}
+RECORDS = {"batch", "request", "config", "stats", "errors"}
 ALLOWED |= {"__init__": {"llm", *RECORDS}, "__main__": {"cli"}}
 
 

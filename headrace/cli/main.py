@@ -20,6 +20,7 @@ VERBS = {  # each is a module of this package with `configure(parser)` and `run(
     "show": "what a model is, what it needs, and how fast it can be here",
     "profile": "where the time of prefill and decode goes, op by op, and what bounds it",
     "bench": "measure how fast a model runs here, and how close to the limit",
+    "top": "what the engines on this machine do now: KV memory, rows, speed, requests",
     "doctor": "measure this machine, and test that the engine computes right on it",
 }
 

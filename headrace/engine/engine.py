@@ -1,9 +1,12 @@
 """The engine: requests in, updates out. Everything here runs in the caller's thread, and only in one at a time."""
 
+import os
+import time
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from time import perf_counter
+from typing import Any
 
 from headrace.accept import Acceptor
 from headrace.accept.beam import BeamSearch
@@ -12,15 +15,24 @@ from headrace.accept.sampler import derive_seed, make_sampler
 from headrace.backend import Executable
 from headrace.batch import Proposer
 from headrace.config import EngineConfig, KvConfig
+from headrace.engine import survey
 from headrace.engine.branch import Branch, Request
+from headrace.engine.meter import Meter
 from headrace.engine.output import Output, TokenizerView, end_ids
+from headrace.engine.publish import MOST_BLOCKS, MOST_LINES, VERSION, Publisher
 from headrace.engine.scheduler import Scheduler
+from headrace.engine.static import StaticScheduler
 from headrace.engine.step import Stepper
 from headrace.engine.stops import StopPattern
 from headrace.errors import ClosedError, RequestError
 from headrace.kv.blocks import BlockPool
 from headrace.propose import Guard
 from headrace.request import RequestOutput, SamplingParams, Service, Update, token_ids
+from headrace.stats import BlockMap, Stats
+
+SCHEDULERS: dict[str, type[Scheduler]] = {"inflight": Scheduler, "static": StaticScheduler}
+"""By the name of `EngineConfig.batching`."""
+_SHOWN = ("backend", "threads", "kv_dtype", "batching", "proposer", "max_num_seqs", "max_step_rows")
 
 
 @dataclass(frozen=True)
@@ -36,49 +48,28 @@ class Limits:
     """How far back a row sees, itself included; 0: to the beginning."""
 
 
-@dataclass(frozen=True)
-class Stats:
-    """What the engine does now, and what it has done."""
-
-    running: int
-    """Branches with KV."""
-    waiting: int
-    """Branches that wait for their first step, or for their next after preemption."""
-    blocks_free: int
-    """Those that only the prefix cache keeps included."""
-    blocks_cached: int
-    """Those that only the prefix cache keeps."""
-    blocks_total: int
-    steps: int
-    rows: int
-    guessed: int
-    """Guess rows so far."""
-    accepted: int
-    """Those that were right."""
-    proposer_failures: int
-    preemptions: int
-    prompt_tokens: int
-    """Of all requests that were admitted."""
-    cached_tokens: int
-    """Those of them whose KV came from the prefix cache."""
-
-
 class Engine:
-    """Continuous batching over one executable."""
+    """Many requests over one executable. `name` is what `headrace top` calls it."""
 
-    def __init__(self, executable: Executable, tokenizer: TokenizerView, limits: Limits, config: EngineConfig, proposer: Proposer) -> None:
+    def __init__(
+        self, executable: Executable, tokenizer: TokenizerView, limits: Limits, config: EngineConfig, proposer: Proposer, name: str = ""
+    ) -> None:
+        self.name = name
         self.limits = limits
         self.config = config
         self._tokenizer = tokenizer
         self._pool = BlockPool(limits.kv.num_blocks, limits.kv.block_size)
         self._proposer = Guard(proposer, limits.vocab_size)
-        self._scheduler = Scheduler(self._pool, config, proposer.max_nodes, limits.window)
+        self._scheduler = SCHEDULERS[config.batching](self._pool, config, proposer.max_nodes, limits.window)
         self._stepper = Stepper(self._scheduler, self._proposer, executable, self._pool, tokenizer)
         self._plain = DrawAndDescend()
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         """A heap of (time, number, id) of requests that have a timeout, some of which may have ended."""
         self._numbers = count()
+        self._meter = Meter(perf_counter())
+        self._publisher = Publisher(self._record)
+        self._started = time.time()
         self._closed = False
 
     def add_request(
@@ -109,6 +100,13 @@ class Engine:
 
     def check(self, prompt_token_ids: list[int], params: SamplingParams) -> list[int]:
         """The prompt as a list of ints. Raises RequestError for what this engine could not serve."""
+        try:
+            return self._checked(prompt_token_ids, params)
+        except RequestError:
+            self._meter.refused += 1
+            raise
+
+    def _checked(self, prompt_token_ids: list[int], params: SamplingParams) -> list[int]:
         longest, vocab = self.limits.max_model_len, self.limits.vocab_size
         known = token_ids("prompt_token_ids", prompt_token_ids, 2**31 - 1)
         if not known:
@@ -125,14 +123,20 @@ class Engine:
     def step(self) -> list[Update]:
         """Run one step; empty when there is nothing to do, or nothing to say yet."""
         self._check_open()
+        begun, num_tokens = perf_counter(), 0
         updates = self._expire()
-        start = perf_counter()
         if flight := self._stepper.launch():
             updates += self._stepper.finish(flight)
-            self._scheduler.pace.record(perf_counter() - start)
         for update in updates:
+            num_tokens += len(update.token_ids)
             if update.result:
+                self._meter.finished += 1
                 self._forget(update.request_id)
+        if flight:
+            now = perf_counter()
+            self._scheduler.pace.record(now - begun)
+            self._meter.step(begun, now, num_tokens, self._stepper.num_rows)
+            self._publisher.tick(now, last=not self._requests)
         return updates
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -142,6 +146,7 @@ class Engine:
             return None
         self._stepper.end(request, "abort")
         result = request.result()
+        self._meter.aborted += 1
         self._forget(request_id)
         return result
 
@@ -152,22 +157,40 @@ class Engine:
 
     def stats(self) -> Stats:
         """A snapshot."""
-        stepper = self._stepper
+        meter, stepper, scheduler = self._meter, self._stepper, self._scheduler
+        tokens_per_second, rows_per_second = meter.rates(perf_counter())
+        empty = survey.empty_slots(scheduler.running, self._pool.block_size, lambda branch: branch.computed)
+        beyond = survey.empty_slots(scheduler.running, self._pool.block_size, lambda branch: len(branch.known))
         return Stats(
-            running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
             blocks_free=self._pool.num_free,
             blocks_cached=self._pool.num_idle,
             blocks_total=self._pool.num_blocks,
+            block_size=self._pool.block_size,
+            slots_empty=empty,
+            slots_ahead=empty - beyond,
             steps=stepper.num_steps,
             rows=stepper.num_rows,
+            rows_last=meter.rows_last,
+            step_seconds=meter.step_seconds,
+            tokens=meter.latest.tokens,
+            tokens_per_second=tokens_per_second,
+            rows_per_second=rows_per_second,
             guessed=stepper.num_guessed,
             accepted=stepper.num_accepted,
             proposer_failures=self._proposer.failures,
-            preemptions=self._scheduler.num_preemptions,
-            prompt_tokens=self._scheduler.num_prompt_tokens,
-            cached_tokens=self._scheduler.num_cached_tokens,
+            preemptions=scheduler.num_preemptions,
+            prompt_tokens=scheduler.num_prompt_tokens,
+            cached_tokens=scheduler.num_cached_tokens,
+            finished=meter.finished,
+            aborted=meter.aborted,
+            refused=meter.refused,
         )
+
+    def block_map(self) -> BlockMap:
+        """Who holds which block of KV now."""
+        return survey.block_map(self._scheduler, self._pool)
 
     def close(self) -> None:
         """Abort all requests and give the memory back. May be called more than once."""
@@ -175,6 +198,7 @@ class Engine:
             for request_id in list(self._requests):
                 self.abort(request_id)
             self._closed = True
+            self._publisher.close()
             self._stepper.executable.close()
 
     def _expire(self) -> list[Update]:
@@ -209,6 +233,26 @@ class Engine:
             return self._plain
         num_end_ids = len(end_ids(params, self._tokenizer))
         return BeamSearch(params.beam_width, params.n, params.length_penalty, params.early_stopping, num_end_ids)
+
+    def _record(self, with_map: bool) -> dict[str, Any]:
+        """What `headrace top` shows, fit for JSON."""
+        now = perf_counter()
+        lines = survey.lines(self._scheduler, now)
+        record: dict[str, Any] = {
+            "version": VERSION,
+            "pid": os.getpid(),
+            "model": self.name,
+            "config": {name: getattr(self.config, name) for name in _SHOWN} | {"max_model_len": self.limits.max_model_len},
+            "started": self._started,
+            "time": time.time(),
+            "stats": self.stats()._asdict(),
+            "history": self._meter.history(now),
+            "branches": [line._asdict() for line in lines[:MOST_LINES]],
+            "branches_left_off": max(0, len(lines) - MOST_LINES),
+        }
+        if with_map and self._pool.num_blocks <= MOST_BLOCKS:
+            record["map"] = self.block_map()._asdict()
+        return record
 
     def _branches(self, request: Request) -> list[Branch]:
         """All branches of a request; the first owns the others until its prompt ends."""

@@ -52,6 +52,10 @@ class BlockPool:
         """Blocks that nobody holds and whose content is kept."""
         return len(self._idle)
 
+    def idle_blocks(self) -> list[int]:
+        """Blocks that nobody holds and whose content is kept, longest idle first."""
+        return list(self._idle)
+
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold so many tokens."""
         return -(-num_tokens // self.block_size)

@@ -1,22 +1,18 @@
 """The roofline as an SVG picture: what the machine was measured to do, and the ops as points (Williams et al. 2009).
 
-Colour tells the op, shape the phase, area the share of the phase's time. The background is painted, so that the picture reads
-the same in a dark viewer.
+Colour tells the op, shape the phase, area the share of the phase's time.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
-from xml.sax.saxutils import escape
 
 from headrace.planner.hardware import KINDS, Kind, Machine
 from headrace.planner.profile import OpProfile, PhaseProfile
+from headrace.planner.svg import COLOURS, FAINT, GRID, INK, document, haloed, line, pairs, plain, text
 
 WIDTH, HEIGHT = 1000, 656
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 748, 84, 572  # of the plot; the legend is right of it
-_INK, _FAINT, _GRID = "#1f2933", "#5f6c7b", "#e8ecf0"
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b4fa0", "#8a6d3b", "#333333")
-"""After Okabe and Ito 2008, which colour-blind readers can tell apart; darkest where most is drawn."""
 _SHAPES = ("circle", "square", "up", "diamond", "down", "pentagon", "star", "hexagon", "cross")
 _RADII = (3.5, 13.0)
 """Least, and that of an op which takes the whole time."""
@@ -66,11 +62,13 @@ def roofline_svg(title: str, machine: Machine, profiles: Sequence[PhaseProfile])
     ys = [op.flops / op.seconds for _, op in plotted] + [machine.rates[kind] * 1.2 for kind in kinds]
     axes = _Axes(xs or [1.0], ys or [1.0])
     total = {op.name: sum(o.seconds for _, o in plotted if o.name == op.name) for _, op in plotted}
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(sorted(total, key=lambda name: -total[name]))}
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(sorted(total, key=lambda name: -total[name]))}
     shapes = {p.phase.name: _SHAPES[i % len(_SHAPES)] for i, p in enumerate(profiles)}
     points = [_point(axes, p, op, colours[op.name], shapes[p.phase.name]) for p, op in plotted]
     taken = [(p.x - p.radius, p.y - p.radius, p.x + p.radius, p.y + p.radius) for p in points]
     body = [
+        text(_LEFT, 34, title, size=18, weight="bold"),
+        text(_LEFT, 56, _subtitle(machine), fill=FAINT),
         *_frame(axes),
         *_paths(points),
         *_roof(axes, machine, kinds, taken),
@@ -79,15 +77,7 @@ def roofline_svg(title: str, machine: Machine, profiles: Sequence[PhaseProfile])
         *_legend(colours, shapes),
         *_left_out(profiles, drawn),
     ]
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        f'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="{_INK}">',
-        f"<title>{_plain(title)}</title>",
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        _text(_LEFT, 34, title, size=18, weight="bold"),
-        _text(_LEFT, 56, _subtitle(machine), fill=_FAINT),
-    )
-    return "\n".join((*head, *body, "</svg>", ""))
+    return document(title, WIDTH, HEIGHT, body)
 
 
 def _subtitle(machine: Machine) -> str:
@@ -105,7 +95,7 @@ def _left_out(profiles: Sequence[PhaseProfile], drawn: set[str]) -> Iterator[str
     worth = [f"{name} (up to {100 * share:.0f} %)" for name, share in sorted(most.items(), key=lambda item: -item[1]) if share >= 0.005]
     if worth:
         note = f"Not drawn, since they hardly read or compute: {', '.join(worth)} of a phase's time"
-        yield _text(_LEFT, HEIGHT - 14, note, fill=_FAINT, size=11)
+        yield text(_LEFT, HEIGHT - 14, note, fill=FAINT, size=11)
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
@@ -123,16 +113,16 @@ def _point(axes: _Axes, profile: PhaseProfile, op: OpProfile, colour: str, shape
 def _frame(axes: _Axes) -> Iterator[str]:
     for value in _ticks(axes.x_range):
         x = axes.x(value)
-        yield _line([(x, _TOP), (x, _BOTTOM)], _GRID, 1)
-        yield _text(x, _BOTTOM + 18, _number(value), anchor="middle")
+        yield line([(x, _TOP), (x, _BOTTOM)], GRID, 1)
+        yield text(x, _BOTTOM + 18, _number(value), anchor="middle")
     for value in _ticks(axes.y_range, unit=1e9):
         y = axes.y(value)
-        yield _line([(_LEFT, y), (_RIGHT, y)], _GRID, 1)
-        yield _text(_LEFT - 8, y + 4, _number(value / 1e9), anchor="end")
-    yield _line([(_LEFT, _TOP), (_LEFT, _BOTTOM), (_RIGHT, _BOTTOM)], _INK, 1)
-    yield _text((_LEFT + _RIGHT) / 2, _BOTTOM + 42, "operations per byte of weights and KV", anchor="middle", size=13)
+        yield line([(_LEFT, y), (_RIGHT, y)], GRID, 1)
+        yield text(_LEFT - 8, y + 4, _number(value / 1e9), anchor="end")
+    yield line([(_LEFT, _TOP), (_LEFT, _BOTTOM), (_RIGHT, _BOTTOM)], INK, 1)
+    yield text((_LEFT + _RIGHT) / 2, _BOTTOM + 42, "operations per byte of weights and KV", anchor="middle", size=13)
     middle = (_TOP + _BOTTOM) / 2
-    yield _text(24, middle, "G operations per second", anchor="middle", size=13, turn=-90)
+    yield text(24, middle, "G operations per second", anchor="middle", size=13, turn=-90)
 
 
 def _ticks(span: tuple[float, float], unit: float = 1.0) -> list[float]:
@@ -156,24 +146,24 @@ def _roof(axes: _Axes, machine: Machine, kinds: Sequence[Kind], taken: list[_Box
     top = max((machine.rates[kind] for kind in kinds), default=10 ** axes.y_range[1])
     start = max(left, 10 ** axes.y_range[0] / machine.bandwidth)
     slope = [(axes.x(start), axes.y(start * machine.bandwidth)), (axes.x(top / machine.bandwidth), axes.y(top))]
-    yield _line(slope, _INK, 2)
+    yield line(slope, INK, 2)
     for kind in kinds:
         y = axes.y(machine.rates[kind])
-        yield _line([(axes.x(machine.ridge(kind)), y), (axes.x(right), y)], _INK, 2)
+        yield line([(axes.x(machine.ridge(kind)), y), (axes.x(right), y)], INK, 2)
         label = f"{kind} {machine.rates[kind] / 1e9:,.0f} G op/s"
         wide = 6.3 * len(label)
         free = range(int(axes.x(right) - 4), int(axes.x(machine.ridge(kind)) + wide), -12)
         boxes = [(end - wide, y - 19, float(end), y - 2) for end in free] or [(_RIGHT - wide, y - 19, _RIGHT, y - 2)]
         box = min(boxes, key=lambda box: _crowd(box, taken))
         taken.append(box)
-        yield from _haloed(box[0], y - 7, label, _INK)
+        yield from haloed(box[0], y - 7, label, INK)
     (x0, y0), (x1, y1) = slope
     angle = math.degrees(math.atan2(y1 - y0, x1 - x0))
     along = [(x0 + t / 40 * (x1 - x0), y0 + t / 40 * (y1 - y0)) for t in range(41)]
     taken += [(x - 2, y - 2, x + 2, y + 2) for x, y in along]
     taken += [(x - 20, y - 20, x, y) for x, y in along[14:31]]  # the label, above the line
     x, y = along[22]
-    yield from _haloed(x - 6, y - 8, f"memory {machine.bandwidth / 1e9:.1f} GB/s", _INK, anchor="middle", turn=angle)
+    yield from haloed(x - 6, y - 8, f"memory {machine.bandwidth / 1e9:.1f} GB/s", INK, anchor="middle", turn=angle)
 
 
 def _paths(points: Sequence[_Point]) -> Iterator[str]:
@@ -181,13 +171,13 @@ def _paths(points: Sequence[_Point]) -> Iterator[str]:
     for name in dict.fromkeys(p.op.name for p in points):
         own = sorted((p for p in points if p.op.name == name), key=lambda p: (p.x, -p.y))
         if len(own) > 1:
-            yield _line([(p.x, p.y) for p in own], own[0].colour, 1.2, opacity=0.35)
+            yield line([(p.x, p.y) for p in own], own[0].colour, 1.2, opacity=0.35)
 
 
 def _mark(p: _Point) -> str:
     what = f"{p.op.name}, {p.phase}: {p.share:.0%} of the time; bound by {p.op.bound}"
     style = f'fill="{p.colour}" fill-opacity="0.82" stroke="#ffffff" stroke-width="0.9"'
-    return f'<g class="point" {style}><title>{_plain(what)}</title>{_shape(p.shape, p.x, p.y, p.radius)}</g>'
+    return f'<g class="point" {style}><title>{plain(what)}</title>{_shape(p.shape, p.x, p.y, p.radius)}</g>'
 
 
 def _shape(shape: str, x: float, y: float, r: float) -> str:
@@ -204,7 +194,7 @@ def _shape(shape: str, x: float, y: float, r: float) -> str:
         "cross": [(a + d, s) for a in (0, 90, 180, 270) for d, s in ((-18, 1.3), (18, 1.3), (45, 0.57))],
     }[shape]
     at = ((x + s * r * math.cos(math.radians(a)), y - s * r * math.sin(math.radians(a))) for a, s in corners)
-    return f'<polygon points="{_pairs(at)}"/>'
+    return f'<polygon points="{pairs(at)}"/>'
 
 
 def _names(points: Sequence[_Point], taken: list[_Box]) -> Iterator[str]:
@@ -222,7 +212,7 @@ def _names(points: Sequence[_Point], taken: list[_Box]) -> Iterator[str]:
         if places:
             _, x, y, colour = min(places)
             taken.append((x, y, x + width, y + height))
-            yield from _haloed(x + 2, y + 10, name, colour, weight="bold")
+            yield from haloed(x + 2, y + 10, name, colour, weight="bold")
 
 
 def _places(p: _Point, width: float, height: float) -> Iterator[tuple[float, float, float]]:
@@ -242,64 +232,23 @@ def _crowd(box: _Box, taken: Iterable[_Box]) -> float:
 
 def _legend(colours: dict[str, str], shapes: dict[str, str]) -> Iterator[str]:
     x, y = _RIGHT + 30, _TOP + 10
-    yield _text(x, y, "Op", weight="bold")
+    yield text(x, y, "Op", weight="bold")
     for name, colour in colours.items():
         y += 21
         yield f'<rect x="{x}" y="{y - 9}" width="18" height="9" rx="2" fill="{colour}"/>'
-        yield _text(x + 28, y, name)
+        yield text(x + 28, y, name)
     y += 38
-    yield _text(x, y, "Phase", weight="bold")
+    yield text(x, y, "Phase", weight="bold")
     for name, shape in shapes.items():
         y += 21
-        yield f'<g fill="{_FAINT}">{_shape(shape, x + 9, y - 4, 5.5)}</g>'
-        yield _text(x + 28, y, name)
+        yield f'<g fill="{FAINT}">{_shape(shape, x + 9, y - 4, 5.5)}</g>'
+        yield text(x + 28, y, name)
     y += 38
-    yield _text(x, y, "Share of the phase's time", weight="bold")
+    yield text(x, y, "Share of the phase's time", weight="bold")
     y += 24
     at = x + 3.0
     for share in (0.05, 0.2, 0.5):
         r = _RADII[1] * math.sqrt(share)
-        yield f'<circle cx="{at + r:.1f}" cy="{y - 4}" r="{r:.1f}" fill="{_FAINT}"/>'
-        yield _text(at + 2 * r + 5, y, f"{100 * share:.0f} %")
+        yield f'<circle cx="{at + r:.1f}" cy="{y - 4}" r="{r:.1f}" fill="{FAINT}"/>'
+        yield text(at + 2 * r + 5, y, f"{100 * share:.0f} %")
         at += 2 * r + 46
-
-
-def _line(points: Iterable[tuple[float, float]], colour: str, width: float, opacity: float = 1.0) -> str:
-    fade = f' stroke-opacity="{opacity}"' if opacity < 1 else ""
-    return f'<polyline points="{_pairs(points)}" fill="none" stroke="{colour}" stroke-width="{width}"{fade}/>'
-
-
-def _pairs(points: Iterable[tuple[float, float]]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    *,
-    anchor: str = "start",
-    size: int = 12,
-    weight: str = "",
-    fill: str = "",
-    turn: float = 0.0,
-    stroke: str = "",
-) -> str:
-    extra = f' text-anchor="{anchor}"' if anchor != "start" else ""
-    extra += f' font-size="{size}"' if size != 12 else ""
-    extra += f' font-weight="{weight}"' if weight else ""
-    extra += f' fill="{fill}"' if fill else ""
-    extra += f' transform="rotate({turn:.1f} {x:.1f} {y:.1f})"' if turn else ""
-    extra += f' stroke="{stroke}" stroke-width="3" stroke-linejoin="round"' if stroke else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{extra}>{_plain(text)}</text>'
-
-
-def _haloed(x: float, y: float, text: str, colour: str, *, weight: str = "", anchor: str = "start", turn: float = 0.0) -> Iterator[str]:
-    """Text that stays readable over lines: itself over a broad white copy."""
-    yield _text(x, y, text, weight=weight, anchor=anchor, turn=turn, fill="#ffffff", stroke="#ffffff")
-    yield _text(x, y, text, weight=weight, anchor=anchor, turn=turn, fill=colour)
-
-
-def _plain(text: str) -> str:
-    """Fit for XML: names come from files of unknown origin."""
-    return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))

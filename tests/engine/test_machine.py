@@ -149,8 +149,10 @@ class Life(RuleBasedStateMachine):
         heappush(self.engine._deadlines, (0.0, int(request_id), request_id))
         updates = self._updates()
         (result,) = [update.result for update in updates if update.result and update.request_id == request_id]
-        assert {output.finish_reason for output in result.outputs} <= {"timeout", "length"}
-        self._check(int(request_id), result.outputs, complete=False)
+        searched = self.params[request_id].beam_width is not None
+        assert {output.finish_reason for output in result.outputs} <= {"timeout", "stop" if searched else "length"}
+        if not searched:
+            self._check(int(request_id), result.outputs, complete=False)
         del self.params[request_id]
         self._record([update for update in updates if update.request_id != request_id])
 

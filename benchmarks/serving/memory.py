@@ -1,0 +1,80 @@
+"""Memory of KV: what the planner predicts against what the process maps and what of it is resident, with long prompts.
+
+The default model at its whole context, and a random model of little width with a prompt of 32,768 tokens. Mapped must equal
+predicted to the byte; resident is counted in the pages (2 MB) that were touched. Linux only.
+"""
+
+import gc
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from bench import Ask, Bench, serve
+
+from headrace.cli.table import size
+from headrace.config import EngineConfig
+from headrace.engine.engine import Engine
+from tests.tiny import tiny_engine, tiny_model
+
+PAGE = 2 << 20
+"""Of the arena: it is mapped with one more, so that it can be aligned."""
+
+
+class Mapping(NamedTuple):
+    """Anonymous memory on huge pages."""
+
+    nbytes: int
+    resident: int
+
+
+def mappings() -> dict[int, Mapping]:
+    """By address. Adjacent mappings of one kind are one to the kernel."""
+    found: dict[int, Mapping] = {}
+    begin = nbytes = resident = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if head := re.match(r"([0-9a-f]+)-([0-9a-f]+) rw.p 0+ 00:00 0 *$", line):
+            begin, nbytes = int(head[1], 16), int(head[2], 16) - int(head[1], 16)
+        elif line.startswith("Rss:"):
+            resident = 1024 * int(line.split()[1])
+        elif line.startswith("VmFlags:") and begin:
+            if "hg" in line.split():
+                found[begin] = Mapping(nbytes, resident)
+            begin = 0
+    return found
+
+
+def memory(bench: Bench) -> None:
+    rows = []
+    real = bench.engine(max_num_seqs=1, max_model_len=1024 if bench.quick else 0)
+    rows.append(_row(bench.model, real, _bytes_per_token(bench.model)))
+    tokens = 2048 if bench.quick else 32768
+    model = tiny_model(0, dim=64, context=tokens + 1)
+    narrow = tiny_engine(model, "cpu", slots=tokens, threads=bench.threads, max_num_seqs=1)
+    rows.append(_row("random, width 64", narrow, model[0].kv_bytes_per_token(2)))
+    headings = ["model", ">prompt", ">predicted", ">mapped", ">resident", ">in use"]
+    bench.table("memory", "memory of KV, bytes: of the whole pool, and resident after the prompt", headings, rows)
+
+
+def _bytes_per_token(model: str) -> int:
+    """As `headrace show` says."""
+    from headrace.cli.show import describe
+
+    return int(describe(model)["kv_bytes_per_token"][EngineConfig.kv_dtype])
+
+
+def _row(name: str, engine: Engine, per_token: int) -> tuple[dict[str, object], list[str]]:
+    kv = engine.limits.kv
+    predicted = kv.num_blocks * kv.block_size * per_token
+    arena = [address for address, found in mappings().items() if found.nbytes == -(-predicted // PAGE) * PAGE]
+    prompt_len = min(engine.limits.max_model_len - 1, kv.num_blocks * kv.block_size)
+    prompt = np.random.default_rng(0).integers(engine.limits.vocab_size, size=prompt_len).tolist()
+    serve(engine, [Ask(prompt, 1)], name)
+    after = mappings()
+    mapped = after[arena[0]].nbytes if arena else 0
+    resident = after[arena[0]].resident if arena else 0
+    used = -(-prompt_len // kv.block_size) * kv.block_size * per_token
+    engine.close()
+    gc.collect()
+    facts = {"model": name, "prompt": prompt_len, "predicted": predicted, "mapped": mapped, "resident": resident, "used": used}
+    return facts, [name, f"{prompt_len:,}", f"{predicted:,}", f"{mapped:,}", f"{resident:,} ({size(resident)})", f"{used:,}"]

@@ -1,0 +1,59 @@
+"""Memory waste on the trace, by block size and batching: slots in use that hold no KV, as a share of those in use.
+
+Some of these are about to be filled, by prompts that have their blocks and are still being read; what lies beyond all known
+tokens is fragmentation: last blocks part empty, and what a static batch reserves.
+
+The scheduler and the block pool are the engine's own, with 32 seats; the executable computes nothing, since what is counted
+depends on lengths alone. So blocks of 16 can be counted too, which the cpu backend does not have.
+"""
+
+import numpy as np
+from bench import Bench, serve
+from workload import MOST_OUTPUT, MOST_PROMPT, NUM_REQUESTS, WORDS, trace
+
+from headrace import _native
+from headrace.batch import Ints, RaggedBatch, StepRows
+from headrace.config import EngineConfig, KvConfig
+from headrace.engine.engine import Engine, Limits
+from headrace.propose import make_proposer
+from tests.tiny import TinyVocabulary
+
+SEATS = 32
+_VOCAB = 16
+TARGET = 0.04
+
+
+class Nothing:
+    """An executable that computes nothing: every token is as likely as any other."""
+
+    def __init__(self) -> None:
+        self.pool = _native.Pool(1)
+
+    def run(self, batch: RaggedBatch) -> StepRows:
+        return StepRows(np.zeros((len(batch.logit_rows), _VOCAB), np.float32), None)
+
+    def move_slots(self, source: Ints, target: Ints) -> None:
+        """There is nothing to move."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def idle_engine(batching: str, block_size: int) -> Engine:
+    longest = MOST_PROMPT + MOST_OUTPUT
+    kv = KvConfig(SEATS * -(-longest // block_size), block_size)
+    config = EngineConfig(batching=batching, max_num_seqs=SEATS)
+    return Engine(Nothing(), TinyVocabulary(_VOCAB), Limits(_VOCAB, longest, kv), config, make_proposer("off"))
+
+
+def waste(bench: Bench) -> None:
+    asks = trace(_VOCAB, 40 if bench.quick else NUM_REQUESTS)
+    tokens = sum(len(ask.prompt) + ask.num_tokens for ask in asks) / len(asks)
+    rows = []
+    for batching, block_size in (("inflight", 16), ("inflight", 32), ("static", 32)):
+        served = serve(idle_engine(batching, block_size), asks, f"{batching}, blocks of {block_size}")
+        target = f"< {TARGET:.0%}" + (", missed" if served.waste >= TARGET else "") if batching == "inflight" else ""
+        facts = {"batching": batching, "block_size": block_size, "waste": served.waste, "fragmentation": served.fragmentation}
+        rows.append((facts, [batching, str(block_size), f"{100 * served.waste:.1f} %", f"{100 * served.fragmentation:.1f} %", target]))
+    title = f"memory waste: {len(asks)} requests, {WORDS}; {tokens:,.0f} tokens each in the mean; mean over steps"
+    bench.table("waste", title, ["batching", ">block size", ">waste", ">of it beyond what is known", "target of waste"], rows)

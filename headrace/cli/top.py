@@ -1,0 +1,106 @@
+"""Watch the engines that run on this machine: KV memory, rows, speed and requests, live in the terminal.
+
+Nothing has to be prepared: every engine of yours (headrace run, LLM(...), a benchmark) shows up while it works. With one engine,
+or with a PID, its requests are shown too. Engines in a container are seen where the folder HEADRACE_STATS is shared.
+"""
+
+import argparse
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.cli.arguments import add_json
+from headrace.errors import RequestError
+
+if TYPE_CHECKING:
+    from headrace.cli.watching import Watch
+
+_NOBODY = "no engine of yours is at work; one shows up while it computes"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this verb."""
+    parser.add_argument("which", metavar="PID", nargs="?", type=_pid, help="the process to show, where several have engines")
+    parser.add_argument("--once", action="store_true", help="print what is there now, and end")
+    parser.add_argument("--map", type=Path, metavar="FILE", help="draw who holds which block of KV as SVG, and end")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show until Ctrl-C; with --once, --json, --map or without a terminal, only what is there now."""
+    from headrace.cli.table import print_json
+    from headrace.cli.watching import Watch, facts
+
+    if args.map and (args.map.is_dir() or not args.map.absolute().parent.is_dir()):
+        raise RequestError(f"{args.map}: no file can be written there; name a file in a folder that exists")
+    watch = Watch(args.which, with_map=args.map is not None)
+    if args.map:
+        return _draw(watch, args.map)
+    if args.json:
+        print_json([facts(record) for record in watch.wait()])
+        return 0
+    if args.once or not sys.stdout.isatty():
+        return _print(watch)
+    with suppress(KeyboardInterrupt):  # how one leaves
+        _live(watch)
+    return 0
+
+
+def _pid(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is no process id")
+    return int(text)
+
+
+def _print(watch: "Watch") -> int:
+    from rich.console import Console
+
+    from headrace.cli.top_screen import screen
+
+    records = watch.wait()
+    if not records:
+        print(_NOBODY)
+        return 1
+    console = Console()
+    console.print(screen(records, watch.now(), console.width))
+    return 0
+
+
+def _live(watch: "Watch") -> None:
+    """Redraw twice a second."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    from headrace.cli.top_screen import screen
+
+    def view() -> Any:
+        records = watch.read()
+        rows = max(4, console.height - 18)
+        return screen(records, watch.now(), console.width, rows) if records else Text(f"{_NOBODY} (Ctrl-C ends this)", "dim")
+
+    console = Console()
+    with Live(view(), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            watch.sleep()
+            live.update(view(), refresh=True)
+
+
+def _draw(watch: "Watch", path: Path) -> int:
+    from headrace.planner.block_picture import block_map_svg
+
+    records = watch.wait()
+    if not records:
+        raise RequestError(_NOBODY)
+    record = max(records, key=lambda record: record["time"])
+    blocks = watch.block_map(record)
+    if blocks is None:
+        raise RequestError(f"the pool of process {record['pid']} has too many blocks to draw")
+    svg = block_map_svg(f"{record['model']}, process {record['pid']}: who holds which block of KV", blocks)
+    try:
+        path.write_text(svg)
+    except OSError as error:
+        raise RequestError(f"--map {path}: {error.strerror}") from None
+    print(f"The block map of process {record['pid']} is drawn in {path}.")
+    return 0

@@ -1,0 +1,63 @@
+"""Pieces of SVG that the pictures share. Backgrounds are painted, so that a picture reads the same in a dark viewer."""
+
+from collections.abc import Iterable, Iterator
+from xml.sax.saxutils import escape
+
+INK, FAINT, GRID = "#1f2933", "#5f6c7b", "#e8ecf0"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b4fa0", "#8a6d3b", "#333333")
+"""After Okabe and Ito 2008, which colour-blind readers can tell apart; darkest where most is drawn."""
+
+
+def document(title: str, width: int, height: int, body: Iterable[str]) -> str:
+    """A whole XML document on a white background."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="{INK}">',
+        f"<title>{plain(title)}</title>",
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+    )
+    return "\n".join((*head, *body, "</svg>", ""))
+
+
+def line(points: Iterable[tuple[float, float]], colour: str, width: float, opacity: float = 1.0) -> str:
+    """A line through these points."""
+    fade = f' stroke-opacity="{opacity}"' if opacity < 1 else ""
+    return f'<polyline points="{pairs(points)}" fill="none" stroke="{colour}" stroke-width="{width}"{fade}/>'
+
+
+def pairs(points: Iterable[tuple[float, float]]) -> str:
+    """Points as SVG writes them."""
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    anchor: str = "start",
+    size: int = 12,
+    weight: str = "",
+    fill: str = "",
+    turn: float = 0.0,
+    stroke: str = "",
+) -> str:
+    """Text at a point, turned by degrees around it."""
+    extra = f' text-anchor="{anchor}"' if anchor != "start" else ""
+    extra += f' font-size="{size}"' if size != 12 else ""
+    extra += f' font-weight="{weight}"' if weight else ""
+    extra += f' fill="{fill}"' if fill else ""
+    extra += f' transform="rotate({turn:.1f} {x:.1f} {y:.1f})"' if turn else ""
+    extra += f' stroke="{stroke}" stroke-width="3" stroke-linejoin="round"' if stroke else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}"{extra}>{plain(text)}</text>'
+
+
+def haloed(x: float, y: float, words: str, colour: str, *, weight: str = "", anchor: str = "start", turn: float = 0.0) -> Iterator[str]:
+    """Words that stay readable over lines: itself over a broad white copy."""
+    yield text(x, y, words, weight=weight, anchor=anchor, turn=turn, fill="#ffffff", stroke="#ffffff")
+    yield text(x, y, words, weight=weight, anchor=anchor, turn=turn, fill=colour)
+
+
+def plain(text: str) -> str:
+    """Fit for XML: names come from files of unknown origin."""
+    return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))

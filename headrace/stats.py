@@ -1,0 +1,126 @@
+"""What an engine says of itself: records, and the ratios that follow from them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Stats(NamedTuple):
+    """What the engine does now, and what it has done since it was made. Times are seconds, rates are of the last few seconds."""
+
+    running: int
+    """Branches with KV."""
+    waiting: int
+    """Branches that wait for their first step, or for their next after preemption."""
+    blocks_free: int
+    """Those that only the prefix cache keeps included."""
+    blocks_total: int
+    block_size: int
+    slots_empty: int
+    """Token slots of blocks in use that hold no KV."""
+    slots_ahead: int
+    """Those of them that known tokens will fill: of prompts that are being read."""
+    steps: int
+    rows: int
+    rows_last: int
+    """Rows of the last step."""
+    step_seconds: float
+    """What the last step took."""
+    tokens: int
+    """Output tokens."""
+    tokens_per_second: float
+    rows_per_second: float
+    prompt_tokens: int
+    """Of all requests that were admitted."""
+    guessed: int
+    """Guess rows."""
+    accepted: int
+    """Those that were right."""
+    proposer_failures: int
+    preemptions: int
+    finished: int
+    """Requests with a result."""
+    aborted: int
+    refused: int
+    """Requests that could not be served as written."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was there already."""
+    blocks_cached: int = 0
+    """Free blocks that still hold KV which a prompt may find again."""
+
+    @property
+    def blocks_used(self) -> int:
+        return self.blocks_total - self.blocks_free
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the blocks that branches hold."""
+        return self.blocks_used / self.blocks_total
+
+    @property
+    def waste(self) -> float:
+        """Share of the token slots in use that hold nothing."""
+        return ratio(self.slots_empty, self.blocks_used * self.block_size)
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the token slots in use that no known token will fill: what is lost because memory is dealt in blocks."""
+        return ratio(self.slots_empty - self.slots_ahead, self.blocks_used * self.block_size)
+
+    @property
+    def rows_mean(self) -> float:
+        """Rows of a step."""
+        return ratio(self.rows, self.steps)
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the prompt tokens that were not computed."""
+        return ratio(self.cached_tokens, self.prompt_tokens)
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the guesses that were right."""
+        return ratio(self.accepted, self.guessed)
+
+
+class BranchStats(NamedTuple):
+    """One branch, as a line of a table."""
+
+    request: str
+    branch: int
+    prompt: int
+    """Tokens."""
+    output: int
+    """Tokens."""
+    cached: int
+    """Prompt tokens whose KV was there already."""
+    state: str
+    """waiting, preempted, prefill, decode, or padding: it has ended, and a static batch goes on computing it."""
+    age: float
+    """Seconds since the request came."""
+
+
+class Holding(NamedTuple):
+    """The blocks of a branch, in position order, -1 for those at its beginning that it let go.
+
+    The first `computed` of their slots hold KV.
+    """
+
+    request: str
+    branch: int
+    computed: int
+    blocks: list[int]
+
+
+class BlockMap(NamedTuple):
+    """Who holds which block."""
+
+    num_blocks: int
+    block_size: int
+    holdings: list[Holding]
+    cached: Sequence[int] = ()
+    """Free blocks that still hold KV which a prompt may find again."""
+
+
+def ratio(part: float, whole: float) -> float:
+    """The share that a part is of the whole, and 0 of nothing."""
+    return part / whole if whole else 0.0

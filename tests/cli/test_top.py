@@ -1,0 +1,254 @@
+"""`headrace top`: engines are seen while somebody looks, and only then."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from headrace.cli.main import main
+from headrace.cli.top_screen import bar, duration, screen, sparkline
+from headrace.cli.watching import Watch
+from headrace.engine import publish
+from headrace.engine.engine import Engine
+from headrace.errors import RequestError
+from headrace.request import SamplingParams
+from tests.engine.toy import toy_engine
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where engines and lookers of this test meet."""
+    path = tmp_path / "stats"
+    monkeypatch.setenv("HEADRACE_STATS", str(path))
+    return path
+
+
+def busy_engine(requests: int = 2, **options: Any) -> Engine:
+    engine = toy_engine(**options)
+    for i in range(requests):
+        engine.add_request([1] * (3 + i % 9), SamplingParams(max_tokens=20, seed=i))
+    return engine
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+class TestWriting:
+    def test_nothing_when_nobody_looks(self, folder: Path) -> None:
+        engine = busy_engine()
+        for _ in range(3):
+            engine.step()
+        assert not folder.exists()
+        folder.mkdir(mode=0o700)
+        engine.step()
+        assert files(folder) == []
+
+    def test_a_look_is_answered_and_taken_back(self, folder: Path) -> None:
+        watch, engine = Watch(), busy_engine()
+        engine.step()
+        (record,) = watch.read()
+        assert record["pid"] == os.getpid() and record["stats"].running == 2 and "map" not in record
+        assert [(line["prompt"], line["output"], line["state"]) for line in record["branches"]] == [(3, 1, "decode"), (4, 1, "decode")]
+        (file,) = folder.glob("*.json")
+        assert file.stat().st_mode & 0o777 == 0o600
+        engine.close()
+        assert files(folder) == ["watch"]
+
+    def test_records_have_a_distance(self, folder: Path) -> None:
+        Watch()
+        engine = busy_engine()
+        engine.step()
+        (file,) = folder.glob("*.json")
+        before = file.read_text()
+        engine._publisher._next = float("inf")
+        engine.step()
+        assert file.read_text() == before
+
+    def test_the_last_word_of_an_engine_is_that_it_is_idle(self, folder: Path) -> None:
+        watch, engine = Watch(), busy_engine()
+        while engine.has_work:
+            engine.step()
+            engine._publisher._next = float("inf")
+        (record,) = watch.read()
+        assert (record["stats"].running, record["stats"].finished, record["branches"]) == (0, 2, [])
+
+    def test_an_old_look_does_not_count(self, folder: Path) -> None:
+        Watch()
+        os.utime(folder / "watch", (time.time() - 2 * publish.FRESH,) * 2)
+        busy_engine().step()
+        assert files(folder) == ["watch"]
+
+    def test_nobody_else_can_ask(self, folder: Path) -> None:
+        Watch()
+        folder.chmod(0o777)
+        busy_engine().step()
+        assert files(folder) == ["watch"]
+        with pytest.raises(RequestError, match="HEADRACE_STATS"):
+            Watch()
+
+    def test_a_folder_that_cannot_be_written_hurts_nobody(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        Watch()
+
+        def refuse(*args: object) -> int:
+            raise OSError("no space")
+
+        monkeypatch.setattr("headrace.engine.publish.os.open", refuse)
+        engine = busy_engine()
+        engine.step()
+        assert engine.stats().steps == 1 and files(folder) == ["watch"]
+
+    def test_a_record_is_bounded(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("headrace.engine.engine.MOST_LINES", 5)
+        monkeypatch.setattr("headrace.engine.engine.MOST_BLOCKS", 63)
+        watch, engine = Watch(with_map=True), busy_engine(9)
+        engine.step()
+        (record,) = watch.read()
+        assert len(record["branches"]) == 5 and record["branches_left_off"] == 4 and "map" not in record
+
+
+class TestReading:
+    def test_the_map_is_the_engines(self, folder: Path) -> None:
+        watch, engine = Watch(with_map=True), busy_engine()
+        engine.step()
+        (record,) = watch.read()
+        blocks = watch.block_map(record)
+        assert blocks is not None and blocks.holdings == engine.block_map().holdings and blocks.num_blocks == 64
+
+    def test_records_of_dead_processes_are_taken_away(self, folder: Path) -> None:
+        watch, engine = Watch(), busy_engine()
+        engine.step()
+        process = subprocess.Popen([sys.executable, "-c", ""])
+        process.wait()
+        (file,) = folder.glob("*.json")
+        dead = folder / f"{process.pid}-0.json"
+        dead.write_text(file.read_text())
+        (folder / f".{process.pid}-0.new").write_text("half a rec")
+        assert len(watch.read()) == 2  # it may be of a process that we cannot see: a container's
+        for path in (file, dead, folder / f".{process.pid}-0.new"):
+            os.utime(path, (time.time() - 60,) * 2)
+        assert len(watch.read()) == 1 and files(folder) == sorted([file.name, "watch"])
+
+    def test_what_is_no_record_is_passed_over(self, folder: Path) -> None:
+        watch = Watch()
+        for i, text in enumerate(("", "[]", '{"version": 99}', '{"version": 1, "stats": {}}', "\xff", '{"version": 1, "stats": 3}')):
+            (folder / f"{os.getpid()}-{i}.json").write_text(text)
+        (folder / "notes.json").write_text("{}")
+        assert watch.read() == []
+
+    def test_one_process_of_several(self, folder: Path) -> None:
+        engine = busy_engine()
+        Watch()
+        engine.step()
+        assert len(Watch(os.getpid()).read()) == 1 and Watch(os.getpid() + 1).read() == []
+
+
+class TestScreen:
+    def shown(self, records: list[dict[str, Any]], **options: int) -> str:
+        console = Console(width=options.get("width", 100), record=True, file=StringIO(), force_terminal=True)
+        console.print(screen(records, records[0]["time"], **options))
+        return console.export_text()
+
+    def records(self, folder: Path, **options: Any) -> list[dict[str, Any]]:
+        watch = Watch()
+        for _ in range(options.pop("engines", 1)):
+            engine = busy_engine(**options)
+            engine.name = "models/mill\x1b[31m"
+            engine.step()
+        return watch.read()
+
+    def test_what_one_wants_to_know(self, folder: Path) -> None:
+        text = self.shown(self.records(folder))
+        for words in ("process", "tokens/s", "KV in use", "3 % ", "2 of 64 blocks", "decode", "2 of 64 seats; 0 waiting", "0 preemptions"):
+            assert words in text, words
+        assert "\x1b" not in text
+
+    @pytest.mark.parametrize("width", [60, 80, 100, 200])
+    def test_lines_fit(self, folder: Path, width: int) -> None:
+        text = self.shown(self.records(folder), width=width)
+        assert max(map(len, text.splitlines())) <= width
+        if width >= 80:
+            assert len(text.splitlines()) < 20 and "…" not in text
+
+    def test_several_engines_and_many_branches(self, folder: Path) -> None:
+        text = self.shown(self.records(folder, engines=2, requests=12), rows=5)
+        assert text.count(str(os.getpid())) == 3 and "and 7 more" in text
+
+    def test_small_pieces(self) -> None:
+        assert sparkline([0, 1, 2, 4]) == "▁▃▅█" and sparkline([0, 0]) == "▁▁" and sparkline([]) == ""
+        assert [duration(s) for s in (4.21, 187, 7387)] == ["4.2 s", "3:07", "2:03:07"]
+        assert [bar(share, 8).plain.rstrip() for share in (0, 0.5, 0.53, 1, 7)] == ["", "████", "████▎", "████████", "████████"]
+
+
+Ask = Callable[..., tuple[int, str, str]]
+
+
+class TestVerb:
+    @pytest.fixture
+    def ask(self, capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
+        """Runs the verb while an engine works: whenever it sleeps, the engine takes a step."""
+        engine = busy_engine(40, max_num_seqs=4)
+        sleep = time.sleep
+        monkeypatch.setattr("headrace.cli.watching.time.sleep", lambda seconds: (engine.step(), sleep(seconds)))
+
+        def run(*words: str) -> tuple[int, str, str]:
+            code = main(["top", *words])
+            return code, *capsys.readouterr()
+
+        return run
+
+    def test_once(self, ask: Ask) -> None:
+        code, out, err = ask("--once")
+        assert code == 0 and "KV in use" in out and "waiting" in out and not err and "\x1b" not in out
+
+    def test_json(self, ask: Ask) -> None:
+        code, out, _ = ask("--json", str(os.getpid()))
+        (record,) = json.loads(out)
+        assert code == 0 and record["stats"]["blocks_total"] == 64 and 0 < record["stats"]["waste"] < 1
+        assert len(record["history"]) == 60 and len(record["branches"]) > 4
+
+    def test_map(self, ask: Ask, tmp_path: Path) -> None:
+        code, out, _ = ask("--map", str(tmp_path / "map.svg"))
+        assert code == 0 and "map.svg" in out
+        assert "64 blocks" in (tmp_path / "map.svg").read_text()
+        ElementTree.parse(tmp_path / "map.svg")
+
+    def test_nobody_there(self, capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("headrace.cli.watching.FRESH", 0.2)
+        assert main(["top", "--once"]) == 1
+        assert "no engine of yours is at work" in capsys.readouterr().out
+        assert main(["top", "--map", "x.svg"]) == 2
+        assert "no engine of yours is at work" in capsys.readouterr().err
+
+    def test_bad_arguments(self, capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+        assert main(["top", "--map", str(tmp_path / "none" / "a.svg")]) == 2
+        assert "name a file in a folder that exists" in capsys.readouterr().err
+        with pytest.raises(SystemExit):
+            main(["top", "smollm2"])
+        assert "'smollm2' is no process id" in capsys.readouterr().err
+
+
+def test_the_real_engine_from_outside(headrace, smollm2: Path, folder: Path) -> None:
+    code = "from headrace import LLM, SamplingParams as P\n" + (
+        f"LLM({str(smollm2)!r}, max_model_len=2048).generate(['The mill'] * 4, P(max_tokens=1500, ignore_eos=True))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        for _ in range(60):
+            result = headrace("top", "--json", str(process.pid))
+            if result.returncode == 0 and json.loads(result.stdout):
+                break
+        (record,) = json.loads(result.stdout)
+        assert record["pid"] == process.pid and record["stats"]["running"] == 4 and record["config"]["backend"] == "cpu"
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,112 @@
+"""Static batching: whole batches, padding to the end of the longest, and the same tokens as in-flight batching."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.engine.engine import Engine
+from headrace.errors import RequestError
+from headrace.llm import engine_config
+from headrace.request import SamplingParams
+from tests.engine.test_scheduler import add, step
+from tests.engine.toy import VOCAB, plain_decoding, toy_engine
+from tests.random_trees import RandomTrees
+from tests.tiny import run_all, tiny_engine, tiny_model
+
+
+def static_engine(**options: Any) -> Engine:
+    return toy_engine(batching="static", **options)
+
+
+def test_who_is_done_goes_on_taking_rows_until_the_last_is() -> None:
+    engine = static_engine(max_num_seqs=3)
+    for max_tokens in (1, 4, 2, 1):
+        add(engine, 2, max_tokens=max_tokens)
+    assert step(engine) == [(0, 2, 0), (1, 2, 0), (2, 2, 0)]
+    for _ in range(3):
+        assert step(engine) == [(0, 1, 0), (1, 1, 0), (2, 1, 0)]
+    assert step(engine) == [(3, 2, 0)]
+    assert not engine.has_work and engine.stats().blocks_free == engine.stats().blocks_total
+
+
+def test_nobody_joins_a_batch_that_runs() -> None:
+    engine = static_engine(max_num_seqs=8)
+    add(engine, 2, max_tokens=3)
+    assert step(engine) == [(0, 2, 0)]
+    add(engine, 2, max_tokens=3)
+    assert [step(engine) for _ in range(3)] == [[(0, 1, 0)], [(0, 1, 0)], [(1, 2, 0)]]
+
+
+def test_a_batch_larger_than_a_step_starts_in_several() -> None:
+    engine = static_engine(max_num_seqs=4, max_step_rows=5)
+    for _ in range(3):
+        add(engine, 4, max_tokens=2)
+    assert [part[0] for part in step(engine)] == [0, 1]
+    seen = [{part[0] for part in step(engine)} for _ in range(3)]
+    assert seen[-1] == {0, 1, 2}
+
+
+def test_memory_for_the_longest_is_reserved_at_the_start() -> None:
+    engine = static_engine(block_size=4, num_blocks=11)
+    add(engine, 2, max_tokens=15)  # 16 slots, 4 blocks
+    add(engine, 2, max_tokens=1)
+    add(engine, 2, max_tokens=1)  # would be the third with 4 blocks
+    assert [part[0] for part in step(engine)] == [0, 1]
+    stats = engine.stats()
+    assert stats.blocks_used == 8 and stats.slots_empty == 8 * 4 - 4
+    inflight = toy_engine(block_size=4, num_blocks=11)
+    add(inflight, 2, max_tokens=15)
+    add(inflight, 2, max_tokens=2)
+    step(inflight)
+    assert inflight.stats().blocks_used == 2 and inflight.stats().slots_empty == 4
+
+
+def test_padding_ends_with_an_aborted_last_member() -> None:
+    engine = static_engine(max_num_seqs=2)
+    add(engine, 2, max_tokens=1)
+    last = add(engine, 2, max_tokens=9)
+    add(engine, 2, max_tokens=1)
+    step(engine)
+    engine.abort(last)
+    assert engine.stats().running == 0 and engine.stats().blocks_free == engine.stats().blocks_total
+    assert step(engine) == [(2, 2, 0)]
+
+
+REQUEST = st.tuples(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12),
+    st.integers(1, 12),
+    st.sampled_from([1, 1, 2, 4]),
+    st.integers(0, 99),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests=st.lists(REQUEST, min_size=1, max_size=7), seats=st.integers(1, 5), rows=st.integers(1, 20), guesses=st.booleans())
+def test_tokens_are_those_of_plain_decoding(requests: list[Any], seats: int, rows: int, guesses: bool) -> None:
+    proposer = RandomTrees(0, VOCAB, {}, max_nodes=5) if guesses else None
+    engine = static_engine(num_blocks=24, max_num_seqs=seats, max_step_rows=rows, proposer=proposer)
+    asked = [(prompt, SamplingParams(n=n, seed=seed, max_tokens=tokens)) for prompt, tokens, n, seed in requests]
+    for (prompt, params), result in zip(asked, run_all(engine, asked), strict=True):
+        for output in result.outputs:
+            assert prompt + output.token_ids == plain_decoding(prompt, params, output.index)
+    engine._pool.check([])
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_the_same_tokens_and_logprobs_as_in_flight(backend: str) -> None:
+    model = tiny_model(7)
+    asked = [([1 + i, 2, 3] * (1 + i % 3), SamplingParams(max_tokens=3 + 5 * i % 17, seed=i, logprobs=1)) for i in range(7)]
+    outputs = []
+    for batching in ("inflight", "static"):
+        engine = tiny_engine(model, backend, slots=512, batching=batching, max_num_seqs=3)
+        results = run_all(engine, asked)
+        outputs.append([(o.token_ids, o.logprobs, o.text, o.finish_reason) for r in results for o in r.outputs])
+        engine.close()
+    assert outputs[0] == outputs[1]
+
+
+def test_the_name_is_checked() -> None:
+    with pytest.raises(RequestError, match="batching must be one of inflight, static, not 'dynamic'"):
+        engine_config({"batching": "dynamic"})

@@ -1,0 +1,160 @@
+"""What an engine says of itself: counts, rates of the last seconds, empty slots, and who holds which block."""
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.engine import survey
+from headrace.engine.meter import HISTORY, WINDOW, Meter
+from headrace.errors import RequestError
+from headrace.stats import BlockMap
+from tests.engine.test_scheduler import add, step
+from tests.engine.toy import VOCAB, toy_engine
+from tests.random_trees import RandomTrees
+from tests.tiny import drain
+
+
+class TestCounts:
+    def test_of_requests(self) -> None:
+        engine = toy_engine()
+        for _ in range(3):
+            add(engine, 5, max_tokens=4)
+        aborted = add(engine, 5)
+        with pytest.raises(RequestError):
+            engine.add_request([VOCAB])
+        stats = engine.stats()
+        assert (stats.waiting, stats.running, stats.refused) == (4, 0, 1)
+        step(engine)
+        stats = engine.stats()
+        assert (stats.waiting, stats.running, stats.rows_last, stats.tokens, stats.prompt_tokens) == (0, 4, 20, 4, 20)
+        engine.abort(aborted)
+        list(drain(engine))
+        stats = engine.stats()
+        assert (stats.finished, stats.aborted, stats.running, stats.tokens) == (3, 1, 0, 13)
+        assert stats.rows == 20 + 3 * 3 and stats.rows_mean == stats.rows / stats.steps and stats.rows_last == 3
+        assert stats.step_seconds > 0 and stats.tokens_per_second > 0
+
+    def test_of_an_engine_that_did_nothing(self) -> None:
+        stats = toy_engine().stats()
+        assert stats.waste == stats.rows_mean == stats.prefix_hit_rate == stats.acceptance == stats.occupancy == 0
+
+    def test_of_guesses(self) -> None:
+        engine = toy_engine(proposer=RandomTrees(0, VOCAB, {}, max_nodes=4))
+        add(engine, 3)
+        list(drain(engine))
+        stats = engine.stats()
+        assert stats.guessed > 0 and stats.acceptance == stats.accepted / stats.guessed
+
+
+class TestMemory:
+    def test_a_last_block_is_part_empty(self) -> None:
+        engine = toy_engine(block_size=4, num_blocks=10)
+        add(engine, 5)
+        step(engine)
+        stats = engine.stats()
+        assert (stats.blocks_used, stats.slots_empty, stats.occupancy, stats.waste) == (2, 3, 0.2, 3 / 8)
+
+    def test_slots_of_known_tokens_are_no_fragmentation(self) -> None:
+        engine = toy_engine(block_size=8, max_step_rows=3)
+        add(engine, 6)
+        step(engine)  # three of six tokens are read: the block has three slots for the others, and two beyond
+        stats = engine.stats()
+        assert (stats.slots_empty, stats.slots_ahead, stats.waste, stats.fragmentation) == (5, 3, 5 / 8, 2 / 8)
+
+    def test_a_shared_block_counts_once(self) -> None:
+        engine = toy_engine(block_size=4)
+        add(engine, 6, n=3, temperature=1.0, seed=1)
+        step(engine)
+        stats, blocks = engine.stats(), engine.block_map()
+        assert (stats.running, stats.blocks_used, stats.slots_empty) == (3, 2, 2)
+        assert [(h.request, h.branch, h.computed) for h in blocks.holdings] == [("0", i, 6) for i in range(3)]
+        assert blocks.holdings[0].blocks == blocks.holdings[1].blocks == blocks.holdings[2].blocks
+        step(engine)  # each has a last block of its own now
+        stats = engine.stats()
+        assert (stats.blocks_used, stats.slots_empty) == (4, 3)
+
+    @settings(deadline=None)
+    @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=5), st.integers(1, 12))
+    def test_empty_slots_are_what_the_map_leaves_empty(self, requests: list[tuple[int, int, int]], steps: int) -> None:
+        engine = toy_engine(num_blocks=40, max_num_seqs=4, max_step_rows=20)
+        for prompt_len, max_tokens, n in requests:
+            add(engine, prompt_len, max_tokens=max_tokens, n=n, temperature=1.0, seed=n)
+        for _ in range(steps):
+            engine.step()
+            stats, filled = engine.stats(), filled_slots(engine.block_map())
+            assert stats.blocks_used == len(filled)
+            assert stats.slots_empty == stats.blocks_used * stats.block_size - sum(map(len, filled.values()))
+            assert 0 <= stats.slots_ahead <= stats.slots_empty and stats.fragmentation <= stats.waste
+
+
+def filled_slots(blocks: BlockMap) -> dict[int, set[int]]:
+    """Slots with KV in each block, slot by slot."""
+    filled: dict[int, set[int]] = {block: set() for holding in blocks.holdings for block in holding.blocks}
+    for holding in blocks.holdings:
+        for i in range(holding.computed):
+            filled[holding.blocks[i // blocks.block_size]].add(i % blocks.block_size)
+    return filled
+
+
+class TestLines:
+    def test_states(self) -> None:
+        engine = toy_engine(num_blocks=7, block_size=4, max_step_rows=10)
+        add(engine, 8, max_tokens=12)
+        add(engine, 8, max_tokens=12)
+        add(engine, 1)
+        scheduler = engine._scheduler
+        step(engine)
+        assert [(line.request, line.prompt, line.output, line.state) for line in survey.lines(scheduler, 0.0)] == [
+            ("0", 8, 1, "decode"),
+            ("1", 8, 0, "prefill"),
+            ("2", 1, 0, "waiting"),
+        ]
+        while not engine.stats().preemptions:
+            step(engine)
+        assert [line.state for line in survey.lines(scheduler, 0.0)] == ["decode", "preempted", "waiting"]
+
+    def test_padding_of_a_static_batch(self) -> None:
+        engine = toy_engine(batching="static")
+        add(engine, 2, max_tokens=1)
+        add(engine, 2, max_tokens=5)
+        step(engine)
+        assert [line.state for line in survey.lines(engine._scheduler, 0.0)] == ["padding", "decode"]
+
+
+class TestMeter:
+    @staticmethod
+    def steady(start: float, seconds: float, rate: int) -> Iterator[tuple[float, float, int, int]]:
+        """Steps of 10 ms and so many tokens a second."""
+        for i in range(round(100 * seconds)):
+            yield start + i / 100, start + (i + 1) / 100, rate // 100, i + 1
+
+    def test_a_steady_rate(self) -> None:
+        meter = Meter(100.0)
+        for one in self.steady(100.0, 20, 800):
+            meter.step(*one)
+        tokens, rows = meter.rates(120.0)
+        assert tokens == pytest.approx(800) and rows == pytest.approx(100)
+        assert meter.history(120.0) == pytest.approx([0] * (HISTORY - 20) + [800] * 20)
+
+    def test_a_young_engine_is_measured_over_its_life(self) -> None:
+        meter = Meter(0.0)
+        for one in self.steady(0.0, 1, 800):
+            meter.step(*one)
+        assert meter.rates(1.0)[0] == pytest.approx(800)
+        assert Meter(5.0).rates(5.0) == (0.0, 0.0)
+
+    def test_idle_time_counts_as_such(self) -> None:
+        meter = Meter(0.0)
+        for one in [*self.steady(0.0, 10, 800), *self.steady(1000.0, 1, 800)]:
+            meter.step(*one)
+        assert meter.rates(1001.0)[0] == pytest.approx(800 / WINDOW, rel=0.02)
+        assert meter.rates(2000.0) == (0.0, 0.0) and not any(meter.history(2000.0))
+        assert meter.history(1001.0)[-1] == pytest.approx(800, rel=0.02) and meter.history(1001.0)[-2] < 1
+
+    def test_memory_is_bounded(self) -> None:
+        meter = Meter(0.0)
+        for second in range(10_000):
+            meter.step(second, second + 0.5, 1, second)
+        assert len(meter._marks) <= 2 * (HISTORY + WINDOW) + 1

@@ -1,0 +1,69 @@
+"""The block map: every block drawn once, in the right colour, as full as it is."""
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from headrace.planner.block_picture import block_map_svg
+from headrace.stats import BlockMap, Holding
+
+SVG = "{http://www.w3.org/2000/svg}"
+BLOCKS = BlockMap(
+    40,
+    8,
+    [Holding("a", 0, 20, [0, 1, 2]), Holding("a", 1, 20, [0, 1, 3]), Holding("b", 0, 9, [0, 9]), Holding("c", 0, 0, [7])],
+    cached=[20, 21, 9],
+)
+
+
+def rects(svg: str, kind: str) -> list[dict[str, str]]:
+    return [rect.attrib for rect in ElementTree.fromstring(svg).iter(f"{SVG}rect") if rect.get("class") == kind]
+
+
+def cells(svg: str, kind: str) -> int:
+    paths = [path.attrib["d"] for path in ElementTree.fromstring(svg).iter(f"{SVG}path") if path.get("class") == kind]
+    return sum(path.count("M") for path in paths)
+
+
+def legend(svg: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """What the legend alone draws: filled strips, and pale ones."""
+    empty = block_map_svg("t", BlockMap(40, 8, []))
+    return rects(empty, "kv"), rects(empty, "room")
+
+
+def test_every_block_is_drawn() -> None:
+    svg = block_map_svg("a title", BLOCKS)
+    strips, pale = legend(svg)
+    assert cells(svg, "free") == 40 - 6 and cells(svg, "cached") == 2  # one of the cached is held again
+    assert len(rects(svg, "kv")) - len(strips) == 2 + 1 + 1 + 1 + 1  # block 0 has two strips; block 7 holds nothing yet
+    assert len(rects(svg, "room")) - len(pale) == 4
+    assert "6 of 40 blocks of 8 tokens in use; 25 of their 48 slots hold KV (47.9 % empty); 2 shared; 2 free but cached" in svg
+
+
+def test_a_part_is_as_high_as_it_is_full() -> None:
+    svg = block_map_svg("t", BlockMap(1, 8, [Holding("a", 0, 2, [0])]))
+    (full,), (room,) = ([r for r in rects(svg, kind) if float(r["x"]) < 500] for kind in ("kv", "room"))
+    assert float(full["height"]) / float(room["height"]) == pytest.approx(0.25, abs=0.01)
+    assert float(full["y"]) + float(full["height"]) == pytest.approx(float(room["y"]) + float(room["height"]), abs=0.15)
+
+
+def test_requests_have_colours_of_their_own() -> None:
+    blocks = BlockMap(64, 4, [Holding(str(i), 0, 4, [i]) for i in range(40)])
+    svg = block_map_svg("t", blocks)
+    assert len({rect["fill"] for rect in rects(svg, "kv") if float(rect["x"]) < 740}) == 40
+    assert "and 14 more" in svg
+
+
+def test_many_blocks_stay_on_the_page_and_are_few_bytes() -> None:
+    svg = block_map_svg("t", BlockMap(2**16, 32, [Holding("long", 0, 2**15, list(range(1024)))]))
+    width, height = map(float, re.search(r'viewBox="0 0 (\d+) (\d+)"', svg).groups())  # type: ignore[union-attr]
+    assert width == 1000 and height < 700 and len(svg) < 3_000_000
+    for rect in rects(svg, "kv"):
+        assert 0 <= float(rect["x"]) <= width and 0 <= float(rect["y"]) <= height
+
+
+def test_a_hostile_name_stays_text() -> None:
+    svg = block_map_svg("<t>", BlockMap(4, 4, [Holding("<script>\x1b" + "x" * 99, 0, 3, [1])]))
+    ElementTree.fromstring(svg)
+    assert "<script>" not in svg and "\x1b" not in svg and "x" * 20 not in svg
