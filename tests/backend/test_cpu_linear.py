@@ -30,7 +30,7 @@ def product(isa: str, stored: StoredTensor, x: Array, offset: bool = False, thre
     loose, packed, out = plan.add_buffer(cols, False, False), plan.add_buffer(cols, False, True), plan.add_buffer(stored.rows, False, False)
     plan.embed(loose, plan.add_weight("F32", num_rows, cols, x.astype(np.float32).view(np.uint8).reshape(-1), None))
     plan.pack(packed, loose)
-    plan.linear(out, packed, plan.add_weight(stored.format.name, stored.rows, cols, stored.data, order), -1, -1, offset)
+    plan.linear(out, packed, plan.add_weight(stored.format.name, stored.rows, cols, stored.data, order, stored.row_scales), -1, -1, offset)
     run_rows(plan, num_rows)
     return np.array(plan.floats(out, num_rows))
 
@@ -46,7 +46,9 @@ def run_rows(plan: _native.Plan, num_rows: int) -> None:
 def expected(isa: str, format_name: str, x: Array, rows: int, seed: int, offset: bool) -> tuple[Array, Array]:
     """The exact product over the activations as the kernel sees them, and the scale of its rounding error."""
     weight = random_stored(format_name, rows, x.shape[1], seed).dequantise().astype(np.float64)
-    if FORMATS[format_name].block > 1:
+    if FORMATS[format_name].row_scales:
+        x = quantised_rows(x, False, x.shape[1])
+    elif FORMATS[format_name].quantised:
         x = quantised_rows(x, offset)
     elif format_name == "BF16" and isa == "avx512bf16":
         x = round_bf16(x)
