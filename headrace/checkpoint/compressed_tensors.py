@@ -15,7 +15,12 @@ from headrace.quant.formats import StoredTensor
 
 _SCALE = "_scale"
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
-_TOP = {"quant_method": ("compressed-tensors",), "format": ("int-quantized",), "kv_cache_scheme": (None,), "transform_config": (None, {})}
+_TOP: dict[str, tuple[Any, ...]] = {
+    "quant_method": ("compressed-tensors",),
+    "format": ("int-quantized",),
+    "kv_cache_scheme": (None,),
+    "transform_config": (None, {}),
+}
 _GROUP: dict[str, dict[str, Any]] = {
     "weights": _INT8 | {"strategy": "channel", "dynamic": False},
     "input_activations": _INT8 | {"strategy": "token", "dynamic": True},
