@@ -89,6 +89,44 @@ def test_row_order_permutes_outputs(format_name: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+def test_the_longest_row_does_not_overflow(isa: str) -> None:
+    """int8 by row sums up in 32 bits: 131,072 products at the ends of their ranges fit, of either sign; one column more is refused."""
+    cols = 1 << 17
+    data = np.repeat(np.array([-128, 127], np.int8), cols).view(np.uint8)
+    scales = np.array([1.0, 2.0], np.float32)
+    stored = StoredTensor("w", FORMATS["I8_ROW"], (2, cols), data, row_scales=scales)
+    x = np.ones((3, cols), np.float32) * np.array([[1], [-1], [0.5]], np.float32)
+    want = quantised_rows(x, False, cols) @ stored.dequantise().astype(np.float64).T
+    assert np.allclose(product(isa, stored, x), want, rtol=1e-6)
+    plan = _native.Plan(isa, 1, 1, 1, 1, 2, 1, "f32")
+    with pytest.raises(ValueError, match="131,072 columns"):
+        plan.add_weight("I8_ROW", 1, cols + 1, np.zeros(cols + 1, np.uint8), None, scales[:1])
+
+
+def test_scales_go_with_the_formats_that_have_them() -> None:
+    plan = _native.Plan("", 1, 1, 1, 1, 2, 1, "f32")
+    for name, scales in (("I8_ROW", None), ("I8_ROW", np.ones(3, np.float32)), ("F32", np.ones(2, np.float32))):
+        with pytest.raises(ValueError, match="a scale for each row"):
+            plan.add_weight(name, 2, 4, np.zeros(8 * FORMATS[name].nbytes, np.uint8), None, scales)
+
+
+def test_what_is_written_in_pieces_has_no_scale_by_row() -> None:
+    """The maximum of a row is known once it is complete: such a plan would compute with a wrong one, so it cannot be made."""
+    plan = _native.Plan("", 1, 1, 1, 1, 2, 1, "f32")
+    x, y, out = (plan.add_buffer(32, False, True) for _ in range(3))
+    by_row, by_group = (
+        plan.add_weight(t.format.name, 32, 32, t.data, None, t.row_scales)
+        for t in (random_stored(f, 32, 32, 0) for f in ("I8_ROW", "Q8_0"))
+    )
+    plan.glu_linear(y, x, by_group, by_group, -1, -1)
+    with pytest.raises(ValueError, match="in pieces"):
+        plan.linear(out, y, by_row, -1, -1, False)
+    plan.linear(out, x, by_row, -1, -1, False)
+    with pytest.raises(ValueError, match="in pieces"):
+        plan.attention(x, out, 0, 1.0, 0)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("offset", [False, True])
 def test_extreme_codes(isa: str, offset: bool) -> None:
     """All codes at the ends of their range against all activations at the ends of theirs: no intermediate saturates."""
