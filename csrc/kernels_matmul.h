@@ -164,7 +164,7 @@ void matmul_grouped(const uint8_t* tile, int units, const uint8_t* block, float*
 // it takes for one to be ready when its turn comes again: any order is exact.
 //
 // The loop is so tight that what it waits for is weights. Up to 4 rows the hardware's prefetcher is the best that there is; then it
-// falls behind, and weights are fetched into L2 from further ahead than elsewhere, and with 8 rows or more from there into L1.
+// falls behind, and weights are fetched into L2, and with 8 rows or more from there into L1.
 template <int Rows>
 void matmul_i8_row(const uint8_t* tile, int units, const uint8_t* block, float* out) {
   constexpr int turns = Rows >= 3 || kMaxRows < 16 ? 1 : 4 / Rows;
@@ -176,11 +176,11 @@ void matmul_i8_row(const uint8_t* tile, int units, const uint8_t* block, float* 
   for (int t = 0; t < turns; t++)
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) sums[t][m] = set1(t ? 0 : zero_sums[m]);
-  constexpr int far = 16384, near = 1024;
+  constexpr int near = 1024;
   for (int u = 0; u < units; u++, tile += unit_bytes(Format::kI8Row), x += kGroup * Rows) {
 #pragma GCC unroll(kMaxRows < 16 ? 1 : 8)
     for (int j = 0; j < 8; j++) {
-      if constexpr (Rows >= 5) prefetch_l2(tile + far + 64 * j);
+      if constexpr (Rows >= 5) prefetch_l2(tile + kFetchAhead + 64 * j);
       if constexpr (Rows >= 8) prefetch(tile + near + 64 * j);
       const Vb w = load_bytes(tile + 64 * j);
 #pragma GCC unroll 16
