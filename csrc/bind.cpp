@@ -27,9 +27,11 @@ void require(bool ok, const char* message) {
   if (!ok) throw std::invalid_argument(message);
 }
 
-Stored stored_from(const std::string& format, int rows, int cols, const Array<uint8_t>& data, const std::optional<Array<int64_t>>& order) {
-  Stored s{format, rows, cols, data.data(), data.size(), {}};
+Stored stored_from(const std::string& format, int rows, int cols, const Array<uint8_t>& data, const std::optional<Array<int64_t>>& order,
+                   const std::optional<Array<float>>& scales) {
+  Stored s{format, rows, cols, data.data(), data.size()};
   if (order) s.row_order = {order->data(), order->size()};
+  if (scales) s.row_scales = {scales->data(), scales->size()};
   return s;
 }
 
@@ -120,6 +122,7 @@ void bind_ops(nb::class_<Plan>& c) {
            [](Plan& p, int out, int x, int gate, int up, int gate_bias, int up_bias) {
              p.reads(x, gate, false);
              p.reads(x, up, false);
+             p.writes_pieces(out);
              p.add_op(make_glu_linear(out, x, gate, up, gate_bias, up_bias));
            })
       .def("qkv_rope_write",
@@ -130,6 +133,7 @@ void bind_ops(nb::class_<Plan>& c) {
              if (kv >= 0) p.add_op(make_kv_quantise(kv, layer));
            })
       .def("attention", [](Plan& p, int out, int q, int layer, float scale, int window) {
+        p.writes_pieces(out);
         for (auto& op : make_attention(out, q, layer, scale, p.attention_work(window))) p.add_op(std::move(op));
       });
 }
@@ -158,12 +162,19 @@ void bind_plan(nb::module_& m) {
           nb::arg("blocks"), nb::arg("kv_dtype"))
       .def(
           "add_weight",
-          [](Plan& p, const std::string& format, int rows, int cols, const Array<uint8_t>& data,
-             const std::optional<Array<int64_t>>& order) { return p.add_weight(stored_from(format, rows, cols, data, order)); },
-          nb::arg("format"), nb::arg("rows"), nb::arg("cols"), nb::arg("data"), nb::arg("row_order").none())
-      .def("add_weight_pair",
-           [](Plan& p, const std::string& format_a, const Array<uint8_t>& a, const std::string& format_b, const Array<uint8_t>& b, int rows,
-              int cols) { return p.add_weight_pair(stored_from(format_a, rows, cols, a, {}), stored_from(format_b, rows, cols, b, {})); })
+          [](Plan& p, const std::string& format, int rows, int cols, const Array<uint8_t>& data, const std::optional<Array<int64_t>>& order,
+             const std::optional<Array<float>>& scales) { return p.add_weight(stored_from(format, rows, cols, data, order, scales)); },
+          nb::arg("format"), nb::arg("rows"), nb::arg("cols"), nb::arg("data"), nb::arg("row_order").none(),
+          nb::arg("row_scales").none() = nb::none())
+      .def(
+          "add_weight_pair",
+          [](Plan& p, const std::string& format_a, const Array<uint8_t>& a, const std::optional<Array<float>>& scales_a,
+             const std::string& format_b, const Array<uint8_t>& b, const std::optional<Array<float>>& scales_b, int rows, int cols) {
+            return p.add_weight_pair(stored_from(format_a, rows, cols, a, {}, scales_a),
+                                     stored_from(format_b, rows, cols, b, {}, scales_b));
+          },
+          nb::arg("format_a"), nb::arg("a"), nb::arg("scales_a").none(), nb::arg("format_b"), nb::arg("b"), nb::arg("scales_b").none(),
+          nb::arg("rows"), nb::arg("cols"))
       .def("add_vector", [](Plan& p, const Array<float>& data) { return p.add_vector(data.data(), static_cast<int>(data.size())); })
       .def("add_buffer", &Plan::add_buffer, nb::arg("width"), nb::arg("logit"), nb::arg("packed"))
       .def("run", &run, nb::arg("vocab"), nb::arg("tokens"), nb::arg("positions"), nb::arg("slots"), nb::arg("row_start"),

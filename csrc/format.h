@@ -6,6 +6,7 @@
 //
 // Quantised units are made of 32-column groups. Of a 4-bit group, line j (0..3) holds column 4j + b in the low nibble of
 // byte b and column 16 + 4j + b in the high one; of an 8-bit group, line j (0..7) holds column 4j + b.
+// A tile of kI8Row is such 8-bit groups without scales, then one line with the 16 float scales of its rows.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -38,14 +39,16 @@ enum class Format : int {
   kBf16,
   kF16,
   kF32,
+  kI8Row,  // int8 with one scale a row
 };
-constexpr int kNumFormats = 12;
+constexpr int kNumFormats = 13;
 
 // How a kernel wants its activations. An activation buffer holds every form that its readers need.
 // kQ8 is symmetric int8 per 32 columns. kQ8Offset puts the range of the codes around the middle of the group's numbers: behind a
 // norm, where single channels stick out to one side, it loses less than half as much in KL, for one more multiply-add per group.
-enum class Form : int { kQ8, kQ8Offset, kBf16, kF32 };
-constexpr int kNumForms = 4;
+// kQ8Row is symmetric int8 with one scale for all columns of a row, so it can be made only of a row that is complete.
+enum class Form : int { kQ8, kQ8Offset, kQ8Row, kBf16, kF32 };
+constexpr int kNumForms = 5;
 
 constexpr bool is_super(Scales s) { return s == Scales::kSuper32Min || s == Scales::kSuper16 || s == Scales::kSuper16Min; }
 constexpr bool has_min(Scales s) { return s == Scales::kGroup32Min || s == Scales::kSuper32Min || s == Scales::kSuper16Min; }
@@ -72,7 +75,8 @@ struct Unit {
   constexpr int zero() const { return has_min(scales) ? 0 : 1 << (bits - 1); }
 };
 
-constexpr bool is_quantised(Format f) { return f < Format::kBf16; }
+// Whether the scales are those of groups.
+constexpr bool is_grouped(Format f) { return f < Format::kBf16; }
 
 constexpr Unit unit_of(Format f) {
   switch (f) {
@@ -98,18 +102,35 @@ constexpr Unit unit_of(Format f) {
 }
 
 // Columns of one unit, and its bytes for 16 rows. bf16 goes in pairs of columns, f16 and f32 column by column.
-constexpr int unit_columns(Format f) { return is_quantised(f) ? unit_of(f).columns() : f == Format::kBf16 ? 2 : 1; }
-constexpr int unit_bytes(Format f) { return is_quantised(f) ? unit_of(f).bytes() : f == Format::kF16 ? 32 : 64; }
+constexpr int unit_columns(Format f) {
+  return is_grouped(f) ? unit_of(f).columns() : f == Format::kI8Row ? kGroup : f == Format::kBf16 ? 2 : 1;
+}
+constexpr int unit_bytes(Format f) {
+  return is_grouped(f) ? unit_of(f).bytes() : f == Format::kI8Row ? kGroup * kTileRows : f == Format::kF16 ? 32 : 64;
+}
+// Bytes of a tile of so many units.
+constexpr size_t tile_bytes(Format f, int units) {
+  return static_cast<size_t>(units) * unit_bytes(f) + (f == Format::kI8Row ? kTileRows * sizeof(float) : 0);
+}
+
+// Columns of kI8Row that can be summed up in 32 bits: a product is at most 128 * 127.
+constexpr int kMaxRowColumns = 1 << 17;
 
 // Q8 activations: for a block of n rows and each 32-column group, n x 48 bytes: s8 x[n][32], f32 scale[n],
 // s32 zero_sum[n] = -8 * sum(x), s32 zero_sum_low[n], the same over the first 16 columns, f32 sum[n] = scale * sum(x);
 // with offset 4 more: f32 offset[n], to be added to every number of the group.
 constexpr int q8_group_bytes(bool offset) { return offset ? 52 : 48; }
 
-// Bytes of one activation row of `columns`, already padded to the readers' units.
-constexpr size_t form_row_bytes(Form form, size_t columns) {
+// Q8Row activations: for a block of n rows f32 scale[n], s32 zero_sum[n] = -128 * sum(x), then s8 x[n][32] for each 32 columns.
+constexpr size_t kRowHeaderBytes = 8;
+
+// Bytes of `columns` of one activation row, and of a whole one; columns are already padded to the readers' units.
+constexpr size_t form_column_bytes(Form form, size_t columns) {
   if (form == Form::kQ8 || form == Form::kQ8Offset) return columns / kGroup * q8_group_bytes(form == Form::kQ8Offset);
-  return form == Form::kBf16 ? columns * 2 : columns * 4;
+  return form == Form::kQ8Row ? columns : form == Form::kBf16 ? columns * 2 : columns * 4;
+}
+constexpr size_t form_row_bytes(Form form, size_t columns) {
+  return form_column_bytes(form, columns) + (form == Form::kQ8Row ? kRowHeaderBytes : 0);
 }
 
 }  // namespace headrace

@@ -132,7 +132,7 @@ HR_INLINE void add_rows(Vf* acc, const Vb* w, const GroupScale<U.scales>& s, con
 constexpr int kFetchAhead = 7168;
 
 template <Format F, int Rows, bool Offset>
-void matmul_quantised(const uint8_t* tile, int units, const uint8_t* block, float* out) {
+void matmul_grouped(const uint8_t* tile, int units, const uint8_t* block, float* out) {
   constexpr Unit U = unit_of(F);
   Vf acc[Rows];
 #pragma GCC unroll 16
@@ -157,6 +157,44 @@ void matmul_quantised(const uint8_t* tile, int units, const uint8_t* block, floa
   }
 #pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[m]);
+}
+
+// int8 weights with one scale a row: nothing but dot products until the end of the tile. Sums start at minus the zero code times the
+// sum of the activations, so no partial one is larger than kMaxRowColumns allows. With few rows each has several sums, as many as
+// it takes for one to be ready when its turn comes again: any order is exact.
+//
+// The loop is so tight that what it waits for is weights. Up to 4 rows the hardware's prefetcher is the best that there is; then it
+// falls behind, and weights are fetched into L2, and with 8 rows or more from there into L1.
+template <int Rows>
+void matmul_i8_row(const uint8_t* tile, int units, const uint8_t* block, float* out) {
+  constexpr int turns = Rows >= 3 || kMaxRows < 16 ? 1 : 4 / Rows;
+  const auto* scales = reinterpret_cast<const float*>(block);
+  const auto* zero_sums = reinterpret_cast<const int32_t*>(scales + Rows);
+  const auto* x = reinterpret_cast<const int8_t*>(zero_sums + Rows);
+  Vi sums[turns][Rows];
+#pragma GCC unroll 4
+  for (int t = 0; t < turns; t++)
+#pragma GCC unroll 16
+    for (int m = 0; m < Rows; m++) sums[t][m] = set1(t ? 0 : zero_sums[m]);
+  constexpr int near = 1024;
+  for (int u = 0; u < units; u++, tile += unit_bytes(Format::kI8Row), x += kGroup * Rows) {
+#pragma GCC unroll(kMaxRows < 16 ? 1 : 8)
+    for (int j = 0; j < 8; j++) {
+      if constexpr (Rows >= 5) prefetch_l2(tile + kFetchAhead + 64 * j);
+      if constexpr (Rows >= 8) prefetch(tile + near + 64 * j);
+      const Vb w = load_bytes(tile + 64 * j);
+#pragma GCC unroll 16
+      for (int m = 0; m < Rows; m++) sums[j % turns][m] = dot<8>(sums[j % turns][m], w, x + kGroup * m + 4 * j);
+    }
+  }
+  const Vf weight_scales = load(reinterpret_cast<const float*>(tile));
+#pragma GCC unroll 16
+  for (int m = 0; m < Rows; m++) {
+    Vi sum = sums[0][m];
+#pragma GCC unroll 4
+    for (int t = 1; t < turns; t++) sum = add(sum, sums[t][m]);
+    store(out + 16 * m, mul(to_float(sum), mul(weight_scales, set1(scales[m]))));
+  }
 }
 
 // bf16 weights: activations in pairs, bf16 where the processor multiplies them, else float32.
@@ -195,8 +233,10 @@ void matmul_float(const uint8_t* tile, int units, const uint8_t* block, float* o
 
 template <Format F, int Rows, bool Offset>
 constexpr Kernels::Matmul matmul_for() {
-  if constexpr (is_quantised(F))
-    return matmul_quantised<F, Rows, Offset>;
+  if constexpr (is_grouped(F))
+    return matmul_grouped<F, Rows, Offset>;
+  else if constexpr (F == Format::kI8Row)
+    return matmul_i8_row<Rows>;
   else if constexpr (F == Format::kBf16)
     return matmul_bf16<Rows>;
   else
@@ -204,7 +244,8 @@ constexpr Kernels::Matmul matmul_for() {
 }
 
 constexpr Form form_for(Format f, bool offset) {
-  if (is_quantised(f)) return offset ? Form::kQ8Offset : Form::kQ8;
+  if (is_grouped(f)) return offset ? Form::kQ8Offset : Form::kQ8;
+  if (f == Format::kI8Row) return Form::kQ8Row;
   return f == Format::kBf16 && kHasBf16 ? Form::kBf16 : Form::kF32;
 }
 

@@ -37,6 +37,29 @@ void pack_q8(const float* x, size_t stride, int count, int n, int columns, uint8
   }
 }
 
+// int8 with one scale a row: the row's highest magnitude / 127.
+void pack_q8_row(const float* x, size_t stride, int count, int n, int columns, uint8_t* block, int rows, int m) {
+  for (int i = 0; i < count; i++, x += stride, m++) {
+    Vf highest = zero();
+    for (int k = 0; k < n; k += 16) highest = max(highest, abs(n - k >= 16 ? load(x + k) : load_partial(x + k, n - k)));
+    const float top = reduce_max(highest);
+    const Vf inverse = set1(top > 1e-36f ? 127.0f / top : 0.0f);  // of less the inverse would overflow
+    auto* scales = reinterpret_cast<float*>(block);
+    auto* zero_sums = reinterpret_cast<int32_t*>(scales + rows);
+    auto* codes = reinterpret_cast<int8_t*>(zero_sums + rows) + kGroup * m;
+    Vi sum = set1(0);
+    for (int k = 0; k < columns; k += kGroup, codes += kGroup * rows)
+      for (int half = 0; half < kGroup; half += 16) {
+        const int at = k + half;
+        const Vi code = round_to_int(mul(n - at >= 16 ? load(x + at) : load_partial(x + at, n - at), inverse));
+        store_s8(codes + half, code);
+        sum = add(sum, code);
+      }
+    scales[m] = top / 127.0f;
+    zero_sums[m] = -128 * reduce_add(sum);
+  }
+}
+
 // Two columns of a row side by side: x[columns / 2][rows][2].
 void pack_f32(const float* x, size_t stride, int count, int n, int columns, uint8_t* block, int rows, int m) {
   auto* out = reinterpret_cast<float*>(block);

@@ -11,6 +11,11 @@ namespace {
 
 constexpr size_t kArenaBytes = size_t{64} << 20;
 
+void check_whole_rows(const Buffer& buffer) {
+  if (buffer.in_pieces && buffer.wanted[static_cast<int>(Form::kQ8Row)])
+    throw std::invalid_argument("a buffer that is written in pieces cannot be packed with one scale a row");
+}
+
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 }  // namespace
@@ -73,9 +78,15 @@ void Plan::reads(int buffer, int weight, bool offset) {
   const Weight& w = weights_[weight];
   if (!b.packed || b.width != w.cols) throw std::invalid_argument("a linear op reads a packed buffer as wide as its weight");
   b.wanted[static_cast<int>(kernels_->form[offset][static_cast<int>(w.format)])] = true;
+  check_whole_rows(b);
   // Readers of different formats share the buffer: the longest padding serves all, since each reads its own units from the start.
   const int unit = std::max({unit_columns(w.format), kGroup});
   b.columns = std::max(b.columns, (w.cols + unit - 1) / unit * unit);
+}
+
+void Plan::writes_pieces(int buffer) {
+  buffers_[buffer].in_pieces = true;
+  check_whole_rows(buffers_[buffer]);
 }
 
 // Gives every buffer room for the rows of the step. Grows by doubling, and never shrinks.
@@ -111,7 +122,7 @@ void Plan::pack_columns(const Buffer& buffer, int row, int count, int first, con
     for (int f = 0; f < kNumForms; f++) {  // in every form the columns before `first` fill whole units of the block
       if (!buffer.wanted[f]) continue;
       const auto form = static_cast<Form>(f);
-      kernels_->pack[f](x, stride, here, n, columns, buffer.block(form, blocks, b) + form_row_bytes(form, first) * rows, rows, m);
+      kernels_->pack[f](x, stride, here, n, columns, buffer.block(form, blocks, b) + form_column_bytes(form, first) * rows, rows, m);
     }
     row += here, count -= here, x += here * stride;
   }

@@ -40,7 +40,8 @@ struct Buffer {
   int width;
   bool logit;  // one row for each logit row of the step, else one for each row
   bool packed;
-  int columns = 0;  // padded to the units of the readers
+  bool in_pieces = false;  // its rows are not written whole, so no form can be wanted that takes a whole row
+  int columns = 0;         // padded to the units of the readers
   std::array<bool, kNumForms> wanted{};
   float* floats = nullptr;  // parts of the plan's activation memory
   std::array<uint8_t*, kNumForms> forms{};
@@ -78,6 +79,8 @@ class Plan {
   void add_op(std::unique_ptr<Op> op) { ops_.push_back(std::move(op)); }
   // Declares that a linear op reads `buffer` through `weight`, with offset activations or without.
   void reads(int buffer, int weight, bool offset);
+  // Declares that an op writes the rows of `buffer` piece by piece.
+  void writes_pieces(int buffer);
 
   void run(const Step& step);
 

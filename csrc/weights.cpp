@@ -147,6 +147,7 @@ constexpr Source kSources[] = {
     {"BF16", Format::kBf16, 1, 2, nullptr},
     {"F16", Format::kF16, 1, 2, nullptr},
     {"F32", Format::kF32, 1, 4, nullptr},
+    {"I8_ROW", Format::kI8Row, 1, 1, nullptr},
 };
 
 const Source& source_of(const std::string& name) {
@@ -182,7 +183,7 @@ void place(uint8_t* unit, Unit shape, int g, int r, const Group& group) {
   }
 }
 
-void pack_quantised_row(const Source& source, const uint8_t* row, int cols, uint8_t* tile, int r) {
+void pack_grouped_row(const Source& source, const uint8_t* row, int cols, uint8_t* tile, int r) {
   const Unit shape = unit_of(source.format);
   const int block_groups = source.block_columns / kGroup;
   Group group{};
@@ -201,7 +202,33 @@ void pack_float_row(Format f, const uint8_t* row, int cols, uint8_t* tile, int r
   }
 }
 
-float unpack_quantised(const Weight& w, const uint8_t* tile, int r, int k) {
+// int8: [columns / 4][16][4] codes of which 128 is zero, and the row's scale behind the last.
+void pack_i8_row(const uint8_t* row, int cols, float scale, uint8_t* tile, int units, int r) {
+  for (int k = 0; k < cols; k++) tile[k / 4 * 64 + 4 * r + k % 4] = row[k] ^ 0x80;
+  std::memcpy(tile + static_cast<size_t>(units) * unit_bytes(Format::kI8Row) + 4 * r, &scale, 4);
+}
+
+float unpack_i8_row(const Weight& w, const uint8_t* tile, int r, int k) {
+  float scale;
+  std::memcpy(&scale, tile + static_cast<size_t>(w.units) * unit_bytes(Format::kI8Row) + 4 * r, 4);
+  return scale * static_cast<float>(tile[static_cast<size_t>(k / 4) * 64 + 4 * r + k % 4] - 128);
+}
+
+void check(const Stored& stored, const Source& source, size_t row_bytes) {
+  const auto require = [](bool ok, const char* message) {
+    if (!ok) throw std::invalid_argument(message);
+  };
+  const auto rows = static_cast<size_t>(stored.rows);
+  const bool row_scaled = source.format == Format::kI8Row;
+  require(stored.rows > 0 && stored.cols > 0 && stored.cols % source.block_columns == 0 && row_bytes * rows == stored.bytes,
+          "a weight's bytes do not match its shape and format");
+  require(stored.row_order.empty() || stored.row_order.size() == rows, "a weight's row order has the wrong length");
+  for (const int64_t row : stored.row_order) require(row >= 0 && row < stored.rows, "a weight's row order names a row that is not there");
+  require(stored.row_scales.size() == (row_scaled ? rows : 0), "a weight needs a scale for each row, or none at all in this format");
+  require(!row_scaled || stored.cols <= kMaxRowColumns, "int8 with one scale a row has at most 131,072 columns: more may overflow a sum");
+}
+
+float unpack_grouped(const Weight& w, const uint8_t* tile, int r, int k) {
   const Unit shape = unit_of(w.format);
   const uint8_t* unit = tile + static_cast<size_t>(k / shape.columns()) * shape.bytes();
   const int g = k % shape.columns() / kGroup, i = k % kGroup;
@@ -223,18 +250,13 @@ Format packed_format(const std::string& stored) { return source_of(stored).forma
 
 size_t packed_bytes(const Stored& stored) {
   const Format f = packed_format(stored.format);
-  return static_cast<size_t>((stored.rows + kTileRows - 1) / kTileRows) * units_of(f, stored.cols) * unit_bytes(f);
+  return static_cast<size_t>((stored.rows + kTileRows - 1) / kTileRows) * tile_bytes(f, units_of(f, stored.cols));
 }
 
 Weight pack(const Stored& stored, uint8_t* to, size_t stride, Pool& pool) {
   const Source& source = source_of(stored.format);
   const size_t row_bytes = static_cast<size_t>(stored.cols) / source.block_columns * source.block_bytes;
-  if (stored.rows <= 0 || stored.cols <= 0 || stored.cols % source.block_columns || row_bytes * stored.rows != stored.bytes)
-    throw std::invalid_argument("a weight's bytes do not match its shape and format");
-  if (!stored.row_order.empty() && stored.row_order.size() != static_cast<size_t>(stored.rows))
-    throw std::invalid_argument("a weight's row order has the wrong length");
-  for (const int64_t row : stored.row_order)
-    if (row < 0 || row >= stored.rows) throw std::invalid_argument("a weight's row order names a row that is not there");
+  check(stored, source, row_bytes);
   const Weight w{source.format, stored.rows, stored.cols, units_of(source.format, stored.cols), stride, to};
   pool.parallel(w.tiles(), [&](int begin, int end, int) {
     for (int row = begin * kTileRows; row < std::min(end * kTileRows, w.rows); row++) {
@@ -242,7 +264,9 @@ Weight pack(const Stored& stored, uint8_t* to, size_t stride, Pool& pool) {
       const uint8_t* bytes = stored.data + from * row_bytes;
       uint8_t* tile = to + static_cast<size_t>(row / kTileRows) * stride;
       if (source.read)
-        pack_quantised_row(source, bytes, w.cols, tile, row % kTileRows);
+        pack_grouped_row(source, bytes, w.cols, tile, row % kTileRows);
+      else if (w.format == Format::kI8Row)
+        pack_i8_row(bytes, w.cols, stored.row_scales[from], tile, w.units, row % kTileRows);
       else
         pack_float_row(source.format, bytes, w.cols, tile, row % kTileRows);
     }
@@ -254,8 +278,10 @@ void unpack_row(const Weight& w, int row, float* out) {
   const uint8_t* tile = w.tile(row / kTileRows);
   const int r = row % kTileRows;
   for (int k = 0; k < w.cols; k++) {
-    if (is_quantised(w.format)) {
-      out[k] = unpack_quantised(w, tile, r, k);
+    if (is_grouped(w.format)) {
+      out[k] = unpack_grouped(w, tile, r, k);
+    } else if (w.format == Format::kI8Row) {
+      out[k] = unpack_i8_row(w, tile, r, k);
     } else if (w.format == Format::kBf16) {
       out[k] = bf16_to_float(read16(tile + (static_cast<size_t>(k / 2 * 16 + r) * 2 + k % 2) * 2));
     } else if (w.format == Format::kF16) {

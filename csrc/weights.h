@@ -10,13 +10,15 @@
 
 namespace headrace {
 
-// A matrix as it comes from a file: row after row of blocks in one of the formats that files know.
+// A matrix as it comes from a file: row after row of blocks in one of the formats that files know, and beside them the scales of the
+// rows in formats that have these.
 struct Stored {
   std::string format;
   int rows, cols;
   const uint8_t* data;
   size_t bytes;
-  std::span<const int64_t> row_order;  // row i is stored as row row_order[i]; empty: as is
+  std::span<const int64_t> row_order = {};  // row i is stored as row row_order[i]; empty: as is
+  std::span<const float> row_scales = {};   // of the stored rows
 };
 
 // A packed matrix: ceil(rows / 16) tiles, `stride` bytes apart.
@@ -37,7 +39,8 @@ Format packed_format(const std::string& stored);
 // Bytes that the packed tiles of a matrix take.
 size_t packed_bytes(const Stored& stored);
 
-// Repacks into `to` (zeroed, packed_bytes long when stride is the tile's own size), with all threads.
+// Repacks into `to` (zeroed, packed_bytes long when stride is the tile's own size), with all threads. Throws std::invalid_argument for
+// parts that do not fit together.
 Weight pack(const Stored& stored, uint8_t* to, size_t stride, Pool& pool);
 
 // Row `row` of a packed matrix as float32.

@@ -17,7 +17,7 @@ from tests.backend.stored import random_stored
 ROOT = Path(__file__).parents[1]
 MICRO = ROOT / "benchmarks/micro"
 
-FORMATS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "BF16")
+FORMATS = ("Q4_0", "Q4_1", "Q8_0", "I8_ROW", "Q4_K", "Q6_K", "BF16")
 ROWS = {  # program: the keys that tell its rows apart, and their values in order
     "roof": (
         ("what",),

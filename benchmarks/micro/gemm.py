@@ -1,8 +1,8 @@
 """Linear ops of many rows: what share of the measured multiply-add rate they keep.
 
 From about 16 rows on arithmetic bounds, not memory. The roof is a chain of dot products on registers, int8 or bf16; what a
-kernel must do besides (decode weights, scales, minima, load activations) is what it falls short by. Quantised formats are
-shown with both forms of int8 activations: symmetric, and with the offset that queries, keys, values and the head have.
+kernel must do besides (decode weights, scales, minima, load activations) is what it falls short by. Formats with scales by
+group are shown with both forms of int8 activations: symmetric, and with the offset that queries, keys, values and the head have.
 """
 
 from harness import Bench, Column, main, verdict
@@ -12,7 +12,7 @@ from headrace.planner.hardware import Kind
 from headrace.quant.formats import FORMATS, StoredTensor
 from tests.backend.stored import random_stored
 
-NAMES = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "BF16")
+NAMES = ("Q4_0", "Q4_1", "Q8_0", "I8_ROW", "Q4_K", "Q6_K", "BF16")
 SHAPES = ((2048, 2048), (8192, 2048), (2048, 8192), (576, 576), (1536, 576), (576, 1536))
 ROWS = (16, 32, 64, 128, 512)
 COLUMNS = (
@@ -23,7 +23,7 @@ COLUMNS = (
     Column("target", "target"),
     Column("offset_share", "with offset", ".0%"),
 )
-TARGETS = {"Q4_0": 0.72, "Q4_1": 0.66, "Q4_K": 0.66, "Q8_0": 0.68, "BF16": 0.95}
+TARGETS = {"Q4_0": 0.72, "Q4_1": 0.66, "Q4_K": 0.66, "Q8_0": 0.68, "I8_ROW": 0.95, "BF16": 0.95}
 """Least share of the roof, symmetric activations."""
 SIXTEEN_ROWS = {"Q4_0": 0.70}
 """Where it is another at 16 rows, which still have weights to read."""
@@ -39,11 +39,11 @@ def gemm(bench: Bench) -> None:
 
 def measure(bench: Bench, stored: StoredTensor) -> None:
     """One table: a weight, by number of rows."""
-    name, quantised = stored.format.name, stored.format.block > 1
-    kind: Kind = "int8" if quantised else "bf16"
+    name, by_group = stored.format.name, stored.format.block > 1
+    kind: Kind = "int8" if stored.format.quantised else "bf16"
     num_rows = ROWS[:2] if bench.quick else ROWS
     least_bytes = bench.cold_bytes // 4  # twice a large cache: enough to keep 16 rows honest
-    plans = {offset: LinearPlan(stored, bench.threads, least_bytes, max(num_rows), offset) for offset in {False, quantised}}
+    plans = {offset: LinearPlan(stored, bench.threads, least_bytes, max(num_rows), offset) for offset in {False, by_group}}
     kernels = {(offset, rows): bench.busy(lambda p=p, rows=rows: p.seconds(rows)) for offset, p in plans.items() for rows in num_rows}
     rounds = bench.rounds({"roof": bench.rate(kind)} | kernels)
     table = []

@@ -12,7 +12,7 @@ from headrace.planner.hardware import Kind
 from headrace.quant.formats import FORMATS
 from tests.backend.stored import random_stored
 
-NAMES = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "BF16")
+NAMES = ("Q4_0", "Q4_1", "Q8_0", "I8_ROW", "Q4_K", "Q6_K", "BF16")
 SHAPES = ((2048, 2048), (8192, 2048), (2048, 8192))
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 COLUMNS = (
@@ -41,7 +41,7 @@ def measure(bench: Bench, name: str, shape: tuple[int, int]) -> None:
     """One table: a weight, by number of rows."""
     linear = LinearPlan(random_stored(name, *shape, seed=0), bench.threads, bench.cold_bytes, max(ROWS))
     kernels = {rows: bench.busy(lambda rows=rows: linear.seconds(rows)) for rows in ROWS}
-    kind: Kind = "int8" if FORMATS[name].block > 1 else "bf16"
+    kind: Kind = "int8" if FORMATS[name].quantised else "bf16"
     rounds = bench.rounds({"roof": bench.bandwidth(), "rate": bench.rate(kind)} | kernels)
 
     def limit(rows: int, bandwidth: float, rate: float) -> float:

@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from headrace.batch import Ints, RaggedBatch, StepRows, StepTimes
 from headrace.config import KvConfig
 from headrace.errors import RequestError, UnsupportedModelError
 from headrace.program import ops
-from headrace.program.fuse import fuse
+from headrace.program.fuse import LINEAR_OPS, fuse
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.quant.kv import BLOCK_SIZE
@@ -79,7 +80,8 @@ class _Lowering:
         self.packed: dict[str, int] = {}
         self.vectors: dict[str, int] = {}
         self.buffers: dict[int, int] = {}  # of values that are alive
-        self.free: dict[tuple[int, str, bool], list[int]] = {}
+        self.free: dict[tuple[int, str, bool, bool], list[int]] = {}
+        self.whole_rows = _whole_rows(program, weights)
         self.angles = -1  # a buffer of a shape of its own, never reused
 
     def lower(self) -> int:
@@ -97,18 +99,25 @@ class _Lowering:
     def buffer(self, value: ops.Value) -> int:
         """The buffer of a value, a free one of the same shape if it has none yet."""
         if value.id not in self.buffers:
-            free = self.free.get((value.width, value.rows, value.packed))
+            free = self.free.get(self.shape(value))
             self.buffers[value.id] = free.pop() if free else self.plan.add_buffer(value.width, value.rows == "logit", value.packed)
         return self.buffers[value.id]
+
+    def shape(self, value: ops.Value) -> tuple[int, str, bool, bool]:
+        """What two values must share to share a buffer; what is packed with one scale a row cannot be written in pieces."""
+        return value.width, value.rows, value.packed, value.packed and value.id in self.whole_rows
 
     def release(self, value: ops.Value) -> None:
         for v in (value, _packed_copy(value)):
             if v.id in self.buffers and self.buffers[v.id] != self.angles:
-                self.free.setdefault((v.width, v.rows, v.packed), []).append(self.buffers.pop(v.id))
+                self.free.setdefault(self.shape(v), []).append(self.buffers.pop(v.id))
 
-    def write(self, out: ops.Value, lower: Callable[[int], None]) -> None:
-        """Lowers an op that can only write float32; where the value is to be packed, packs the result."""
-        if not out.packed:
+    def write(self, out: ops.Value, lower: Callable[[int], None], packs_groups: bool = False) -> None:
+        """Lowers an op that writes float32; where the value is to be packed, packs the result.
+
+        `packs_groups`: the op can itself pack a row piece by piece, which does where the scales are those of groups.
+        """
+        if not out.packed or (packs_groups and out.id not in self.whole_rows):
             return lower(self.buffer(out))
         loose = replace(out, id=-1, packed=False)
         lower(self.buffer(loose))
@@ -128,9 +137,21 @@ class _Lowering:
     def weight(self, weight: ops.Weight) -> int:
         if weight.name not in self.packed:
             t = self.tensors[weight.name]
-            self.packed[weight.name] = self.plan.add_weight(t.format.name, t.rows, t.cols, t.data, t.row_order)
+            with _named(t):
+                self.packed[weight.name] = self.plan.add_weight(t.format.name, t.rows, t.cols, t.data, t.row_order, t.row_scales)
             t.release()
         return self.packed[weight.name]
+
+    def weight_pair(self, a: ops.Weight, b: ops.Weight) -> tuple[int, int]:
+        """Two matrices of one shape, which are read in turns."""
+        s, t = self.tensors[a.name], self.tensors[b.name]
+        with _named(s):
+            pair: tuple[int, int] = self.plan.add_weight_pair(
+                s.format.name, s.data, s.row_scales, t.format.name, t.data, t.row_scales, s.rows, s.cols
+            )
+        s.release()
+        t.release()
+        return pair
 
     def vector(self, weight: ops.Weight | None) -> int:
         if weight is None:
@@ -142,6 +163,22 @@ class _Lowering:
 
 def _packed_copy(value: ops.Value) -> ops.Value:
     return replace(value, id=-2 - value.id, packed=True)
+
+
+def _whole_rows(program: Program, tensors: Mapping[str, StoredTensor]) -> set[int]:
+    """Ids of the values, and of their packed copies, that a weight with one scale a row reads: these are packed a row at a time."""
+    linear = [op for op in program.ops if isinstance(op, LINEAR_OPS)]
+    read = {op.x for op in linear if any(tensors[w.name].format.row_scales for w in op.weights())}
+    return {value.id for x in read for value in (x, _packed_copy(x))}
+
+
+@contextmanager
+def _named(tensor: StoredTensor) -> Iterator[None]:
+    """Raises UnsupportedModelError, which names the tensor, for a weight that the kernels refuse."""
+    try:
+        yield
+    except ValueError as error:
+        raise UnsupportedModelError(f"tensor {tensor.name}: {error}") from None
 
 
 def _embed(lo: _Lowering, op: ops.Embed) -> None:
@@ -178,21 +215,16 @@ def _qkv_rope_write(lo: _Lowering, op: ops.QkvRopeWrite) -> None:
 
 
 def _glu_linear(lo: _Lowering, op: ops.GluLinear) -> None:
-    g, u = lo.tensors[op.gate.name], lo.tensors[op.up.name]
-    gate, up = lo.plan.add_weight_pair(g.format.name, g.data, u.format.name, u.data, op.gate.rows, op.gate.cols)
-    for t in (g, u):
-        t.release()
-    lo.plan.glu_linear(lo.buffer(op.out), lo.packed_input(op.x), gate, up, lo.vector(op.gate_bias), lo.vector(op.up_bias))
+    gate, up = lo.weight_pair(op.gate, op.up)
+    x, gate_bias, up_bias = lo.packed_input(op.x), lo.vector(op.gate_bias), lo.vector(op.up_bias)
+    lo.write(op.out, lambda out: lo.plan.glu_linear(out, x, gate, up, gate_bias, up_bias), packs_groups=True)
 
 
 def _attention(lo: _Lowering, op: ops.Attention) -> None:
     def lower(out: int) -> None:
         lo.plan.attention(out, lo.buffer(op.q), op.layer, op.scale, op.window)
 
-    if lo.program.kv_shape[2] % GROUP:
-        lo.write(op.out, lower)
-    else:  # a head is whole groups, so attention can pack what it wrote
-        lower(lo.buffer(op.out))
+    lo.write(op.out, lower, packs_groups=lo.program.kv_shape[2] % GROUP == 0)  # a head is then whole groups
 
 
 def _gather_rows(lo: _Lowering, op: ops.GatherRows) -> None:

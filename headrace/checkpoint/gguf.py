@@ -269,7 +269,7 @@ def _read_tensors(cursor: _Cursor, count: int, metadata: Metadata) -> dict[str, 
     for record in sorted(records.values(), key=lambda record: record.offset):
         type_name = _TENSOR_TYPES.get(record.type, "unknown")
         if type_name not in FORMATS:
-            known = ", ".join(FORMATS)
+            known = ", ".join(name for name, stored in FORMATS.items() if not stored.row_scales)
             raise UnsupportedModelError(f"{cursor.name}: tensor {record.name} has type {record.type} ({type_name}); known: {known}")
         stored = FORMATS[type_name]
         if record.shape[-1] % stored.block:

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
+from headrace.checkpoint.compressed_tensors import check_quantisation
 from headrace.checkpoint.files import member, read_json
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.model.spec import ModelSpec, RopeSpec
@@ -31,7 +32,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "partial_rotary_factor": (None, 1),
-    "quantization_config": (None,),
     "query_pre_attn_scalar": (None,),
     "residual_multiplier": (None, 1),
     "use_qk_norm": (None, False),
@@ -85,6 +85,7 @@ def hf_spec(folder: Path) -> ModelSpec:
     for key, neutral in _NEUTRAL.items():
         if values.get(key) not in neutral:
             raise UnsupportedModelError(f"config.json: {key} = {str(values[key])[:80]} is not supported")
+    check_quantisation(values.get("quantization_config"))
     dim, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     num_layers = config.integer("num_hidden_layers")
     head_dim = config.integer("head_dim", dim // max(num_heads, 1))

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.checkpoint import gguf_model, hf_model
+from headrace.checkpoint.compressed_tensors import with_row_scales
 from headrace.checkpoint.gguf import Metadata, read_gguf
 from headrace.checkpoint.safetensors import read_folder
 from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
@@ -74,7 +75,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         hint = f"; name a file in it, such as {files[0].name}" if files else ""
         raise ModelNotFoundError(f"{folder}: no config.json{hint}")
     spec = _checked(hf_model.hf_spec(folder), folder.name)
-    tensors = _assemble(spec, read_folder(folder), LLAMA_HF, True, folder.name)
+    stored = with_row_scales(read_folder(folder), folder.name)
+    tensors = _assemble(spec, stored, LLAMA_HF, True, folder.name)
     return Checkpoint(folder, spec, tensors, hf_model.chat_template(folder), folder)
 
 

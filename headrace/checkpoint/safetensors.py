@@ -18,7 +18,8 @@ from headrace.quant.formats import FORMATS, StoredTensor
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_DTYPES = ("F32", "F16", "BF16")
+_DTYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16", "I8": "I8_ROW"}
+"""Our format of each: codes of int8 are still without the scales, which are a tensor of their own."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _MAX_TENSORS = 65_536
@@ -29,7 +30,7 @@ _MAX_HEADER_BYTES = 6 << 20
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one file, by name; their data are views of its memory map.
 
-    Raises FormatError for anything that breaks the format, UnsupportedModelError for a dtype other than F32, F16, BF16.
+    Raises FormatError for anything that breaks the format, UnsupportedModelError for a dtype other than F32, F16, BF16, I8.
     """
     mapped = map_file(path)
     size = int.from_bytes(mapped[:8], "little")
@@ -45,7 +46,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         dtype, shape, (start, stop) = entry
         if dtype not in _DTYPES:
             raise UnsupportedModelError(f"{path.name}: tensor {name} has dtype {dtype[:32]}; known: {', '.join(_DTYPES)}")
-        stored = FORMATS[dtype]
+        stored = FORMATS[_DTYPES[dtype]]
         if start != end or stop - start != math.prod(shape) * stored.nbytes:
             place = f"at bytes {start:,} to {stop:,}, expected from {end:,}"
             raise FormatError(f"{path.name}: tensor {name} of {dtype} {list(shape)} is {place}")

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from headrace.program.ops import Add, Glu, GluLinear, KvWrite, Linear, LinearAdd, Op, QkvRopeWrite, Rope, Value
 from headrace.program.trace import Program
 
-_LINEAR_OPS = (Linear, LinearAdd, QkvRopeWrite, GluLinear)
+LINEAR_OPS = (Linear, LinearAdd, QkvRopeWrite, GluLinear)
+"""Ops that read their `x` through weights only."""
 
 
 class _Rewrite(NamedTuple):
@@ -85,7 +86,7 @@ def _add(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
 
 def _pack(ops: list[Op], logits: Value) -> list[Op]:
     """Marks as packed every value that is read only as the `x` of linear ops."""
-    as_x = Counter(op.x.id for op in ops if isinstance(op, _LINEAR_OPS))
+    as_x = Counter(op.x.id for op in ops if isinstance(op, LINEAR_OPS))
     reads = _Flow(ops).reads
     packed = {value for value, n in as_x.items() if reads[value] == n and value != logits.id}
 

@@ -49,6 +49,10 @@ def _bf16(blocks: Bytes) -> Floats:
     return (blocks.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def _i8(blocks: Bytes) -> Floats:
+    return blocks.view(np.int8).astype(np.float32)
+
+
 def _q4(blocks: Bytes, at: int) -> Bytes:  # [blocks, 32]: low nibbles are the first half of the block
     return _fields(blocks[:, at : at + 16], (0, 4), 15).reshape(-1, 32)
 
@@ -141,4 +145,5 @@ _CONVERT: dict[str, Callable[[Bytes], Floats]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "I8_ROW": _i8,  # codes: the scales lie beside them
 }

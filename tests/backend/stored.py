@@ -20,6 +20,10 @@ def random_stored(format_name: str, rows: int, cols: int, seed: int, name: str =
     """A [rows, cols] tensor of random codes and scales; values are of the order of `scale`."""
     rng = np.random.default_rng(seed)
     form = FORMATS[format_name]
+    if form.row_scales:
+        codes = rng.integers(0, 256, rows * cols, dtype=np.uint8)
+        row_scales = (rng.uniform(-1, 1, rows) * scale / 64).astype(np.float32)
+        return StoredTensor(name, form, (rows, cols), codes, row_scales=row_scales)
     if format_name not in _SCALES:
         values = rng.standard_normal((rows, cols)).astype(np.float32) * np.float32(scale)
         if format_name == "F32":
@@ -36,10 +40,10 @@ def random_stored(format_name: str, rows: int, cols: int, seed: int, name: str =
     return StoredTensor(name, form, (rows, cols), blocks.reshape(-1))
 
 
-def quantised_rows(x: NDArray[np.float32], offset: bool) -> NDArray[np.float64]:
-    """What the int8 activation forms stand for: per 32 columns 255 codes around 0, or around the middle of the group's range."""
+def quantised_rows(x: NDArray[np.float32], offset: bool, group: int = 32) -> NDArray[np.float64]:
+    """What the int8 activation forms stand for: per group of columns 255 codes around 0, or around the middle of the group's range."""
     rows, cols = x.shape
-    groups = np.pad(x, ((0, 0), (0, -cols % 32))).reshape(rows, -1, 32)
+    groups = np.pad(x, ((0, 0), (0, -cols % group))).reshape(rows, -1, group)
     high, low = groups.max(axis=2, keepdims=True), groups.min(axis=2, keepdims=True)
     half = np.float32(0.5)
     middle = half * (high + low) if offset else np.zeros_like(high)

@@ -30,7 +30,7 @@ def product(isa: str, stored: StoredTensor, x: Array, offset: bool = False, thre
     loose, packed, out = plan.add_buffer(cols, False, False), plan.add_buffer(cols, False, True), plan.add_buffer(stored.rows, False, False)
     plan.embed(loose, plan.add_weight("F32", num_rows, cols, x.astype(np.float32).view(np.uint8).reshape(-1), None))
     plan.pack(packed, loose)
-    plan.linear(out, packed, plan.add_weight(stored.format.name, stored.rows, cols, stored.data, order), -1, -1, offset)
+    plan.linear(out, packed, plan.add_weight(stored.format.name, stored.rows, cols, stored.data, order, stored.row_scales), -1, -1, offset)
     run_rows(plan, num_rows)
     return np.array(plan.floats(out, num_rows))
 
@@ -46,7 +46,9 @@ def run_rows(plan: _native.Plan, num_rows: int) -> None:
 def expected(isa: str, format_name: str, x: Array, rows: int, seed: int, offset: bool) -> tuple[Array, Array]:
     """The exact product over the activations as the kernel sees them, and the scale of its rounding error."""
     weight = random_stored(format_name, rows, x.shape[1], seed).dequantise().astype(np.float64)
-    if FORMATS[format_name].block > 1:
+    if FORMATS[format_name].row_scales:
+        x = quantised_rows(x, False, x.shape[1])
+    elif FORMATS[format_name].quantised:
         x = quantised_rows(x, offset)
     elif format_name == "BF16" and isa == "avx512bf16":
         x = round_bf16(x)
@@ -84,6 +86,44 @@ def test_row_order_permutes_outputs(format_name: str) -> None:
     x = np.random.default_rng(3).standard_normal((4, 256)).astype(np.float32)
     order = np.random.default_rng(4).permutation(48)
     assert np.array_equal(linear(ISAS[-1], format_name, x, 48, 5, order=order), linear(ISAS[-1], format_name, x, 48, 5)[:, order])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_longest_row_does_not_overflow(isa: str) -> None:
+    """int8 by row sums up in 32 bits: 131,072 products at the ends of their ranges fit, of either sign; one column more is refused."""
+    cols = 1 << 17
+    data = np.repeat(np.array([-128, 127], np.int8), cols).view(np.uint8)
+    scales = np.array([1.0, 2.0], np.float32)
+    stored = StoredTensor("w", FORMATS["I8_ROW"], (2, cols), data, row_scales=scales)
+    x = np.ones((3, cols), np.float32) * np.array([[1], [-1], [0.5]], np.float32)
+    want = quantised_rows(x, False, cols) @ stored.dequantise().astype(np.float64).T
+    assert np.allclose(product(isa, stored, x), want, rtol=1e-6)
+    plan = _native.Plan(isa, 1, 1, 1, 1, 2, 1, "f32")
+    with pytest.raises(ValueError, match="131,072 columns"):
+        plan.add_weight("I8_ROW", 1, cols + 1, np.zeros(cols + 1, np.uint8), None, scales[:1])
+
+
+def test_scales_go_with_the_formats_that_have_them() -> None:
+    plan = _native.Plan("", 1, 1, 1, 1, 2, 1, "f32")
+    for name, scales in (("I8_ROW", None), ("I8_ROW", np.ones(3, np.float32)), ("F32", np.ones(2, np.float32))):
+        with pytest.raises(ValueError, match="a scale for each row"):
+            plan.add_weight(name, 2, 4, np.zeros(8 * FORMATS[name].nbytes, np.uint8), None, scales)
+
+
+def test_what_is_written_in_pieces_has_no_scale_by_row() -> None:
+    """The maximum of a row is known once it is complete: such a plan would compute with a wrong one, so it cannot be made."""
+    plan = _native.Plan("", 1, 1, 1, 1, 2, 1, "f32")
+    x, y, out = (plan.add_buffer(32, False, True) for _ in range(3))
+    by_row, by_group = (
+        plan.add_weight(t.format.name, 32, 32, t.data, None, t.row_scales)
+        for t in (random_stored(f, 32, 32, 0) for f in ("I8_ROW", "Q8_0"))
+    )
+    plan.glu_linear(y, x, by_group, by_group, -1, -1)
+    with pytest.raises(ValueError, match="in pieces"):
+        plan.linear(out, y, by_row, -1, -1, False)
+    plan.linear(out, x, by_row, -1, -1, False)
+    with pytest.raises(ValueError, match="in pieces"):
+        plan.attention(x, out, 0, 1.0, 0)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -250,7 +250,7 @@ class TestDamage:
         assert refused > 200
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name, stored in FORMATS.items() if not stored.row_scales])
 def test_every_format_has_its_number(name: str, read: Callable[[bytes], GgufFile]) -> None:
     content = build(tensor("t", (256,), kind=int(gguf.GGMLQuantizationType[name])), data=1024)
     assert read(content).tensors["t"].format == FORMATS[name]
