@@ -17,7 +17,7 @@ from headrace.errors import RequestError, UnsupportedModelError
 from headrace.program import ops
 from headrace.program.fuse import LINEAR_OPS, fuse
 from headrace.program.trace import Program
-from headrace.quant.formats import StoredTensor
+from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.quant.kv import BLOCK_SIZE
 
 GROUP = 32
@@ -70,6 +70,10 @@ class CpuExecutable:
         del self.plan
 
 
+_Readers = frozenset[tuple[str, bool]]
+_Shape = tuple[int, str, bool, _Readers]
+
+
 class _Lowering:
     """Turns ops into native ops, values into buffers that are reused once their value is dead, and tensors into packed weights."""
 
@@ -80,8 +84,8 @@ class _Lowering:
         self.packed: dict[str, int] = {}
         self.vectors: dict[str, int] = {}
         self.buffers: dict[int, int] = {}  # of values that are alive
-        self.free: dict[tuple[int, str, bool, bool], list[int]] = {}
-        self.whole_rows = _whole_rows(program, weights)
+        self.free: dict[_Shape, list[int]] = {}
+        self.readers = _readers(program, weights)
         self.angles = -1  # a buffer of a shape of its own, never reused
 
     def lower(self) -> int:
@@ -103,9 +107,9 @@ class _Lowering:
             self.buffers[value.id] = free.pop() if free else self.plan.add_buffer(value.width, value.rows == "logit", value.packed)
         return self.buffers[value.id]
 
-    def shape(self, value: ops.Value) -> tuple[int, str, bool, bool]:
-        """What two values must share to share a buffer; what is packed with one scale a row cannot be written in pieces."""
-        return value.width, value.rows, value.packed, value.packed and value.id in self.whole_rows
+    def shape(self, value: ops.Value) -> _Shape:
+        """What two values must share to share a buffer: with the same readers it is packed in the forms that they read, and no others."""
+        return value.width, value.rows, value.packed, self.readers.get(value.id, frozenset()) if value.packed else frozenset()
 
     def release(self, value: ops.Value) -> None:
         for v in (value, _packed_copy(value)):
@@ -117,7 +121,8 @@ class _Lowering:
 
         `packs_groups`: the op can itself pack a row piece by piece, which does where the scales are those of groups.
         """
-        if not out.packed or (packs_groups and out.id not in self.whole_rows):
+        whole_rows = any(FORMATS[name].row_scales for name, _ in self.readers.get(out.id, ()))
+        if not out.packed or (packs_groups and not whole_rows):
             return lower(self.buffer(out))
         loose = replace(out, id=-1, packed=False)
         lower(self.buffer(loose))
@@ -165,11 +170,25 @@ def _packed_copy(value: ops.Value) -> ops.Value:
     return replace(value, id=-2 - value.id, packed=True)
 
 
-def _whole_rows(program: Program, tensors: Mapping[str, StoredTensor]) -> set[int]:
-    """Ids of the values, and of their packed copies, that a weight with one scale a row reads: these are packed a row at a time."""
-    linear = [op for op in program.ops if isinstance(op, LINEAR_OPS)]
-    read = {op.x for op in linear if any(tensors[w.name].format.row_scales for w in op.weights())}
-    return {value.id for x in read for value in (x, _packed_copy(x))}
+def _readers(program: Program, tensors: Mapping[str, StoredTensor]) -> dict[int, _Readers]:
+    """By id, for values and their packed copies: the weights that they are multiplied with, and whether with offset."""
+    readers: dict[int, _Readers] = {}
+    for op in program.ops:
+        if isinstance(op, LINEAR_OPS):
+            matrices = [w for field, w in vars(op).items() if isinstance(w, ops.Weight) and not field.endswith("bias")]
+            read = frozenset((tensors[w.name].format.name, _reads_offset(op, program)) for w in matrices)
+            for value in (op.x, _packed_copy(op.x)):
+                readers[value.id] = readers.get(value.id, frozenset()) | read
+    return readers
+
+
+def _reads_offset(op: ops.Op, program: Program) -> bool:
+    """Whether an op reads int8 activations around the middle of their range.
+
+    Queries, keys, values and logits are worth the finer activations: together they make half of what int8 activations cost in
+    KL, for a sixth of a prefill's arithmetic.
+    """
+    return isinstance(op, ops.QkvRopeWrite) or op.output() == program.logits
 
 
 @contextmanager
@@ -197,10 +216,8 @@ def _norm(lo: _Lowering, op: ops.Norm) -> None:
 
 def _linear(lo: _Lowering, op: ops.Linear) -> None:
     x, weight, bias = lo.packed_input(op.x), lo.weight(op.weight), lo.vector(op.bias)
-    # The logits are worth the finer activations, as queries and keys are (csrc/ops_linear.cpp): together these two inputs make
-    # half of what int8 activations cost in KL, for a sixth of a prefill's arithmetic.
-    is_head = op.out == lo.program.logits
-    lo.write(op.out, lambda out: lo.plan.linear(out, x, weight, bias, -1, is_head))
+    offset = _reads_offset(op, lo.program)
+    lo.write(op.out, lambda out: lo.plan.linear(out, x, weight, bias, -1, offset))
 
 
 def _linear_add(lo: _Lowering, op: ops.LinearAdd) -> None:
