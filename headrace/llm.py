@@ -18,7 +18,7 @@ from headrace.errors import ClosedError, MemoryLimitError, RequestError, Request
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.planner.host import available_memory, usable_cores
-from headrace.propose import PROPOSERS, make_proposer
+from headrace.propose import PROPOSERS, make_proposers
 from headrace.request import RequestOutput, SamplingParams, Update, check_names, integer
 
 Prompt = str | Mapping[str, Any]
@@ -26,7 +26,7 @@ Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`"""
 
-_CHOICES = {"backend": BACKENDS, "kv_dtype": get_args(KvDtype), "proposer": tuple(PROPOSERS)}
+_CHOICES = {"backend": BACKENDS, "kv_dtype": get_args(KvDtype), "proposer": PROPOSERS}
 _BOUNDS = {  # option: least, most
     "threads": (0, 1024),
     "kv_blocks": (0, 2**26),
@@ -34,6 +34,7 @@ _BOUNDS = {  # option: least, most
     "max_num_seqs": (1, 2**16),
     "max_step_rows": (1, 2**20),
     "max_logit_rows": (1, 2**20),
+    "max_guess_nodes": (1, 2**10),
     "seed": (0, 2**64 - 1),
 }
 
@@ -75,7 +76,7 @@ def load_engine(model: str, config: EngineConfig) -> Loaded:
     threads = config.threads or usable_cores()
     executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads)
     limits = Limits(spec.vocab_size, max_model_len, kv)
-    return Loaded(Engine(executable, tokenizer, limits, config, make_proposer(config.proposer)), tokenizer, checkpoint)
+    return Loaded(Engine(executable, tokenizer, limits, config, make_proposers(config)), tokenizer, checkpoint)
 
 
 def size_kv(spec: ModelSpec, config: EngineConfig, max_model_len: int, weights: int, available: int) -> KvConfig:

@@ -12,7 +12,7 @@ from headrace.accept.sampler import Sampler
 from headrace.batch import Commit
 from headrace.engine.output import Output, TokenizerView, prompt_logprobs
 from headrace.kv.blocks import Table
-from headrace.request import Logprobs, RequestOutput, SamplingParams, Timing, Update
+from headrace.request import GuessStats, Logprobs, RequestOutput, SamplingParams, Timing, Update
 
 
 class Stopwatch:
@@ -55,6 +55,8 @@ class Request:
     branches: list["Branch"] = field(default_factory=list)
     """In index order, those that have ended included; empty once the request has ended."""
     error: Exception | None = None
+    guesses: dict[str, GuessStats] = field(default_factory=dict)
+    """What came of guessing for it, by method."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @property
@@ -66,7 +68,7 @@ class Request:
         outputs = [branch.output.completion(branch.key[1]) for branch in self.branches]
         prompt_logprobs = None if self.params.prompt_logprobs is None else self.prompt_logprobs
         prompt = (self.prompt, self.prompt_token_ids, prompt_logprobs)
-        return RequestOutput(self.id, *prompt, outputs, self.ended, self.stopwatch.timing(), self.error)
+        return RequestOutput(self.id, *prompt, outputs, self.ended, self.stopwatch.timing(), self.error, dict(self.guesses))
 
 
 @dataclass(eq=False)

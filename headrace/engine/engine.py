@@ -1,21 +1,26 @@
 """The engine: requests in, updates out. Everything here runs in the caller's thread, and only in one at a time."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
+from types import MappingProxyType
 
 from headrace.accept.sampler import derive_seed, make_sampler
 from headrace.backend import Executable
 from headrace.batch import Proposer
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.branch import Branch, Request
+from headrace.engine.guessing import Guessing
 from headrace.engine.output import Output, TokenizerView, end_ids
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.step import Stepper
 from headrace.engine.stops import StopPattern
 from headrace.errors import ClosedError, RequestError
 from headrace.kv.blocks import BlockPool
-from headrace.propose import Guard
-from headrace.request import RequestOutput, SamplingParams, Update, token_ids
+from headrace.request import GuessStats, RequestOutput, SamplingParams, Update, token_ids
+
+NO_PROPOSERS: Mapping[str, Proposer] = MappingProxyType({})
+"""Plain decoding."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +50,31 @@ class Stats:
     """Guess rows so far."""
     accepted: int
     """Those that were right."""
+    guesses: dict[str, GuessStats]
+    """What came of them, by method."""
     proposer_failures: int
+    """Times that a proposer failed, hung or said rubbish; the step went on without its guess."""
     preemptions: int
 
 
 class Engine:
     """Continuous batching over one executable."""
 
-    def __init__(self, executable: Executable, tokenizer: TokenizerView, limits: Limits, config: EngineConfig, proposer: Proposer) -> None:
+    def __init__(
+        self,
+        executable: Executable,
+        tokenizer: TokenizerView,
+        limits: Limits,
+        config: EngineConfig,
+        proposers: Mapping[str, Proposer] = NO_PROPOSERS,
+    ) -> None:
         self.limits = limits
         self.config = config
         self._tokenizer = tokenizer
         self._pool = BlockPool(limits.kv.num_blocks, limits.kv.block_size)
-        self._proposer = Guard(proposer, limits.vocab_size)
-        self._scheduler = Scheduler(self._pool, config, proposer.max_nodes)
-        self._stepper = Stepper(self._scheduler, self._proposer, executable, self._pool, tokenizer)
+        self._guessing = Guessing(proposers, config, limits.vocab_size)
+        self._scheduler = Scheduler(self._pool, config, self._guessing.max_nodes)
+        self._stepper = Stepper(self._scheduler, self._guessing, executable, self._pool, tokenizer)
         self._requests: dict[str, Request] = {}
         self._numbers = count()
         self._closed = False
@@ -143,7 +158,8 @@ class Engine:
             rows=stepper.num_rows,
             guessed=stepper.num_guessed,
             accepted=stepper.num_accepted,
-            proposer_failures=self._proposer.failures,
+            guesses=dict(self._guessing.stats),
+            proposer_failures=self._guessing.failures,
             preemptions=self._scheduler.num_preemptions,
         )
 

@@ -7,9 +7,10 @@ import numpy as np
 
 from headrace.accept.descend import Descent, descend
 from headrace.backend import Executable
-from headrace.batch import Commit, Proposer, StepRows
+from headrace.batch import Commit, StepRows
 from headrace.engine.branch import Branch, Request
 from headrace.engine.build import build
+from headrace.engine.guessing import Guessing
 from headrace.engine.output import TokenizerView
 from headrace.engine.scheduler import Part, Scheduler
 from headrace.errors import NonFiniteLogitsError
@@ -29,7 +30,7 @@ class Stepper:
     """All that takes part in a step, and what all steps so far came to."""
 
     scheduler: Scheduler
-    proposer: Proposer
+    guessing: Guessing
     executable: Executable
     pool: BlockPool
     tokenizer: TokenizerView
@@ -43,14 +44,12 @@ class Stepper:
         parts, copies = self.scheduler.schedule()
         if not parts:
             return None
-        guesses = self.proposer.propose([part.branch for part in parts], [part.room for part in parts])
-        for part, guess in zip(parts, guesses, strict=True):
-            part.guess = guess
+        self.guessing.guess(parts)
         batch = build(parts, self.pool)
         self._move(self.pool.slots_of(copies))
         self.num_steps += 1
         self.num_rows += len(batch.tokens)
-        self.num_guessed += sum(len(guess.tokens) for guess in guesses)
+        self.num_guessed += sum(len(part.guess.tokens) for part in parts)
         return Flight(parts, self.executable.run(batch))
 
     def finish(self, flight: Flight) -> list[Update]:
@@ -83,7 +82,7 @@ class Stepper:
                 moves += self._commit(branch, part, commit)
                 kept.append((branch, commit))
         self._move(moves)
-        self.proposer.observe([part.branch for part in flight.parts], [commit for _, commit in kept], flight.rows)
+        self.guessing.observe(flight.parts, [commit for _, commit in kept], flight.rows)
         return updates + [self._emit(branch, commit) for branch, commit in kept if commit.tokens and not branch.output.finish_reason]
 
     def end(self, request: Request, reason: FinishReason, message: str | None = None) -> list[Update]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from headrace.batch import Guess
 from headrace.engine.engine import Engine
 from headrace.errors import ClosedError, NonFiniteLogitsError, RequestError
 from headrace.propose.ngram import Ngram
@@ -89,7 +90,7 @@ class TestEnds:
 
             def propose(self, branches: list[Any], room: list[int]) -> list[Any]:
                 rest = [free[len(b.known) : len(b.known) + r] for b, r in zip(branches, room, strict=True)]
-                return [type("Chain", (), {"tokens": r, "parents": range(-1, len(r) - 1)}) for r in rest]
+                return [Guess(r, list(range(-1, len(r) - 1))) for r in rest]
 
             def observe(self, *_: Any) -> None: ...
 

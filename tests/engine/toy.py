@@ -4,15 +4,16 @@ Its logits are a hash of the tokens a row sees, so one wrong token, position or 
 """
 
 import zlib
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.batch import Ints, RaggedBatch, StepRows
+from headrace.batch import Ints, Proposer, RaggedBatch, StepRows
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, Limits
-from headrace.propose import make_proposer
+from headrace.propose import make_proposers
 from headrace.request import SamplingParams
 from tests.accept.sampler_twin import SamplerTwin
 from tests.tiny import TinyVocabulary
@@ -72,11 +73,13 @@ class ToyExecutable:
 
 
 def toy_engine(
-    *, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 40, broken: int = -1, proposer: object = None, **config: int
+    *, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 40, broken: int = -1, proposer: Proposer | None = None, **config: Any
 ) -> Engine:
     limits = Limits(VOCAB, max_model_len, KvConfig(num_blocks, block_size))
-    inner = proposer or make_proposer("off")
-    return Engine(ToyExecutable(block_size, broken), TinyVocabulary(VOCAB), limits, EngineConfig(**config), inner)
+    defaults: dict[str, Any] = {"guess_control": False, "max_guess_nodes": 128}
+    options = EngineConfig(**defaults | config)
+    proposers = {"test": proposer} if proposer else make_proposers(options)
+    return Engine(ToyExecutable(block_size, broken), TinyVocabulary(VOCAB), limits, options, proposers)
 
 
 def plain_decoding(prompt: list[int], params: SamplingParams, index: int, max_model_len: int = 40) -> list[int]:
