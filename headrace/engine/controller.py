@@ -17,7 +17,15 @@ _TRIAL_SHARE = 0.01
 _TRIAL_STEPS = 6
 """Steps of a trial, for which time is saved before it begins."""
 _TRIAL_NODES = 4
-_MARGIN = 1.02
+_PLAIN_SHARE = 0.015
+"""Share of the gain to give up for plain steps now and then, so that it is known what they cost now; the less the gain, the more."""
+_PLAIN_EVERY = (6, 64)
+"""Steps after which one is plain: least and most."""
+_FIRST_PLAIN = 3
+"""Plain steps before the first guess."""
+_VISITS_SPAN = 2
+"""The first plain steps come close to each other: after so many times as many with guesses as there have been plain ones."""
+_MARGIN = 1.03
 """Gain in tokens per second below which guessing is not worth it: the figures are not better than that."""
 _WORTH_AT_FIRST = 0.5
 """Tokens that a way of guessing is expected to gain before it was asked."""
@@ -72,10 +80,16 @@ class Controller:
         self._tried: tuple[int, int] | None = None
         """Key of the branch that a trial is made on."""
         self._step = _Step(0.0, [])
+        self._idle = True
+        """Whether the next step is a plain one, whatever is offered."""
+        self._num_guessing = 0
+        self._plain_every = _PLAIN_EVERY[0]
 
     def begin(self, forced: int, num_drawing: int, most_nodes: int) -> None:
         """A step of so many forced rows, in which some branches draw."""
-        if self._cost.known:
+        visits = self._cost.visits(forced)
+        self._idle = visits < _FIRST_PLAIN or self._num_guessing >= min(self._plain_every, _VISITS_SPAN * visits)
+        if visits:
             plain, base = self._cost.seconds(num_drawing) / num_drawing, self._cost.seconds(forced)
             self._step = _Step(plain, [(self._cost.seconds(forced + n) - base) / plain for n in range(most_nodes + 1)])
         else:
@@ -104,6 +118,9 @@ class Controller:
 
     def choose(self, offers: dict[Branch, Offer], num_drawing: int) -> dict[Branch, list[int]]:
         """The nodes to run of each offer, parents with their children, ascending."""
+        self._num_guessing = 0 if self._idle else self._num_guessing
+        if self._idle or not offers:
+            return {}
         extra = self._step.extra
         bundles: list[tuple[float, Branch, list[int]]] = []
         for branch, offer in offers.items():
@@ -122,10 +139,12 @@ class Controller:
             gain = tokens / (num_drawing + extra[num_nodes])
             if gain > best:
                 best, taken = gain, i + 1
+        self._plain_every = min(max(int((best - 1) / _PLAIN_SHARE), _PLAIN_EVERY[0]), _PLAIN_EVERY[1])
         chosen: dict[Branch, list[int]] = {}
         for _, branch, nodes in bundles[:taken]:
             chosen.setdefault(branch, []).extend(nodes)
         self._try(offers, chosen)
+        self._num_guessing += bool(chosen)
         return {branch: sorted(nodes) for branch, nodes in chosen.items()}
 
     def spend(self, name: str, num_branches: int, seconds: float, *, used: int = 0) -> None:

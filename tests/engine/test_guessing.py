@@ -57,9 +57,15 @@ class Oracle:
 
 
 def serve(
-    step_ms: Callable[[int], float], proposers: Callable[[Clock], dict[str, Any]], *, branches: int = 1, jitter: float = 0.0, **config: Any
+    step_ms: Callable[[int], float],
+    proposers: Callable[[Clock], dict[str, Any]],
+    *,
+    branches: int = 1,
+    jitter: float = 0.0,
+    warm: bool = True,
+    **config: Any,
 ) -> tuple[float, Any, list[Any]]:
-    """Virtual seconds, stats and tokens of so many greedy requests at once."""
+    """Virtual seconds, stats and tokens of so many greedy requests at once, in an engine that has served others like them, or none."""
     clock, rng = Clock(), random.Random(1)
     engine = toy_engine(max_model_len=LENGTH + 20, num_blocks=2000, **{"guess_control": True, "max_guess_nodes": 8} | config)
     made = proposers(clock)
@@ -70,37 +76,51 @@ def serve(
     run = executable.run
 
     def timed(batch: RaggedBatch) -> StepRows:
-        clock.now += step_ms(len(batch.tokens)) / 1e3 * (1 + jitter * rng.random()) * (10 if jitter and rng.random() < 0.02 else 1)
+        clock.now += step_ms(len(batch.tokens)) / 1e3 * (1 + jitter * rng.random()) * (5 if jitter and rng.random() < 0.02 else 1)
         return run(batch)
 
     executable.run = timed  # type: ignore[method-assign]
     params = SamplingParams(temperature=0, max_tokens=LENGTH)
-    results = run_all(engine, [([i % VOCAB, i // VOCAB], params) for i in range(branches)])
-    return clock.now, engine.stats(), [result.outputs[0].token_ids for result in results]
+    requests = [([i % VOCAB, i // VOCAB], params) for i in range(branches)]
+    start = 0.0
+    if warm:
+        run_all(engine, requests)
+        start = clock.now
+    results = run_all(engine, requests)
+    return clock.now - start, engine.stats(), [result.outputs[0].token_ids for result in results]
 
 
 def speed_up(step_ms: Callable[[int], float], right: Callable[[int], float], branches: int, **options: Any) -> float:
-    plain, _, expected = serve(step_ms, lambda clock: {}, branches=branches, jitter=options.get("jitter", 0.0))
+    plain, _, expected = serve(step_ms, lambda clock: {}, branches=branches)
     seconds, stats, tokens = serve(step_ms, lambda clock: {"oracle": Oracle(right)}, branches=branches, **options)
     assert tokens == expected and stats.proposer_failures == 0
-    return plain / seconds
+    return plain / seconds * _mean_jitter(options.get("jitter", 0.0))
+
+
+def _mean_jitter(jitter: float) -> float:
+    return (1 + jitter / 2) * (1.08 if jitter else 1)
 
 
 @pytest.mark.parametrize("machine", STEP_MS)
 @pytest.mark.parametrize("branches", [1, 8])
 @pytest.mark.parametrize("jitter", [0.0, 0.5])
 def test_wrong_guesses_cost_next_to_nothing(machine: str, branches: int, jitter: float) -> None:
-    assert speed_up(STEP_MS[machine], lambda position: 0.0, branches, jitter=jitter) > 0.95
+    assert speed_up(STEP_MS[machine], lambda position: 0.0, branches, jitter=jitter) > (0.85 if jitter else 0.98)
+
+
+@pytest.mark.parametrize("right", [0.5, 0.9])
+def test_a_new_engine_learns_quickly(right: float) -> None:
+    assert speed_up(STEP_MS["arithmetic alone"], lambda position: right, 1, warm=False) > 0.85
 
 
 @pytest.mark.parametrize(
     ("machine", "branches", "right", "least"),
     [
-        ("135M on two cores", 1, 0.97, 2.5),
-        ("135M on two cores", 1, 0.7, 1.5),
+        ("135M on two cores", 1, 0.97, 4.0),
+        ("135M on two cores", 1, 0.7, 2.2),
         ("135M on two cores", 8, 0.97, 0.98),
         ("memory alone", 1, 0.97, 5.0),
-        ("memory alone", 8, 0.97, 5.0),
+        ("memory alone", 8, 0.97, 4.0),
         ("memory alone", 1, 0.3, 1.2),
         ("arithmetic alone", 1, 0.97, 0.97),
         ("arithmetic alone", 8, 0.7, 0.97),
@@ -128,7 +148,7 @@ def test_a_slow_proposer_is_asked_rarely() -> None:
     step_ms = STEP_MS["135M on two cores"]
     plain, _, _ = serve(step_ms, lambda clock: {})
     seconds, _, _ = serve(step_ms, make)
-    assert plain / seconds > 0.93 and 0 < slow[0].calls < LENGTH // 8
+    assert plain / seconds > 0.93 and 0 < slow[0].calls < 2 * LENGTH // 8
 
 
 def test_the_better_of_two_is_used() -> None:
@@ -141,12 +161,12 @@ def test_the_better_of_two_is_used() -> None:
 
 
 def test_the_books_add_up() -> None:
-    seconds, stats, tokens = serve(STEP_MS["135M on two cores"], lambda clock: {"oracle": Oracle(lambda position: 0.9)}, branches=3)
+    seconds, stats, tokens = serve(STEP_MS["135M on two cores"], lambda clock: {"oracle": Oracle(lambda position: 0.9)}, warm=False)
     (books,) = stats.guesses.values()
     assert (books.proposed, books.accepted) == (stats.guessed, stats.accepted)
     assert stats.steps >= len(tokens[0]) - books.accepted and 0 < books.acceptance < 1
     assert books.tokens_per_step == 1 + books.accepted / books.steps
-    plain, _, _ = serve(STEP_MS["135M on two cores"], lambda clock: {}, branches=3)
+    plain, _, _ = serve(STEP_MS["135M on two cores"], lambda clock: {}, warm=False)
     assert books.seconds_saved == pytest.approx(plain - seconds, rel=0.25, abs=0.02)
 
 
@@ -168,7 +188,7 @@ class Sleeper(Oracle):
 def test_a_proposer_that_hangs_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.propose.guard.PATIENCE", 0.2)
     sleeper = Sleeper()
-    plain, _, expected = serve(STEP_MS["memory alone"], lambda clock: {})
+    _, _, expected = serve(STEP_MS["memory alone"], lambda clock: {})
     _, stats, tokens = serve(STEP_MS["memory alone"], lambda clock: {"sleeper": sleeper})
     sleeper.wakes.set()
     assert tokens == expected
