@@ -19,6 +19,8 @@ class Guess(NamedTuple):
 
     tokens: list[int]
     parents: list[int]
+    confidence: int = 0  # a class of the method's own: acceptance is measured apart for each, and a higher one should be better
+    whole: bool = False  # all nodes are needed or none: the method learns from rows that are rarely accepted
 
 
 NO_GUESS = Guess([], [])
@@ -70,6 +72,8 @@ class Commit(NamedTuple):
     path: list[int]  # accepted guess nodes, from the root down
     tokens: list[int]  # newly decided tokens: those of the path, then the one drawn at its end; empty inside a prompt
     logprobs: list[TokenLogprobs]  # one for each new token when asked for, else empty
+    row: int = -1  # for proposers: of the last forced row's logits in StepRows; those of node i are at row + 1 + i
+    guess: Guess = NO_GUESS  # for proposers: the tree that was in the step; it may have fewer nodes than were proposed
 
 
 class BranchView(Protocol):
@@ -84,7 +88,11 @@ class BranchView(Protocol):
 
 
 class Proposer(Protocol):
-    """A way of guessing. Guesses may be wrong in any way; they never change a token."""
+    """A way of guessing. Guesses may be wrong in any way; they never change a token.
+
+    One that has an attribute `bounded`, which is true, promises to be quick and is called in the engine's thread; any other
+    is called in a thread of its own, and left behind if it hangs.
+    """
 
     max_nodes: int
 

@@ -43,8 +43,12 @@ class EngineConfig:
     the time between tokens of others no more than about as much again. Large values favour throughput."""
     max_logit_rows: int = 64
     """Most rows of one branch with logits in one step (prompt log-probabilities are computed in chunks of this size)."""
-    proposer: Literal["off", "ngram"] = "off"
-    """Where guesses come from; never changes a token."""
+    proposer: Literal["off", "auto", "ngram", "jacobi", "lookahead", "online"] = "off"
+    """Where guesses come from; `auto`: from the n-gram index and the online table. Never changes a token."""
+    max_guess_nodes: int = 16
+    """Most guess nodes of a branch in a step."""
+    guess_control: bool = True
+    """Guess as much as pays by measured acceptance and step times, down to nothing; False: as much as there is room for."""
     prefix_cache: bool = True
     """Keep the KV of past and running requests, while there is room, for requests that begin alike; never changes a token."""
     target_token_ms: float = 0

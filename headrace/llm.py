@@ -18,7 +18,7 @@ from headrace.errors import ClosedError, MemoryLimitError, RequestError, Request
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.planner.host import available_memory, usable_cores
-from headrace.propose import PROPOSERS, make_proposer
+from headrace.propose import PROPOSERS, make_proposers
 from headrace.request import RequestOutput, SamplingParams, Service, Update, check_names, integer, number
 from headrace.stats import BlockMap, Stats
 
@@ -28,7 +28,7 @@ Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`"""
 
 _T = TypeVar("_T")
-_CHOICES = {"backend": BACKENDS, "kv_dtype": get_args(KvDtype), "proposer": tuple(PROPOSERS), "batching": tuple(SCHEDULERS)}
+_CHOICES = {"backend": BACKENDS, "kv_dtype": get_args(KvDtype), "proposer": PROPOSERS, "batching": tuple(SCHEDULERS)}
 _BOUNDS = {  # option: least, most
     "threads": (0, 1024),
     "kv_blocks": (0, 2**26),
@@ -37,6 +37,7 @@ _BOUNDS = {  # option: least, most
     "max_step_rows": (1, 2**20),
     "chunk_rows": (1, 2**20),
     "max_logit_rows": (1, 2**20),
+    "max_guess_nodes": (1, 2**10),
     "seed": (0, 2**64 - 1),
 }
 
@@ -83,7 +84,7 @@ def load_engine(model: str, config: EngineConfig) -> Loaded:
     executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads)
     limits = Limits(spec.vocab_size, max_model_len, kv, spec.widest_window)
     config = replace(config, threads=threads)
-    engine = Engine(executable, tokenizer, limits, config, make_proposer(config.proposer), name=model)
+    engine = Engine(executable, tokenizer, limits, config, make_proposers(config), name=model)
     return Loaded(engine, tokenizer, checkpoint)
 
 

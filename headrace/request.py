@@ -4,7 +4,7 @@ import difflib
 import math
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
@@ -181,6 +181,38 @@ class Timing:
     decode: float
 
 
+class GuessStats(NamedTuple):
+    """What came of one way of guessing."""
+
+    steps: int = 0
+    """Steps of a branch that had a guess of it."""
+    proposed: int = 0
+    """Guess rows in these steps."""
+    accepted: int = 0
+    """Those that were right: tokens beyond the one that a step gives anyway."""
+    seconds_saved: float = 0.0
+    """Estimated: the plain steps that were not needed, less what the guess rows took; below 0 where guessing lost time."""
+
+    def plus(self, other: "GuessStats") -> "GuessStats":
+        """Both together."""
+        return GuessStats(
+            self.steps + other.steps,
+            self.proposed + other.proposed,
+            self.accepted + other.accepted,
+            self.seconds_saved + other.seconds_saved,
+        )
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the guess rows that were right."""
+        return self.accepted / self.proposed if self.proposed else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a step with a guess gave a branch, its own one included."""
+        return 1 + self.accepted / self.steps if self.steps else 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One continuation. In a beam search `index` is its rank, 0 the best."""
@@ -211,6 +243,8 @@ class RequestOutput:
     """Why the request failed, where a `finish_reason` is `error`."""
     cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache when the request was admitted."""
+    guesses: Mapping[str, GuessStats] = field(default_factory=dict)
+    """What came of guessing, by method."""
 
 
 @dataclass(frozen=True, slots=True)

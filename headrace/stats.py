@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from headrace.request import GuessStats
+
 
 class Stats(NamedTuple):
     """What the engine does now, and what it has done since it was made. Times are seconds, rates are of the last few seconds."""
@@ -36,6 +38,9 @@ class Stats(NamedTuple):
     accepted: int
     """Those that were right."""
     proposer_failures: int
+    """Times that a proposer failed, hung or said rubbish; the step went on without its guess."""
+    guesses: dict[str, GuessStats]
+    """What came of guessing, by method."""
     preemptions: int
     finished: int
     """Requests with a result."""

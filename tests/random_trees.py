@@ -10,6 +10,8 @@ from headrace.batch import BranchView, Commit, Guess, StepRows
 class RandomTrees:
     """Trees of random size and shape. `truth` has the whole sequence of a branch, by its key, where it is known."""
 
+    bounded = True
+
     def __init__(self, seed: int, vocab: int, truth: Mapping[tuple[int, int], list[int]], max_nodes: int = 9, right: float = 0.7) -> None:
         self.max_nodes = max_nodes
         self.commits: list[Commit] = []

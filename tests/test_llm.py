@@ -284,7 +284,7 @@ class TestOptions:
         [
             ({"max_modle_len": 5}, "unknown option 'max_modle_len'; did you mean max_model_len?"),
             ({"backend": "cuda"}, "backend must be one of cpu, reference, not 'cuda'"),
-            ({"proposer": "medusa"}, "proposer must be one of off, ngram"),
+            ({"proposer": "medusa"}, "proposer must be one of off, auto, ngram"),
             ({"kv_dtype": "int3"}, "kv_dtype must be one of bf16, f32, int8, int4"),
             ({"backend": ["cpu"]}, "backend must be one of"),
             ({"max_num_seqs": 0}, "max_num_seqs must be a whole number from 1"),

@@ -13,7 +13,7 @@ from headrace.engine.engine import Engine, Limits
 from headrace.model import trace_model
 from headrace.model.names import tensor_shapes
 from headrace.model.spec import ModelSpec, RopeSpec
-from headrace.propose import make_proposer
+from headrace.propose import make_proposers
 from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.request import RequestOutput, SamplingParams, Update
 from tests.backend.stored import random_stored
@@ -122,7 +122,7 @@ def tiny_engine(
     model: tuple[ModelSpec, Tensors],
     backend: str = "reference",
     *,
-    proposer: Proposer | None = None,
+    proposer: Proposer | str = "off",
     executable: Executable | None = None,
     eos_ids: tuple[int, ...] = (),
     slots: int = 256,
@@ -132,13 +132,15 @@ def tiny_engine(
 ) -> Engine:
     """An engine over the model, with a pool of at least so many slots; `forgo`: what lies before all windows is let go."""
     spec, _ = model
-    options = EngineConfig(backend=backend, **config)
+    name, own = (proposer, {}) if isinstance(proposer, str) else ("off", {"test": proposer})
+    defaults: dict[str, Any] = {"proposer": name, "guess_control": False, "max_guess_nodes": 128 if own else 16}
+    options = EngineConfig(backend=backend, **defaults | config)
     block_size = BLOCK_SIZE[backend]
     kv = KvConfig(-(-slots // block_size), block_size, options.kv_dtype)
     limits = Limits(spec.vocab_size, max_model_len or spec.max_context, kv, spec.widest_window if forgo else 0)
     executable = executable or tiny_executable(model, backend, kv, options.threads)
     vocabulary = TinyVocabulary(spec.vocab_size, eos_ids)
-    return Engine(executable, vocabulary, limits, options, proposer or make_proposer(options.proposer))
+    return Engine(executable, vocabulary, limits, options, own or make_proposers(options))
 
 
 def run_all(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:

@@ -15,7 +15,6 @@ from headrace import _native
 from headrace.batch import Ints, RaggedBatch, StepRows
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, Limits
-from headrace.propose import make_proposer
 from tests.tiny import TinyVocabulary
 
 SEATS = 32
@@ -43,7 +42,7 @@ def idle_engine(batching: str, block_size: int) -> Engine:
     longest = MOST_PROMPT + MOST_OUTPUT
     kv = KvConfig(SEATS * -(-longest // block_size), block_size)
     config = EngineConfig(batching=batching, max_num_seqs=SEATS)
-    return Engine(Nothing(), TinyVocabulary(_VOCAB), Limits(_VOCAB, longest, kv), config, make_proposer("off"))
+    return Engine(Nothing(), TinyVocabulary(_VOCAB), Limits(_VOCAB, longest, kv), config)
 
 
 def waste(bench: Bench) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.engine.publish import FRESH, INTERVAL, MOST_LINES, VERSION, WATCH, folder, is_private
 from headrace.errors import HeadraceError, RequestError
+from headrace.request import GuessStats
 from headrace.stats import BlockMap, Holding, Stats
 
 _MOST_BYTES = 16 << 20
@@ -107,7 +108,9 @@ def _parsed(file: Path) -> Record:
         record: Record = json.loads(opened.read(_MOST_BYTES))
     if record["version"] != VERSION:
         raise ValueError
-    record["stats"] = Stats(**record["stats"])
+    stats = record["stats"]
+    stats["guesses"] = {name: GuessStats(*figures) for name, figures in dict(stats["guesses"]).items()}
+    record["stats"] = Stats(**stats)
     checks: dict[str, Callable[[Any], Any]] = {"pid": int, "time": float, "started": float, "model": str, "branches_left_off": int}
     for name, check in checks.items():
         record[name] = check(record[name])

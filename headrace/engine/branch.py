@@ -14,7 +14,7 @@ from headrace.batch import Commit, Guess
 from headrace.engine.output import Output, TokenizerView, prompt_logprobs
 from headrace.kv.blocks import Table
 from headrace.kv.prefix import Node, Scope
-from headrace.request import Logprobs, RequestOutput, SamplingParams, Service, Timing, Update
+from headrace.request import GuessStats, Logprobs, RequestOutput, SamplingParams, Service, Timing, Update
 
 
 class Stopwatch:
@@ -70,6 +70,8 @@ class Request:
     cached_tokens: int = 0
     """Of the prompt, with KV from the prefix cache when it was admitted."""
     error: Exception | None = None
+    guesses: dict[str, GuessStats] = field(default_factory=dict)
+    """What came of guessing for it, by method."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @property
@@ -104,7 +106,8 @@ class Request:
         outputs = [output.completion(index) for index, output in enumerate(self.outputs)]
         prompt_logprobs = None if self.params.prompt_logprobs is None else self.prompt_logprobs
         prompt = (self.prompt, self.prompt_token_ids, prompt_logprobs)
-        return RequestOutput(self.id, *prompt, outputs, self.ended, self.stopwatch.timing(), self.error, self.cached_tokens)
+        timing, guesses = self.stopwatch.timing(), dict(self.guesses)
+        return RequestOutput(self.id, *prompt, outputs, self.ended, timing, self.error, self.cached_tokens, guesses)
 
 
 @dataclass(eq=False)

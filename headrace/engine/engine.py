@@ -2,10 +2,12 @@
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 from headrace.accept import Acceptor
@@ -17,6 +19,7 @@ from headrace.batch import Proposer
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine import survey
 from headrace.engine.branch import Branch, Request
+from headrace.engine.guessing import Guessing
 from headrace.engine.meter import Meter
 from headrace.engine.output import Output, TokenizerView, end_ids
 from headrace.engine.publish import MOST_BLOCKS, MOST_LINES, VERSION, Publisher
@@ -26,13 +29,15 @@ from headrace.engine.step import Stepper
 from headrace.engine.stops import StopPattern
 from headrace.errors import ClosedError, RequestError
 from headrace.kv.blocks import BlockPool
-from headrace.propose import Guard
 from headrace.request import RequestOutput, SamplingParams, Service, Update, token_ids
 from headrace.stats import BlockMap, Stats
 
 SCHEDULERS: dict[str, type[Scheduler]] = {"inflight": Scheduler, "static": StaticScheduler}
 """By the name of `EngineConfig.batching`."""
 _SHOWN = ("backend", "threads", "kv_dtype", "batching", "proposer", "max_num_seqs", "max_step_rows")
+
+NO_PROPOSERS: Mapping[str, Proposer] = MappingProxyType({})
+"""Plain decoding."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +57,22 @@ class Engine:
     """Many requests over one executable. `name` is what `headrace top` calls it."""
 
     def __init__(
-        self, executable: Executable, tokenizer: TokenizerView, limits: Limits, config: EngineConfig, proposer: Proposer, name: str = ""
+        self,
+        executable: Executable,
+        tokenizer: TokenizerView,
+        limits: Limits,
+        config: EngineConfig,
+        proposers: Mapping[str, Proposer] = NO_PROPOSERS,
+        name: str = "",
     ) -> None:
         self.name = name
         self.limits = limits
         self.config = config
         self._tokenizer = tokenizer
         self._pool = BlockPool(limits.kv.num_blocks, limits.kv.block_size)
-        self._proposer = Guard(proposer, limits.vocab_size)
-        self._scheduler = SCHEDULERS[config.batching](self._pool, config, proposer.max_nodes, limits.window)
-        self._stepper = Stepper(self._scheduler, self._proposer, executable, self._pool, tokenizer)
+        self._guessing = Guessing(proposers, config, limits.vocab_size)
+        self._scheduler = SCHEDULERS[config.batching](self._pool, config, self._guessing.max_nodes, limits.window)
+        self._stepper = Stepper(self._scheduler, self._guessing, executable, self._pool, tokenizer)
         self._plain = DrawAndDescend()
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, int, str]] = []
@@ -179,7 +190,8 @@ class Engine:
             rows_per_second=rows_per_second,
             guessed=stepper.num_guessed,
             accepted=stepper.num_accepted,
-            proposer_failures=self._proposer.failures,
+            guesses=dict(self._guessing.stats),
+            proposer_failures=self._guessing.failures,
             preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.num_prompt_tokens,
             cached_tokens=scheduler.num_cached_tokens,

@@ -7,9 +7,10 @@ import numpy as np
 
 from headrace.accept import Acceptor
 from headrace.backend import Executable
-from headrace.batch import Commit, Proposer, StepRows
+from headrace.batch import Commit, StepRows
 from headrace.engine.branch import Branch, Request
 from headrace.engine.build import build
+from headrace.engine.guessing import Guessing
 from headrace.engine.landing import Drawing, Landing, land
 from headrace.engine.output import TokenizerView
 from headrace.engine.scheduler import Part, Scheduler
@@ -30,7 +31,7 @@ class Stepper:
     """All that takes part in a step, and what all steps so far came to."""
 
     scheduler: Scheduler
-    proposer: Proposer
+    guessing: Guessing
     executable: Executable
     pool: BlockPool
     tokenizer: TokenizerView
@@ -44,14 +45,12 @@ class Stepper:
         parts, copies = self.scheduler.schedule()
         if not parts:
             return None
-        guesses = self.proposer.propose([part.branch for part in parts], [part.room for part in parts])
-        for part, guess in zip(parts, guesses, strict=True):
-            part.guess = guess
+        self.guessing.guess(parts)
         batch = build(parts, self.pool)
         self._move(self.pool.slots_of(copies))
         self.num_steps += 1
         self.num_rows += len(batch.tokens)
-        self.num_guessed += sum(len(guess.tokens) for guess in guesses)
+        self.num_guessed += sum(len(part.guess.tokens) for part in parts)
         return Flight(parts, self.executable.run(batch))
 
     def finish(self, flight: Flight) -> list[Update]:
@@ -80,7 +79,7 @@ class Stepper:
                 self._fail(request, NonFiniteLogitsError("the model produced non-finite logits"))
         kept = [one for one in landing if one.branch.output.finish_reason is None]  # or its request has failed
         self._move([move for one in kept for move in self._commit(*one)])
-        self.proposer.observe([part.branch for part in flight.parts], [commit for _, _, commit in kept], flight.rows)
+        self.guessing.observe(flight.parts, [commit for _, _, commit in kept], flight.rows)
         for branch, _, commit in kept:
             if commit.tokens and branch.receive(commit):
                 self.scheduler.drop(branch)

@@ -2,20 +2,28 @@
 
 from weakref import WeakKeyDictionary
 
-from headrace.batch import BranchView, Commit, Guess, StepRows
+from headrace.batch import NO_GUESS, BranchView, Commit, Guess, StepRows
+from headrace.propose.trees import merge
 
-_SIZES = (4, 3, 2)
-"""Lengths of the matched run, longest first."""
+_SIZES = (8, 4, 2)
+"""Lengths of the runs that are looked up, longest first."""
+_PLACES = 4
+"""Latest places kept of each run."""
 _CANDIDATES = 3
-"""Most earlier places to take a continuation from."""
+"""Most places to take a continuation from."""
+_LONGEST = 16
+"""Tokens beyond which a match is not measured."""
+_MOST_RUNS = 1 << 16
+"""Runs kept of a branch; the oldest go first."""
 
 
 class Ngram:
-    """Guesses that the text repeats itself."""
+    """Guesses that the text repeats itself. Microseconds for a branch, and for each token that is new in it."""
 
-    max_nodes = 8
+    bounded = True
 
-    def __init__(self) -> None:
+    def __init__(self, max_nodes: int = 16) -> None:
+        self.max_nodes = max_nodes
         # An entry goes when its branch does, whichever way that ends.
         self._indices: WeakKeyDictionary[BranchView, _Index] = WeakKeyDictionary()
 
@@ -23,55 +31,70 @@ class Ngram:
         return [self._guess(branch, nodes) for branch, nodes in zip(branches, room, strict=True)]
 
     def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:
-        pass
+        pass  # the index reads what is known when it is asked
 
     def _guess(self, branch: BranchView, room: int) -> Guess:
-        index = self._indices.setdefault(branch, _Index())
-        index.extend(branch.known)
-        return merge([_continuation(branch.known, start, room) for start in index.matches(branch.known)], room)
+        index = self._indices.get(branch)
+        if index is None:
+            index = self._indices[branch] = _Index()
+        known = branch.known
+        index.extend(known)
+        matches = index.matches(known)
+        if not matches:
+            return NO_GUESS
+        longest = matches[0][0]
+        chains = [_continuation(known, place, room) for length, place in matches if 2 * length > longest]
+        return merge(chains, room, confidence=longest.bit_length() - 2)  # of matches of 2, 4, 8 and 16 tokens or more
 
 
 class _Index:
     """Where each run of tokens was followed by something."""
 
     def __init__(self) -> None:
-        self._next: dict[tuple[int, ...], list[int]] = {}  # run -> positions after it, ascending
+        self._places: dict[tuple[int, ...], list[int]] = {}  # run -> positions after it, ascending
         self._length = 0
 
     def extend(self, known: list[int]) -> None:
+        places = self._places
         for position in range(self._length, len(known)):
             for size in _SIZES:
                 if size <= position:
-                    self._next.setdefault(tuple(known[position - size : position]), []).append(position)
+                    run = tuple(known[position - size : position])
+                    found = places.get(run)
+                    if found is None:
+                        places[run] = [position]
+                    else:
+                        found.append(position)
+                        if len(found) > _PLACES:
+                            del found[0]
         self._length = len(known)
+        while len(places) > _MOST_RUNS:
+            del places[next(iter(places))]
 
-    def matches(self, known: list[int]) -> list[int]:
-        """Positions after the longest run that ends the sequence and came before; the latest first."""
+    def matches(self, known: list[int]) -> list[tuple[int, int]]:
+        """(length, position after it) of runs that end the sequence and came before: the longest first, then the latest."""
+        found: dict[int, int] = {}
         for size in _SIZES:
-            if found := self._next.get(tuple(known[-size:])):
-                return found[: -_CANDIDATES - 1 : -1]
-        return []
+            for place in reversed(self._places.get(tuple(known[-size:]), ())):
+                if place not in found:
+                    found[place] = _match_length(known, place, size)
+            if len(found) >= _CANDIDATES:
+                break
+        return sorted(((length, place) for place, length in found.items()), reverse=True)[:_CANDIDATES]
+
+
+def _match_length(known: list[int], place: int, size: int) -> int:
+    """How many tokens before `place` are those that end the sequence, given that `size` are."""
+    length, most = size, min(_LONGEST, place)
+    while length < most and known[place - length - 1] == known[-length - 1]:
+        length += 1
+    return length
 
 
 def _continuation(known: list[int], start: int, length: int) -> list[int]:
     """What follows `start`, as if the text from there on repeated for ever."""
+    chain = known[start : start + length]
     period = len(known) - start
-    return [known[start + i % period] for i in range(length)]
-
-
-def merge(chains: list[list[int]], room: int) -> Guess:
-    """The chains as one tree. It is filled level by level: chains that agree go deep, chains that differ share the room."""
-    guess = Guess([], [])
-    nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node
-    ends = [-1] * len(chains)
-    for tokens in zip(*chains, strict=True):
-        for i, token in enumerate(tokens):
-            step = (ends[i], token)
-            if step not in nodes:
-                if len(guess.tokens) == room:
-                    return guess
-                nodes[step] = len(guess.tokens)
-                guess.tokens.append(token)
-                guess.parents.append(ends[i])
-            ends[i] = nodes[step]
-    return guess
+    while len(chain) < length:
+        chain += chain[len(chain) - period : len(chain) - period + length - len(chain)]
+    return chain

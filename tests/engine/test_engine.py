@@ -1,14 +1,17 @@
 """The engine's edges: what it refuses, what it survives, when it ends, and where the time went."""
 
 import gc
+import weakref
 from time import perf_counter
 from typing import Any
 
 import pytest
 
+from headrace.batch import Guess
+from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ClosedError, NonFiniteLogitsError, RequestError
-from headrace.propose.ngram import Ngram
+from headrace.propose import METHODS
 from headrace.request import RequestOutput, SamplingParams
 from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine
 from tests.tiny import drain, run_all
@@ -89,7 +92,7 @@ class TestEnds:
 
             def propose(self, branches: list[Any], room: list[int]) -> list[Any]:
                 rest = [free[len(b.known) : len(b.known) + r] for b, r in zip(branches, room, strict=True)]
-                return [type("Chain", (), {"tokens": r, "parents": range(-1, len(r) - 1)}) for r in rest]
+                return [Guess(r, list(range(-1, len(r) - 1))) for r in rest]
 
             def observe(self, *_: Any) -> None: ...
 
@@ -207,14 +210,22 @@ def test_timing_sums_to_wall_time() -> None:
     assert second.timing.queue > first.timing.prefill + first.timing.decode
 
 
-def test_nothing_is_kept_of_a_request() -> None:
-    proposer = Ngram()
-    engine = toy_engine(proposer=proposer)
+@pytest.mark.parametrize("control", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_is_kept_of_a_request(method: str, control: bool) -> None:
+    """Whatever a way of guessing holds for a branch goes when the branch ends."""
+    engine = toy_engine(proposer=METHODS[method](EngineConfig()), guess_control=control)
     gc.disable()
     try:
-        run_all(engine, [([1, 2] * 4, SamplingParams(n=3, seed=1))])
-        engine.abort(engine.add_request([1, 2] * 4, GREEDY))
-        assert not proposer._indices and not engine._requests
+        engine.add_request([1, 2] * 4, SamplingParams(n=3, seed=1))
+        aborted = engine.add_request([1, 2] * 4, SamplingParams(max_tokens=30, ignore_eos=True))
+        for _ in range(8):
+            engine.step()
+        branches = [weakref.ref(branch) for request in engine._requests.values() for branch in request.branches]
+        engine.abort(aborted)
+        drain(engine)
+        assert len(branches) == 4 and not engine._requests
+        assert [ref() for ref in branches] == [None] * 4
     finally:
         gc.enable()
 

@@ -11,13 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.backend import Executable, compile_program
+from headrace.batch import Proposer
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig, KvConfig, KvDtype
 from headrace.engine.engine import Engine, Limits
 from headrace.model import trace_model
-from headrace.propose import make_proposer
+from headrace.propose import PROPOSERS, make_proposers
 from headrace.request import RequestOutput, SamplingParams
 from tests.engine.test_promise import same, truth
 from tests.random_trees import RandomTrees
@@ -49,10 +50,11 @@ def executables() -> Iterator[dict[int, Executable]]:
         executable.close()
 
 
-def engine_on(executable: Executable, proposer: Any = None, num_blocks: int = KV.num_blocks, **config: int) -> Engine:
+def engine_on(executable: Executable, trees: Proposer | None = None, num_blocks: int = KV.num_blocks, **config: Any) -> Engine:
     model, tokenizer = checkpoint()
     limits = Limits(model.spec.vocab_size, 1024, replace(KV, num_blocks=num_blocks))
-    return Engine(executable, tokenizer, limits, EngineConfig(**config), proposer or make_proposer("off"))
+    options = EngineConfig(**config)
+    return Engine(executable, tokenizer, limits, options, {"trees": trees} if trees else make_proposers(options))
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
@@ -71,7 +73,8 @@ def alone(executables: dict[int, Executable]) -> list[RequestOutput]:
     order=st.permutations(range(len(PROMPTS))),
     neighbours=st.sampled_from([0, 1, 31]),
     threads=st.sampled_from([1, 2]),
-    guesses=st.sampled_from(["off", "ngram", "trees"]),
+    guesses=st.sampled_from([*PROPOSERS, "trees"]),
+    control=st.booleans(),
     max_step_rows=st.sampled_from([7, 32, 100, 512]),
     num_blocks=st.sampled_from([14, 40, 128]),
     chunk_rows=st.sampled_from([5, 32]),
@@ -85,12 +88,13 @@ def test_same_request_same_tokens(
     neighbours: int,
     threads: int,
     guesses: str,
+    control: bool,
     seed: int,
     **config: int,
 ) -> None:
     vocab = checkpoint()[0].spec.vocab_size
-    proposer = RandomTrees(seed, vocab, truth(alone, order)) if guesses == "trees" else make_proposer(guesses)
-    engine = engine_on(executables[threads], proposer, **config)
+    trees = RandomTrees(seed, vocab, truth(alone, order)) if guesses == "trees" else None
+    engine = engine_on(executables[threads], trees, proposer="off" if trees else guesses, guess_control=control, **config)
     rng = np.random.default_rng(seed)
     crowd = [(rng.integers(0, vocab, rng.integers(1, 40)).tolist(), SamplingParams(seed=i, max_tokens=8)) for i in range(neighbours)]
     results = run_all(engine, [requests()[i] for i in order] + crowd)
@@ -126,6 +130,6 @@ def test_right_guesses_save_steps(executables: dict[int, Executable]) -> None:
     tokens, params = requests()[0]
     request = (tokens, replace(params, max_tokens=64, ignore_eos=True))
     (plain,) = run_all(engine_on(executables[2]), [request])
-    engine = engine_on(executables[2], make_proposer("ngram"))
+    engine = engine_on(executables[2], proposer="ngram", guess_control=False)
     same(run_all(engine, [request])[0], plain, exact=True)
     assert engine.stats().accepted >= 16

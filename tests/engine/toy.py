@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.batch import Ints, RaggedBatch, StepRows
+from headrace.batch import Ints, Proposer, RaggedBatch, StepRows
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, Limits
-from headrace.propose import make_proposer
+from headrace.propose import make_proposers
 from headrace.request import SamplingParams
 from tests.accept.sampler_twin import SamplerTwin
 from tests.tiny import TinyVocabulary
@@ -79,12 +79,14 @@ def toy_engine(
     max_model_len: int = 40,
     broken: int = -1,
     threads: int = 2,
-    proposer: object = None,
+    proposer: Proposer | None = None,
     **config: Any,
 ) -> Engine:
     limits = Limits(VOCAB, max_model_len, KvConfig(num_blocks, block_size))
-    inner = proposer or make_proposer("off")
-    return Engine(ToyExecutable(block_size, broken, threads), TinyVocabulary(VOCAB), limits, EngineConfig(**config), inner)
+    defaults: dict[str, Any] = {"guess_control": False, "max_guess_nodes": 128}
+    options = EngineConfig(**defaults | config)
+    proposers = {"test": proposer} if proposer else make_proposers(options)
+    return Engine(ToyExecutable(block_size, broken, threads), TinyVocabulary(VOCAB), limits, options, proposers)
 
 
 def plain_decoding(prompt: list[int], params: SamplingParams, index: int, max_model_len: int = 40) -> list[int]:

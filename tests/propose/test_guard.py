@@ -1,12 +1,16 @@
 """A proposer may do anything; the step gets sound guesses or none."""
 
-from typing import Any
+import gc
+import threading
+import time
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from headrace.batch import NO_GUESS, Commit, Guess, StepRows
+from headrace.config import EngineConfig
 from headrace.errors import RequestError
-from headrace.propose import PROPOSERS, Guard, make_proposer
+from headrace.propose import METHODS, PROPOSERS, Guard, make_proposers
 from tests.propose.test_ngram import View
 
 
@@ -51,7 +55,7 @@ GOOD = Guess([1, 2], [-1, 0])
 def test_rubbish_is_no_guess(answer: Any) -> None:
     guard = Guard(Says(answer), vocab_size=10)
     assert guard.propose([View([1])], [3]) == [NO_GUESS]
-    assert guard.failures == 1
+    assert guard.failures == 1 and not guard.hung
 
 
 def test_one_bad_guess_does_not_take_the_good_ones_before_it() -> None:
@@ -74,6 +78,54 @@ def test_a_failing_observer_is_counted() -> None:
 
 
 def test_names() -> None:
-    assert {name: make_proposer(name).max_nodes for name in PROPOSERS} == {"off": 0, "ngram": 8}
-    with pytest.raises(RequestError, match="there are: off, ngram"):
-        make_proposer("nrgam")
+    made = {name: make_proposers(EngineConfig(proposer=name, max_guess_nodes=5)) for name in PROPOSERS}  # type: ignore[arg-type]
+    assert made["off"] == {} and list(made["auto"]) == ["ngram", "online"]
+    assert all(list(made[name]) == [name] and made[name][name].max_nodes == 5 for name in METHODS)
+    assert set(get_args(get_type_hints(EngineConfig)["proposer"])) == set(PROPOSERS)
+    with pytest.raises(RequestError, match="there are: off, auto, ngram"):
+        make_proposers(EngineConfig(proposer="nrgam"))  # type: ignore[arg-type]
+
+
+class Sleeps(Says):
+    """Works once, then waits for the end of the world, or of the test."""
+
+    def __init__(self) -> None:
+        super().__init__([GOOD])
+        self.wakes, self.calls = threading.Event(), 0
+
+    def propose(self, branches: list[Any], room: list[int]) -> Any:
+        self.calls += 1
+        if self.calls > 1:
+            self.wakes.wait()
+        return super().propose(branches, room)
+
+
+def test_a_hanging_proposer_is_left_behind() -> None:
+    inner = Sleeps()
+    guard = Guard(inner, vocab_size=10, patience=0.05)
+    assert guard.propose([View([1])], [3]) == [GOOD]
+    start = time.perf_counter()
+    assert guard.propose([View([1])], [3]) == [NO_GUESS]
+    assert time.perf_counter() - start >= 0.05
+    assert (guard.hung, guard.failures) == (True, 1)
+    inner.wakes.set()  # too late
+    assert guard.propose([View([1])], [3]) == [NO_GUESS]
+    guard.observe([], [], None)  # type: ignore[arg-type]
+    assert (inner.calls, guard.failures) == (2, 1)
+
+
+def test_the_thread_ends_with_the_guard() -> None:
+    guard = Guard(Says([GOOD]), vocab_size=10)
+    guard.propose([View([1])], [3])
+    assert guard._worker
+    thread = guard._worker._thread
+    assert thread and thread.is_alive()
+    del guard
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_one_that_promises_to_be_quick_has_no_thread() -> None:
+    for name, make in METHODS.items():
+        assert Guard(make(EngineConfig()), vocab_size=10)._worker is None, name

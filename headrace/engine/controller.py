@@ -1,0 +1,205 @@
+"""How much to guess: as many nodes as give the most tokens per second, which is often none."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from headrace.batch import Guess
+from headrace.engine.acceptance import Acceptance
+from headrace.engine.branch import Branch
+from headrace.engine.step_cost import StepCost
+
+_LOOK_SHARE = 0.005
+"""Share of all time for asking where it has not paid of late, to see whether it would now."""
+_TRIAL_SHARE = 0.01
+"""Share of all time for rows that are not expected to pay: some ways of guessing learn only from their rows."""
+_TRIAL_STEPS = 6
+"""Steps of a trial, for which time is saved before it begins."""
+_TRIAL_NODES = 4
+_PLAIN_SHARE = 0.015
+"""Share of the gain to give up for plain steps now and then, so that it is known what they cost now; the less the gain, the more."""
+_PLAIN_EVERY = (6, 64)
+"""Steps after which one is plain: least and most."""
+_FIRST_PLAIN = 3
+"""Plain steps before the first guess."""
+_VISITS_SPAN = 2
+"""The first plain steps come close to each other: after so many times as many with guesses as there have been plain ones."""
+_MARGIN = 1.03
+"""Gain in tokens per second below which guessing is not worth it: the figures are not better than that."""
+_WORTH_AT_FIRST = 0.5
+"""Tokens that a way of guessing is expected to gain before it was asked."""
+
+
+class Offer(NamedTuple):
+    """A guess that a branch could have in the step."""
+
+    method: str
+    guess: Guess
+    values: list[float]
+    """Probability of each node to be accepted."""
+
+
+@dataclass
+class _Track:
+    """What is known of one way of guessing on one branch."""
+
+    acceptance: Acceptance
+    worth: float = _WORTH_AT_FIRST
+    """Tokens that it gains when it is asked, less what its rows cost, decayed."""
+
+
+@dataclass
+class _Method:
+    """What is known of one way of guessing."""
+
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    seconds: float = 0.0
+    """To ask it for one branch, and let it learn; decayed."""
+    tracks: WeakKeyDictionary[Branch, _Track] = field(default_factory=WeakKeyDictionary)
+
+
+class _Step(NamedTuple):
+    """What a step costs with guesses, in tokens that plain decoding would give in that time."""
+
+    token_seconds: float
+    """Of plain decoding, for one branch."""
+    extra: list[float]
+    """Of so many guess rows."""
+
+
+class Controller:
+    """Weighs what guesses bring against what they cost. Timing decides how much is guessed, and never a token."""
+
+    def __init__(self, cost: StepCost, methods: Iterable[str]) -> None:
+        self._cost = cost
+        self._methods = {name: _Method() for name in methods}
+        self._look_seconds = 0.0
+        self._trial_seconds = 0.0
+        self._num_trials = 0
+        self._tried: tuple[int, int] | None = None
+        """Key of the branch that a trial is made on."""
+        self._step = _Step(0.0, [])
+        self._idle = True
+        """Whether the next step is a plain one, whatever is offered."""
+        self._num_guessing = 0
+        self._plain_every = _PLAIN_EVERY[0]
+
+    def begin(self, forced: int, num_drawing: int, most_nodes: int) -> None:
+        """A step of so many forced rows, in which some branches draw."""
+        visits = self._cost.visits(forced)
+        self._idle = visits < _FIRST_PLAIN or self._num_guessing >= min(self._plain_every, _VISITS_SPAN * visits)
+        if visits:
+            plain, base = self._cost.seconds(num_drawing) / num_drawing, self._cost.seconds(forced)
+            self._step = _Step(plain, [(self._cost.seconds(forced + n) - base) / plain for n in range(most_nodes + 1)])
+        else:
+            self._step = _Step(0.0, [0.0] * (most_nodes + 1))
+
+    def asks(self, name: str, branch: Branch, rival: Offer | None) -> bool:
+        """Whether to ask for a guess: where it should pay beyond what another has offered, or now and then."""
+        method, track = self._methods[name], self._track(name, branch)
+        worth = track.worth - (self._net(rival) if rival else 0.0)
+        return worth * self._step.token_seconds >= method.seconds or self._look_seconds > 0 or branch.key == self._tried
+
+    def offer(self, name: str, branch: Branch, guess: Guess) -> Offer:
+        """The guess with its values."""
+        track = self._track(name, branch)
+        if not guess.tokens:
+            track.worth *= 0.9
+            return Offer(name, guess, [])
+        offer = Offer(name, guess, track.acceptance.values(guess))
+        net = self._net(offer)
+        track.worth += (net - track.worth) * (0.5 if net > track.worth else 0.1)
+        return offer
+
+    def better(self, one: Offer, other: Offer) -> Offer:
+        """That which gains more; of equals the first."""
+        return other if self._net(other) > self._net(one) else one
+
+    def choose(self, offers: dict[Branch, Offer], num_drawing: int) -> dict[Branch, list[int]]:
+        """The nodes to run of each offer, parents with their children, ascending."""
+        self._num_guessing = 0 if self._idle else self._num_guessing
+        if self._idle or not offers:
+            return {}
+        extra = self._step.extra
+        bundles: list[tuple[float, Branch, list[int]]] = []
+        for branch, offer in offers.items():
+            if offer.guess.whole:
+                nodes = list(range(len(offer.values)))
+                bundles.append((sum(offer.values) / len(nodes), branch, nodes))
+            else:
+                bundles += [(value, branch, [node]) for node, value in enumerate(offer.values)]
+        bundles.sort(key=lambda bundle: -bundle[0])  # stable, so parents stay before children of the same value
+        best, taken, tokens, num_nodes = _MARGIN, 0, float(num_drawing), 0
+        for i, (value, _, nodes) in enumerate(bundles):
+            tokens += value * len(nodes)
+            num_nodes += len(nodes)
+            if num_nodes >= len(extra):
+                break
+            gain = tokens / (num_drawing + extra[num_nodes])
+            if gain > best:
+                best, taken = gain, i + 1
+        self._plain_every = min(max(int((best - 1) / _PLAIN_SHARE), _PLAIN_EVERY[0]), _PLAIN_EVERY[1])
+        chosen: dict[Branch, list[int]] = {}
+        for _, branch, nodes in bundles[:taken]:
+            chosen.setdefault(branch, []).extend(nodes)
+        self._try(offers, chosen)
+        self._num_guessing += bool(chosen)
+        return {branch: sorted(nodes) for branch, nodes in chosen.items()}
+
+    def spend(self, name: str, num_branches: int, seconds: float, *, used: int = 0) -> None:
+        """Asking one way of guessing for so many branches has taken so long; the guesses of `used` of them are in the step."""
+        method = self._methods[name]
+        method.seconds += (seconds / num_branches - method.seconds) * 0.1
+        self._look_seconds -= seconds * (num_branches - used) / num_branches
+
+    def finish(self, seconds: float) -> None:
+        """A step has taken so long."""
+        self._look_seconds = min(self._look_seconds + _LOOK_SHARE * seconds, seconds)
+        self._trial_seconds += _TRIAL_SHARE * seconds
+
+    def learn(self, branch: Branch, offer: Offer, tokens: list[int]) -> None:
+        """These tokens have followed."""
+        self._track(offer.method, branch).acceptance.record(offer.guess, tokens)
+
+    def _try(self, offers: dict[Branch, Offer], chosen: dict[Branch, list[int]]) -> None:
+        """Run rows of a branch that are not expected to pay, for some steps on end, when enough time has been saved for that."""
+        idle = [branch for branch in offers if branch not in chosen]
+        if not idle or not self._step.token_seconds:
+            return
+        begun = [branch for branch in idle if branch.key == self._tried]
+        branch = begun[0] if begun else idle[self._num_trials % len(idle)]
+        offer = offers[branch]
+        nodes = list(range(len(offer.values) if offer.guess.whole else min(_TRIAL_NODES, len(offer.values))))
+        before = sum(map(len, chosen.values()))
+        if before + len(nodes) >= len(self._step.extra):
+            return
+        tokens = self._step.extra[before + len(nodes)] - self._step.extra[before] - sum(offer.values[node] for node in nodes)
+        seconds = max(0.0, tokens * self._step.token_seconds)
+        if self._trial_seconds >= seconds * (1 if begun else _TRIAL_STEPS):
+            self._trial_seconds = min(self._trial_seconds, seconds * _TRIAL_STEPS) - seconds
+            self._tried = branch.key
+            self._num_trials += not begun
+            chosen[branch] = nodes
+        else:
+            self._tried = None
+
+    def _net(self, offer: Offer) -> float:
+        """Tokens that an offer gains at best, less those that its rows cost."""
+        if offer.guess.whole:
+            return max(0.0, sum(offer.values) - self._extra(len(offer.values)))
+        best = total = 0.0
+        for n, value in enumerate(sorted(offer.values, reverse=True), 1):
+            total += value
+            best = max(best, total - self._extra(n))
+        return best
+
+    def _extra(self, nodes: int) -> float:
+        return self._step.extra[min(nodes, len(self._step.extra) - 1)]
+
+    def _track(self, name: str, branch: Branch) -> _Track:
+        method = self._methods[name]
+        track = method.tracks.get(branch)
+        if track is None:
+            track = method.tracks[branch] = _Track(Acceptance(method.acceptance))
+        return track

@@ -1,0 +1,56 @@
+"""Building and cutting guess trees: what ways of guessing share."""
+
+from collections.abc import Iterable
+
+from headrace.batch import Guess
+
+
+class Tree:
+    """A guess tree that grows, up to `room` nodes. A token is at most once among the children of a node."""
+
+    def __init__(self, room: int) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self._room = room
+        self._nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+
+    def add(self, parent: int, token: int) -> int | None:
+        """The child of `parent` that carries the token, made if need be; None when there is no room for it."""
+        node = self._nodes.get((parent, token))
+        if node is None and len(self.tokens) < self._room:
+            node = self._nodes[parent, token] = len(self.tokens)
+            self.tokens.append(token)
+            self.parents.append(parent)
+        return node
+
+    def add_chain(self, tokens: Iterable[int], parent: int = -1) -> list[int]:
+        """The nodes of a chain below `parent`, as much of it as there is room for."""
+        nodes: list[int] = []
+        for token in tokens:
+            node = self.add(nodes[-1] if nodes else parent, token)
+            if node is None:
+                break
+            nodes.append(node)
+        return nodes
+
+
+def merge(chains: list[list[int]], room: int, confidence: int = 0) -> Guess:
+    """The chains as one tree. It is filled level by level: those that agree go deep, those that differ share the room."""
+    tree = Tree(room)
+    ends = [-1] * len(chains)
+    for depth in range(max(map(len, chains), default=0)):
+        for i, chain in enumerate(chains):
+            if depth < len(chain):
+                node = tree.add(ends[i], chain[depth])
+                if node is None:
+                    return Guess(tree.tokens, tree.parents, confidence)
+                ends[i] = node
+    return Guess(tree.tokens, tree.parents, confidence)
+
+
+def prune(guess: Guess, kept: list[int]) -> Guess:
+    """The tree of these nodes alone, ascending; with a node its parent must be there."""
+    if len(kept) == len(guess.tokens):
+        return guess
+    place = {node: i for i, node in enumerate(kept)} | {-1: -1}
+    return guess._replace(tokens=[guess.tokens[node] for node in kept], parents=[place[guess.parents[node]] for node in kept])

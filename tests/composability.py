@@ -1,0 +1,134 @@
+"""What is held together with what: the methods, the options, the cases that cover every pair of options, and the page of them.
+
+`python -m tests.composability` writes docs/composability.md, which a test compares. A new method is one more entry of METHODS.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+from headrace.batch import Proposer
+from headrace.engine.engine import Stats
+from headrace.model.spec import ModelSpec
+from headrace.propose import PROPOSERS
+from tests.tiny import Tensors
+
+PAGE = Path(__file__).parents[1] / "docs/composability.md"
+
+
+@dataclass(frozen=True)
+class Method:
+    """Something that must not change a token."""
+
+    title: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the engine."""
+    proposer: Callable[[ModelSpec, Tensors], Proposer] | None = None
+    """For one that is made from a model; otherwise `options` names it."""
+    happened: Callable[[Stats], bool] = lambda stats: stats.guessed > 0
+    """Whether it was at work at all."""
+
+
+TITLES = {"ngram": "n-gram", "online": "online table", "jacobi": "Jacobi", "lookahead": "lookahead", "auto": "auto"}
+METHODS = [
+    *(Method(TITLES[name], {"proposer": name, "guess_control": False}) for name in PROPOSERS if name != "off"),
+    Method("auto, controlled", {"proposer": "auto"}, happened=lambda stats: stats.steps > 0),
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Option:
+    """Something that a request or an engine may be given, and what is the alternative to it."""
+
+    title: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """Of the requests."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Of the engine under test alone: the plain one that it is compared with goes without."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Of the model, and of both engines."""
+
+
+PLAIN = Option("")
+AXES: list[tuple[Option, Option]] = [
+    (Option("greedy", {"temperature": 0.0}), Option("sampled", {"temperature": 0.7, "top_p": 0.95})),
+    (PLAIN, Option("penalties", {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.2})),
+    (PLAIN, Option("logit bias", {"logit_bias": {4: 2.0, 9: -100.0}})),
+    (PLAIN, Option("stop strings", {"stop": ["ad", "t"], "min_tokens": 36})),
+    (PLAIN, Option("logprobs", {"logprobs": 3, "prompt_logprobs": 1})),
+    (PLAIN, Option("n = 4", {"n": 4})),
+    (PLAIN, Option("chunked prefill", engine={"max_step_rows": 7})),
+    (PLAIN, Option("preemption", engine={"slots": 96})),
+    (PLAIN, Option("int8 KV", model={"kv_dtype": "int8"})),
+    (PLAIN, Option("int4 weights", model={"format": "Q4_0"})),
+]
+"""A case takes one of each."""
+
+OPTIONS = [option for axis in AXES for option in axis if option.title]
+
+Case = tuple[Option, ...]
+
+
+def pairwise_cases() -> list[Case]:
+    """Cases in which every pair of options of different axes comes up: greedily, those that cover most that is missing."""
+    everything = [tuple(case) for case in product(*([0, 1] for _ in AXES))]
+
+    def pairs(case: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
+        return {(i, j, case[i], case[j]) for i, j in combinations(range(len(case)), 2)}
+
+    missing = set().union(*map(pairs, everything))
+    cases: list[Case] = []
+    while missing:
+        best = max(everything, key=lambda case: len(pairs(case) & missing))
+        missing -= pairs(best)
+        cases.append(tuple(axis[choice] for axis, choice in zip(AXES, best, strict=True)))
+    return cases
+
+
+CASES = pairwise_cases()
+
+REAL_CASES: list[tuple[str, list[str]]] = [
+    ("Repeat after me: one two three four. One two three four. One two", ["greedy", "logprobs"]),
+    ("The list again, item by item: apple, pear, plum, apple, pear, plum, apple,", ["greedy", "penalties", "n = 4"]),
+    ("def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a", ["sampled", "logprobs", "n = 4", "logit bias"]),
+    ("word " * 90, ["greedy", "chunked prefill", "logprobs"]),
+    ("One, two, three. One, two,", ["sampled", "stop strings"]),
+    ("Name three rivers of Europe, and the countries that they flow through.", ["sampled", "preemption"]),
+]
+"""On the default model, whose weights are in four bits: a prompt, and options by title."""
+
+
+def title(case: Case) -> str:
+    """For people and for test ids."""
+    return ", ".join(option.title for option in case if option.title)
+
+
+def page() -> str:
+    """docs/composability.md."""
+    lines = [
+        "# What composes with what",
+        "",
+        "Written by `python -m tests.composability` from the cases that `tests/engine/test_composability.py` runs; a test fails when it",
+        "is stale. In each case token ids, text and log-probabilities must be equal to the last bit to those of plain decoding: the",
+        "request alone, in one piece, without guesses, with the same weights and KV format, on the `cpu` backend.",
+        "",
+        f"Each method runs {len(CASES)} cases on a tiny model, in which every pair of options comes up, and {len(REAL_CASES)}",
+        "on the default model. A cell says in how many of them the option is.",
+        "",
+        f"| method | {' | '.join(option.title for option in OPTIONS)} |",
+        f"|---|{'---|' * len(OPTIONS)}",
+    ]
+    for method in METHODS:
+        counts = [sum(option in case for case in CASES) + sum(option.title in titles for _, titles in REAL_CASES) for option in OPTIONS]
+        lines.append(f"| {method.title} | {' | '.join(str(count) for count in counts)} |")
+    lines += ["", "The cases on the tiny model:"]
+    lines += [f"* {title(case)}" for case in CASES]
+    lines += ["", "On the default model:"]
+    lines += [f"* {', '.join(titles)}: `{prompt[:40].splitlines()[0]}...`" for prompt, titles in REAL_CASES]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,63 @@
+"""Measured acceptance of guesses."""
+
+import random
+
+import pytest
+
+from headrace.batch import Guess
+from headrace.engine.acceptance import Acceptance
+
+CHAIN = Guess([1, 2, 3], [-1, 0, 1])
+
+
+def test_nothing_known_is_half() -> None:
+    assert Acceptance().values(CHAIN) == [0.5, 0.25, 0.125]
+    assert Acceptance().values(Guess([1, 2], [-1, -1])) == [0.5, 0.125]
+
+
+def test_rates_by_depth_are_found() -> None:
+    acceptance, rng = Acceptance(), random.Random(0)
+    for _ in range(3000):
+        tokens = [1 if rng.random() < 0.8 else 9, 2 if rng.random() < 0.4 else 9, 3]
+        acceptance.record(CHAIN, tokens)
+    first, second, third = acceptance.values(CHAIN)
+    assert first == pytest.approx(0.8, abs=0.15) and second / first == pytest.approx(0.4, abs=0.2) and third / second > 0.7
+
+
+def test_confidence_and_rank_are_apart() -> None:
+    acceptance = Acceptance()
+    fork = Guess([1, 2], [-1, -1], confidence=1)
+    for _ in range(50):
+        acceptance.record(fork, [2])
+    first, second = acceptance.values(fork)
+    assert first < 0.05 and second > 0.9
+    assert acceptance.values(CHAIN)[0] == 0.5
+
+
+def test_what_is_not_decided_is_not_counted() -> None:
+    acceptance = Acceptance()
+    acceptance.record(CHAIN, [])
+    assert acceptance.values(CHAIN) == [0.5, 0.25, 0.125]
+    acceptance.record(CHAIN, [1])
+    first, second, _ = acceptance.values(CHAIN)
+    assert first > 0.5 and second / first == pytest.approx(first)  # taken from the first depth, since nothing is known of the second
+
+
+def test_a_branch_starts_from_all_and_becomes_its_own() -> None:
+    general = Acceptance()
+    other, mine = Acceptance(general), Acceptance(general)
+    for _ in range(100):
+        other.record(CHAIN, [1, 2, 3])
+    assert mine.values(CHAIN)[0] > 0.9
+    for _ in range(20):
+        mine.record(CHAIN, [9])
+    assert mine.values(CHAIN)[0] < 0.3 < other.values(CHAIN)[0]
+
+
+def test_no_node_is_likelier_than_its_parent() -> None:
+    acceptance, rng = Acceptance(), random.Random(1)
+    guess = Guess([1, 2, 1, 2, 3], [-1, -1, 0, 0, 2])
+    for _ in range(200):
+        acceptance.record(guess, [rng.choice([1, 2]), rng.choice([1, 2, 3]), 3])
+        values = acceptance.values(guess)
+        assert all(parent < 0 or value <= values[parent] for value, parent in zip(values, guess.parents, strict=True))

@@ -1,0 +1,195 @@
+"""How much is guessed, by a clock that runs as the test says: what pays is used, what does not is dropped and looked at again."""
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from headrace.batch import Commit, Guess, RaggedBatch, StepRows
+from headrace.engine.guessing import Guessing
+from headrace.request import SamplingParams
+from tests.engine.toy import VOCAB, toy_engine, toy_logits
+from tests.tiny import run_all
+
+LENGTH = 260
+STEP_MS: dict[str, Callable[[int], float]] = {
+    "135M on two cores": lambda rows: max(2.5, 0.3 + 0.45 * rows),
+    "memory alone": lambda rows: 2.5,
+    "arithmetic alone": lambda rows: float(rows),
+}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Oracle:
+    """Chains of what greedy decoding gives, each token right with a probability that may change with the position."""
+
+    bounded = True
+    max_nodes = 8
+
+    def __init__(self, right: Callable[[int], float], clock: Clock | None = None, seconds: float = 0.0) -> None:
+        self._right, self._clock, self._seconds = right, clock, seconds
+        self._random = random.Random(0)
+        self.calls = 0
+
+    def propose(self, branches: list[Any], room: list[int]) -> list[Guess]:
+        self.calls += len(branches)
+        if self._clock:
+            self._clock.now += self._seconds * len(branches)
+        return [self._chain(branch.known, nodes) for branch, nodes in zip(branches, room, strict=True)]
+
+    def observe(self, branches: list[Any], commits: list[Commit], rows: StepRows) -> None: ...
+
+    def _chain(self, known: list[int], room: int) -> Guess:
+        chain: list[int] = []
+        for _ in range(room):
+            token = int(toy_logits([*known, *chain]).argmax())
+            right = self._random.random() < self._right(len(known) + len(chain))
+            chain.append(token if right else (token + 1) % VOCAB)
+        return Guess(chain, list(range(-1, room - 1)))
+
+
+def serve(
+    step_ms: Callable[[int], float],
+    proposers: Callable[[Clock], dict[str, Any]],
+    *,
+    branches: int = 1,
+    jitter: float = 0.0,
+    warm: bool = True,
+    **config: Any,
+) -> tuple[float, Any, list[Any]]:
+    """Virtual seconds, stats and tokens of so many greedy requests at once, in an engine that has served others like them, or none."""
+    clock, rng = Clock(), random.Random(1)
+    engine = toy_engine(max_model_len=LENGTH + 20, num_blocks=2000, **{"guess_control": True, "max_guess_nodes": 8} | config)
+    made = proposers(clock)
+    guessing = Guessing(made, engine.config, VOCAB, clock)
+    engine._guessing = engine._stepper.guessing = guessing
+    engine._scheduler._max_nodes = guessing.max_nodes
+    executable = engine._stepper.executable
+    run = executable.run
+
+    def timed(batch: RaggedBatch) -> StepRows:
+        clock.now += step_ms(len(batch.tokens)) / 1e3 * (1 + jitter * rng.random()) * (5 if jitter and rng.random() < 0.02 else 1)
+        return run(batch)
+
+    executable.run = timed  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=LENGTH)
+    requests = [([i % VOCAB, i // VOCAB], params) for i in range(branches)]
+    start = 0.0
+    if warm:
+        run_all(engine, requests)
+        start = clock.now
+    results = run_all(engine, requests)
+    return clock.now - start, engine.stats(), [result.outputs[0].token_ids for result in results]
+
+
+def speed_up(step_ms: Callable[[int], float], right: Callable[[int], float], branches: int, **options: Any) -> float:
+    plain, _, expected = serve(step_ms, lambda clock: {}, branches=branches)
+    seconds, stats, tokens = serve(step_ms, lambda clock: {"oracle": Oracle(right)}, branches=branches, **options)
+    assert tokens == expected and stats.proposer_failures == 0
+    return plain / seconds * _mean_jitter(options.get("jitter", 0.0))
+
+
+def _mean_jitter(jitter: float) -> float:
+    return (1 + jitter / 2) * (1.08 if jitter else 1)
+
+
+@pytest.mark.parametrize("machine", STEP_MS)
+@pytest.mark.parametrize("branches", [1, 8])
+@pytest.mark.parametrize("jitter", [0.0, 0.5])
+def test_wrong_guesses_cost_next_to_nothing(machine: str, branches: int, jitter: float) -> None:
+    assert speed_up(STEP_MS[machine], lambda position: 0.0, branches, jitter=jitter) > (0.85 if jitter else 0.98)
+
+
+@pytest.mark.parametrize("right", [0.5, 0.9])
+def test_a_new_engine_learns_quickly(right: float) -> None:
+    assert speed_up(STEP_MS["arithmetic alone"], lambda position: right, 1, warm=False) > 0.85
+
+
+@pytest.mark.parametrize(
+    ("machine", "branches", "right", "least"),
+    [
+        ("135M on two cores", 1, 0.97, 4.0),
+        ("135M on two cores", 1, 0.7, 2.2),
+        ("135M on two cores", 8, 0.97, 0.98),
+        ("memory alone", 1, 0.97, 5.0),
+        ("memory alone", 8, 0.97, 4.0),
+        ("memory alone", 1, 0.3, 1.2),
+        ("arithmetic alone", 1, 0.97, 0.97),
+        ("arithmetic alone", 8, 0.7, 0.97),
+    ],
+)
+def test_right_guesses_pay_where_rows_are_cheap(machine: str, branches: int, right: float, least: float) -> None:
+    assert speed_up(STEP_MS[machine], lambda position: right, branches) > least
+
+
+def test_what_did_not_pay_is_found_again_when_it_does() -> None:
+    assert speed_up(STEP_MS["135M on two cores"], lambda position: float(position > LENGTH // 2), 1) > 1.5
+
+
+def test_control_is_what_saves_from_loss() -> None:
+    assert speed_up(STEP_MS["135M on two cores"], lambda position: 0.0, 1, guess_control=False) < 0.7
+
+
+def test_a_slow_proposer_is_asked_rarely() -> None:
+    slow: list[Oracle] = []
+
+    def make(clock: Clock) -> dict[str, Any]:
+        slow.append(Oracle(lambda position: 0.0, clock, seconds=0.002))
+        return {"slow": slow[0]}
+
+    step_ms = STEP_MS["135M on two cores"]
+    plain, _, _ = serve(step_ms, lambda clock: {})
+    seconds, _, _ = serve(step_ms, make)
+    assert plain / seconds > 0.93 and 0 < slow[0].calls < 2 * LENGTH // 8
+
+
+def test_the_better_of_two_is_used() -> None:
+    def make(clock: Clock) -> dict[str, Any]:
+        return {"bad": Oracle(lambda position: 0.1), "good": Oracle(lambda position: 0.95)}
+
+    _, stats, _ = serve(STEP_MS["memory alone"], make)
+    assert stats.guesses["good"].accepted > 10 * stats.guesses["bad"].accepted
+    assert stats.guesses["good"].seconds_saved > 0
+
+
+def test_the_books_add_up() -> None:
+    seconds, stats, tokens = serve(STEP_MS["135M on two cores"], lambda clock: {"oracle": Oracle(lambda position: 0.9)}, warm=False)
+    (books,) = stats.guesses.values()
+    assert (books.proposed, books.accepted) == (stats.guessed, stats.accepted)
+    assert stats.steps >= len(tokens[0]) - books.accepted and 0 < books.acceptance < 1
+    assert books.tokens_per_step == 1 + books.accepted / books.steps
+    plain, _, _ = serve(STEP_MS["135M on two cores"], lambda clock: {}, warm=False)
+    assert books.seconds_saved == pytest.approx(plain - seconds, rel=0.25, abs=0.02)
+
+
+class Sleeper(Oracle):
+    """Hangs once it has been asked a few times."""
+
+    bounded = False
+
+    def __init__(self) -> None:
+        super().__init__(lambda position: 1.0)
+        self.wakes = threading.Event()
+
+    def propose(self, branches: list[Any], room: list[int]) -> list[Guess]:
+        if self.calls > 5:
+            self.wakes.wait()
+        return super().propose(branches, room)
+
+
+def test_a_proposer_that_hangs_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.propose.guard.PATIENCE", 0.2)
+    sleeper = Sleeper()
+    _, _, expected = serve(STEP_MS["memory alone"], lambda clock: {})
+    _, stats, tokens = serve(STEP_MS["memory alone"], lambda clock: {"sleeper": sleeper})
+    sleeper.wakes.set()
+    assert tokens == expected
+    assert stats.proposer_failures == 1 and 0 < stats.accepted < LENGTH

@@ -1,0 +1,59 @@
+"""The cost of a step by its rows, found again from noisy steps."""
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.engine.step_cost import StepCost
+
+ROWS = [1, 1, 1, 2, 3, 5, 9, 17, 32, 48, 64]
+
+
+def flat_then_steep(rows: int) -> float:
+    return max(2.5e-3, 3e-4 + 4.5e-4 * rows)
+
+
+def learned(true: Callable[[int], float], steps: int, noise: float, drift: float = 0.0) -> StepCost:
+    cost, rng = StepCost(), random.Random(0)
+    for step in range(steps):
+        rows = rng.choice(ROWS)
+        spike = 20 if noise and rng.random() < 0.02 else 1
+        cost.record(rows, true(rows) * (1 + noise * rng.random()) * spike * (1 + drift * (step // 50 % 2)))
+    return cost
+
+
+@pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.05), (0.4, 0.2)])
+def test_finds_the_curve(noise: float, tolerance: float) -> None:
+    cost = learned(flat_then_steep, 600, noise)
+    for rows in set(ROWS) - {1}:
+        expected = flat_then_steep(rows) / flat_then_steep(1)
+        assert cost.seconds(rows) / cost.seconds(1) == pytest.approx(expected, rel=tolerance)
+
+
+def test_a_machine_that_changes_its_pace_does_not_bend_the_curve() -> None:
+    cost = learned(flat_then_steep, 600, 0.1, drift=1.0)
+    for rows in (5, 17, 64):
+        assert cost.seconds(rows) / cost.seconds(1) == pytest.approx(flat_then_steep(rows) / flat_then_steep(1), rel=0.25)
+
+
+def test_before_anything_is_measured() -> None:
+    cost = StepCost()
+    assert cost.visits(1) == 0 and cost.seconds(5) == 0
+    cost.record(0, 1.0)
+    cost.record(1, 0.0)
+    assert cost.visits(1) == 0
+    cost.record(1, 2e-3)
+    assert cost.seconds(1) == pytest.approx(2e-3) and cost.seconds(2) > 2e-3
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.floats(1e-6, 1e3)), min_size=1, max_size=40))
+def test_more_rows_never_cost_less(steps: list[tuple[int, float]]) -> None:
+    cost = StepCost()
+    for rows, seconds in steps:
+        cost.record(rows, seconds)
+    times = [cost.seconds(rows) for rows in (1, 2, 3, 5, 8, 13, 100, 1000, 4096, 10**6)]
+    assert all(a <= b * (1 + 1e-9) for a, b in pairwise(times)) and times[0] > 0

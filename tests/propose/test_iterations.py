@@ -1,0 +1,96 @@
+"""Guesses by iteration: Jacobi chains and the lookahead window, fed with rows of which we know the likeliest token."""
+
+import numpy as np
+
+from headrace.batch import NO_GUESS, Commit, Guess, StepRows
+from headrace.propose.jacobi import Jacobi
+from headrace.propose.lookahead import Lookahead
+from tests.propose.test_ngram import View
+
+VOCAB = 100
+
+
+def rows(likeliest: list[int]) -> StepRows:
+    logits = np.zeros((len(likeliest), VOCAB), np.float32)
+    logits[np.arange(len(likeliest)), likeliest] = 1
+    return StepRows(logits, None)
+
+
+class TestJacobi:
+    def test_rows_after_the_first_wrong_guess_are_the_next_guess(self) -> None:
+        proposer, view = Jacobi(), View([1, 2, 3])
+        (guess,) = proposer.propose([view], [4])
+        assert guess == Guess([1, 2, 3], [-1, 0, 1])  # there is no more text
+        view.known += [1, 9]  # the first guess was right
+        #   rows of another branch    last   1   2   3
+        said = rows([50, 51, 52, 53, 54, 1, 9, 30, 31])
+        proposer.observe([View([0]), view], [Commit(1, [0], [1, 9], [], row=5, guess=guess)], said)
+        assert proposer.propose([view], [2])[0] == Guess([30, 31], [-1, 0])
+
+    def test_no_rows_no_iteration(self) -> None:
+        proposer, view = Jacobi(), View([1, 2, 3])
+        proposer.observe([view], [Commit(0, [], [3], [], row=0, guess=NO_GUESS)], rows([3]))
+        assert proposer.propose([view], [2])[0].tokens == [1, 2]
+
+    def test_a_shorter_chain_than_proposed(self) -> None:
+        proposer, view = Jacobi(), View([1, 2, 3, 4, 5])
+        (guess,) = proposer.propose([view], [4])
+        run = Guess(guess.tokens[:2], guess.parents[:2])
+        proposer.observe([view], [Commit(0, [], [5], [], row=0, guess=run)], rows([5, 60, 61]))
+        assert proposer.propose([view], [3])[0].tokens == [60, 61, 1]
+
+    def test_settles_on_what_plain_decoding_gives(self) -> None:
+        """A model in which a token decides the next, but in two of three positions the position does."""
+
+        def follow(first: int, line: list[int]) -> list[int]:
+            return [position if position % 3 else (7 * token + 3) % 31 for position, token in enumerate(line, first)]
+
+        proposer, view = Jacobi(), View([0, 5])
+        steps = 0
+        while len(view.known) < 60:
+            (guess,) = proposer.propose([view], [6])
+            line = [view.known[-1], *guess.tokens]
+            said = follow(len(view.known), line)
+            path: list[int] = []
+            while len(path) < len(guess.tokens) and guess.tokens[len(path)] == said[len(path)]:
+                path.append(len(path))
+            view.known += said[: len(path) + 1]
+            proposer.observe([view], [Commit(0, path, said[: len(path) + 1], [], row=0, guess=guess)], rows(said))
+            steps += 1
+        assert view.known[2:] == follow(2, view.known[1:-1])
+        assert steps < 40
+
+
+class TestLookahead:
+    def test_the_tree(self) -> None:
+        (guess,) = Lookahead().propose([View([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])], [16])
+        assert guess.whole
+        #               five columns of two levels: a stem, and a leaf on each of its nodes
+        assert guess.tokens == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+        assert guess.parents == [-1, 0, 0, 2, 2, 4, 4, 6, 6, 8]
+
+    def test_columns_become_ngrams_and_the_window_moves_on(self) -> None:
+        proposer, view = Lookahead(), View([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+        (guess,) = proposer.propose([view], [16])
+        view.known += [7]
+        said = rows([7, 0, 42, 0, 44, 0, 46, 0, 48, 0, 50])  # after columns (1, 2), (3, 4), ...
+        proposer.observe([view], [Commit(0, [], [7], [], row=0, guess=guess)], said)
+        (guess,) = proposer.propose([view], [16])
+        assert guess.tokens[:10] == [2, 42, 4, 44, 6, 46, 8, 48, 10, 50]  # columns are (2, 42), (4, 44), ... now
+        assert (guess.tokens[10:], guess.parents[10:]) == ([8, 48], [-1, 10])  # what came up after 7
+
+    def test_accepted_tokens_move_the_window_further(self) -> None:
+        proposer, view = Lookahead(), View([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+        (guess,) = proposer.propose([view], [16])
+        said = rows([1, 3, 42, 77, 44, 0, 46, 0, 48, 0, 50])
+        view.known += [1, 3, 77]
+        proposer.observe([view], [Commit(0, [0, 2], [1, 3, 77], [], row=0, guess=guess)], said)
+        (guess,) = proposer.propose([view], [16])
+        assert guess.tokens[:6] == [6, 46, 8, 48, 10, 50]
+
+    def test_any_room(self) -> None:
+        for room in range(1, 40):
+            view = View([1, 2, 3])
+            (guess,) = Lookahead().propose([view], [room])
+            assert len(guess.tokens) <= room and all(parent < node for node, parent in enumerate(guess.parents))
+            assert bool(guess.tokens) == (room > 1)

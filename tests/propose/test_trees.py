@@ -1,0 +1,43 @@
+"""Building and cutting guess trees."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.batch import Guess
+from headrace.propose.trees import Tree, merge, prune
+
+
+def test_merge_joins_common_beginnings() -> None:
+    assert merge([[1, 2, 3], [1, 2, 4], [1, 5, 6]], 9) == Guess([1, 2, 5, 3, 4, 6], [-1, 0, 0, 1, 1, 2])
+    assert merge([[1, 2], [1, 2]], 9) == Guess([1, 2], [-1, 0])
+    assert merge([[1, 2, 3], [4]], 9, confidence=2) == Guess([1, 4, 2, 3], [-1, -1, 0, 2], 2)
+    assert merge([], 9) == Guess([], [])
+
+
+def test_a_tree_joins_what_is_the_same() -> None:
+    tree = Tree(5)
+    assert tree.add_chain([1, 2, 3]) == [0, 1, 2]
+    assert tree.add_chain([1, 2, 4]) == [0, 1, 3]
+    assert tree.add_chain([9, 9], parent=1) == [4]  # no room for the second
+    assert (tree.tokens, tree.parents) == ([1, 2, 3, 4, 9], [-1, 0, 1, 1, 1])
+
+
+def paths(guess: Guess) -> set[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(guess.tokens, guess.parents, strict=True):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return set(found)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=5), max_size=4), st.integers(0, 9), st.data())
+def test_prune_keeps_paths(chains: list[list[int]], room: int, data: st.DataObject) -> None:
+    guess = merge(chains, room)
+    assert len(guess.tokens) <= room and paths(guess) <= {tuple(c[:i]) for c in chains for i in range(1, len(c) + 1)}
+    kept: list[int] = []
+    for node, parent in enumerate(guess.parents):
+        if (parent < 0 or parent in kept) and data.draw(st.booleans()):
+            kept.append(node)
+    pruned = prune(guess, kept)
+    assert all(parent < node for node, parent in enumerate(pruned.parents))
+    all_paths = paths(guess)
+    assert len(paths(pruned)) == len(kept) and paths(pruned) <= all_paths
