@@ -67,6 +67,13 @@ class Sampler {
   // Throws NonFiniteLogits.
   Drawn draw(const float* logits, uint32_t position, int num_logprobs, Scratch& scratch);
 
+  // The distribution that `draw` draws from, [vocab]. Throws NonFiniteLogits.
+  void probabilities(const float* logits, uint32_t position, double* out, Scratch& scratch) const;
+  // Makes a token that was drawn elsewhere part of the state.
+  void record(int token);
+  // Two numbers between 0 and 1 that belong to the position, independent of the noise that `draw` uses.
+  std::pair<double, double> uniforms(uint32_t position) const;
+
  private:
   struct Seen {
     int token;
