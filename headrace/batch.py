@@ -6,7 +6,8 @@ Each scheduled branch contributes `forced` rows, decided tokens that have no KV 
 Shapes: T rows, B branches, R rows that need logits.
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import MutableSequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ class Guess(NamedTuple):
 
     tokens: list[int]
     parents: list[int]
+    probabilities: NDArray[np.float64] | None = None  # [nodes, vocab] that each was drawn from, where acceptance needs them
 
 
 NO_GUESS = Guess([], [])
@@ -37,6 +39,7 @@ class RaggedBatch(NamedTuple):
     ancestors: NDArray[np.uint64] | None  # [T, words] bits over the branch's guess rows, self included; None: all chains
     logit_rows: Ints  # [R] rows whose logits are wanted, ascending
     branch_of: Ints  # [R] branch of each of them
+    inputs: NDArray[np.float32] | None = None  # [T, width] rows from the caller, for a program that begins with them, not with tokens
 
 
 class StepRows(NamedTuple):
@@ -70,6 +73,12 @@ class Commit(NamedTuple):
     path: list[int]  # accepted guess nodes, from the root down
     tokens: list[int]  # newly decided tokens: those of the path, then the one drawn at its end; empty inside a prompt
     logprobs: list[TokenLogprobs]  # one for each new token when asked for, else empty
+    first_row: int = -1  # logit row of the last forced row, if it drew; those of the guess nodes follow
+
+    @property
+    def last_row(self) -> int:
+        """The logit row that the last token was drawn from; -1: nothing was."""
+        return self.first_row + 1 + self.path[-1] if self.path else self.first_row
 
 
 class BranchView(Protocol):
@@ -81,6 +90,12 @@ class BranchView(Protocol):
     def known(self) -> list[int]: ...  # all decided tokens, prompt and output; not to be changed
     @property
     def prompt_len(self) -> int: ...
+    @property
+    def computed(self) -> int: ...  # known tokens with KV
+    @property
+    def table(self) -> MutableSequence[int]: ...  # the blocks of their slots, and of those of the room for guesses
+    @property
+    def sampler(self) -> Any: ...  # a native Sampler; a clone of it draws with the branch's own noise, and leaves no trace
 
 
 class Proposer(Protocol):

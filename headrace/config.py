@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 KvDtype = Literal["bf16", "f32", "int8", "int4"]
+Acceptance = Literal["descend", "rejection", "typical"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,20 @@ class EngineConfig:
     """Row budget of a step: decode rows first, then prompt chunks."""
     max_logit_rows: int = 64
     """Most rows of one branch with logits in one step (prompt log-probabilities are computed in chunks of this size)."""
-    proposer: Literal["off", "ngram"] = "off"
-    """Where guesses come from; never changes a token."""
+    proposer: Literal["off", "ngram", "draft_model", "self_draft", "medusa"] = "off"
+    """Where guesses come from; never changes a token, unless `acceptance` says so."""
+    draft_model: str = ""
+    """For `draft_model`: a smaller model with the same vocabulary, named as models are."""
+    draft_layers: int = 0
+    """For `self_draft`: how many of the model's first layers draft; `headrace calibrate` suggests a number."""
+    medusa_heads: str = ""
+    """For `medusa`: a safetensors file with heads that were trained for the model."""
+    draft_depth: int = 4
+    """Most guesses in a row of the three above."""
+    draft_width: int = 1
+    """Guesses at each depth: 1 makes chains, more makes trees of the draft's likeliest tokens."""
+    acceptance: Acceptance = "descend"
+    """What becomes of guesses. `descend`: the tokens are those of plain decoding. `rejection`: textbook rejection sampling, the same
+    distribution. `typical`: lossy."""
     seed: int = 0
     """Seeds the requests that bring no seed of their own."""

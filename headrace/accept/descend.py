@@ -1,5 +1,6 @@
 """Draw, then descend: the acceptor that is lossless for any guess tree, any sampler and any penalty."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,13 @@ class Descent:
                 self.commit.path.append(child)
                 return True
         return False
+
+
+Accept = Callable[[list[Descent], NDArray[np.float32], Pool], set[int]]
+"""A rule of acceptance: grows the commits by the guesses that survive and the token that follows them, by `logits` [rows, vocab].
+
+Returns the sources of those that met logits which are not finite; their commits mean nothing.
+"""
 
 
 def descend(descents: list[Descent], logits: NDArray[np.float32], pool: Pool) -> set[int]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from itertools import count
 
+from headrace.accept.rules import RULES
 from headrace.accept.sampler import derive_seed, make_sampler
 from headrace.backend import Executable
 from headrace.batch import Proposer
@@ -59,7 +60,7 @@ class Engine:
         self._pool = BlockPool(limits.kv.num_blocks, limits.kv.block_size)
         self._proposer = Guard(proposer, limits.vocab_size)
         self._scheduler = Scheduler(self._pool, config, proposer.max_nodes)
-        self._stepper = Stepper(self._scheduler, self._proposer, executable, self._pool, tokenizer)
+        self._stepper = Stepper(self._scheduler, self._proposer, executable, self._pool, tokenizer, RULES[config.acceptance])
         self._requests: dict[str, Request] = {}
         self._numbers = count()
         self._closed = False

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.accept.descend import Descent, descend
+from headrace.accept.descend import Accept, Descent
 from headrace.backend import Executable
 from headrace.batch import Commit, Proposer, StepRows
 from headrace.engine.branch import Branch, Request
@@ -33,6 +33,7 @@ class Stepper:
     executable: Executable
     pool: BlockPool
     tokenizer: TokenizerView
+    accept: Accept
     num_steps: int = 0
     num_rows: int = 0
     num_guessed: int = 0
@@ -43,11 +44,11 @@ class Stepper:
         parts, copies = self.scheduler.schedule()
         if not parts:
             return None
+        self._move(self.pool.slots_of(copies))  # before a proposer writes to the new blocks
         guesses = self.proposer.propose([part.branch for part in parts], [part.room for part in parts])
         for part, guess in zip(parts, guesses, strict=True):
             part.guess = guess
         batch = build(parts, self.pool)
-        self._move(self.pool.slots_of(copies))
         self.num_steps += 1
         self.num_rows += len(batch.tokens)
         self.num_guessed += sum(len(guess.tokens) for guess in guesses)
@@ -68,12 +69,11 @@ class Stepper:
                 updates += self._fail(part.branch.request, error)
                 continue
             for branch in self.scheduler.fork(part.branch) if part.draws else (part.branch,):
-                commit = Commit(source, [], [], [])
+                commit = Commit(source, [], [], [], part.first_draw if part.draws else -1)
                 landing.append((branch, part, commit))
                 if part.draws:
-                    start = (part.first_draw, len(branch.known))
-                    descents.append(Descent(commit, branch.sampler, part.guess, *start, branch.num_logprobs))
-        failed = descend(descents, logits, self.executable.pool)
+                    descents.append(Descent(commit, branch.sampler, part.guess, part.first_draw, len(branch.known), branch.num_logprobs))
+        failed = self.accept(descents, logits, self.executable.pool)
         kept: list[tuple[Branch, Commit]] = []
         moves: list[tuple[int, int]] = []
         for branch, part, commit in landing:

@@ -1,20 +1,105 @@
 """Ways of guessing by name, and the guard that keeps a bad one from doing harm."""
 
 import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from headrace.backend import Executable
 from headrace.batch import NO_GUESS, BranchView, Commit, Guess, Proposer, StepRows
+from headrace.config import EngineConfig
 from headrace.errors import RequestError
+from headrace.kv.blocks import BlockPool
+from headrace.propose.draft_model import DraftModel
+from headrace.propose.medusa import Medusa
 from headrace.propose.ngram import Ngram
 from headrace.propose.off import Off
+from headrace.propose.self_draft import SelfDraft
 
-PROPOSERS: dict[str, type[Off] | type[Ngram]] = {"off": Off, "ngram": Ngram}
+
+@dataclass(frozen=True)
+class Draft:
+    """A compiled draft model."""
+
+    executable: Executable
+    pool: BlockPool
+    """Of its own KV."""
+    longest: int
+    """Tokens of the longest sequence that it was trained for."""
 
 
-def make_proposer(name: str) -> Proposer:
-    """A new proposer. Raises RequestError for a name that is not in PROPOSERS."""
+@dataclass(frozen=True)
+class Materials:
+    """What ways of guessing are made from; each takes what it needs."""
+
+    draft: Draft | None = None
+    short: Executable | None = None
+    """The first layers of the model and its head, over its weights and KV."""
+    block_size: int = 32
+    """Of that KV."""
+    heads: Sequence[Executable] = ()
+    """Medusa heads, the nearest first."""
+
+
+Make = Callable[[EngineConfig, Materials], Proposer]
+
+
+def _draft_model(config: EngineConfig, materials: Materials) -> Proposer:
+    if materials.draft is None:
+        raise RequestError("proposer 'draft_model' needs a smaller model with the same vocabulary: set draft_model to one")
+    draft, wants = materials.draft, config.acceptance == "rejection"
+    shape = (config.draft_depth, config.draft_width)
+    return DraftModel(draft.executable, draft.pool, draft.longest, *shape, probabilities=wants)
+
+
+def _self_draft(config: EngineConfig, materials: Materials) -> Proposer:
+    if materials.short is None:
+        raise RequestError("proposer 'self_draft' needs draft_layers: `headrace calibrate` suggests how many")
+    wants = config.acceptance == "rejection"
+    return SelfDraft(materials.short, materials.block_size, config.draft_depth, config.draft_width, probabilities=wants)
+
+
+def _medusa(config: EngineConfig, materials: Materials) -> Proposer:
+    if not materials.heads:
+        raise RequestError("proposer 'medusa' needs heads that were trained for the model: set medusa_heads to their safetensors file")
+    return Medusa(materials.heads, config.draft_depth, config.draft_width)
+
+
+PROPOSERS: dict[str, Make] = {
+    "off": lambda config, materials: Off(),
+    "ngram": lambda config, materials: Ngram(),
+    "draft_model": _draft_model,
+    "self_draft": _self_draft,
+    "medusa": _medusa,
+}
+
+_NEEDS = {"draft_model": "draft_model", "self_draft": "draft_layers", "medusa": "medusa_heads"}
+"""The option that a proposer cannot do without, and that is for it alone."""
+_DRAWN = ("draft_model", "self_draft")
+"""Those whose guesses are draws from a distribution."""
+
+
+def make_proposer(name: str, config: EngineConfig | None = None, materials: Materials | None = None) -> Proposer:
+    """A new proposer. Raises RequestError for a name that is not in PROPOSERS, and where what it is made from is missing."""
     if name not in PROPOSERS:
         raise RequestError(f"unknown proposer {name!r}; there are: {', '.join(PROPOSERS)}")
-    return PROPOSERS[name]()
+    return PROPOSERS[name](config or EngineConfig(), materials or Materials())
+
+
+def check_guessing(config: EngineConfig) -> None:
+    """Refuse options about guesses that do not go together: RequestError."""
+    proposer, acceptance = config.proposer, config.acceptance
+    for needing, option in _NEEDS.items():
+        if getattr(config, option) and proposer != needing:
+            raise RequestError(
+                f"{option} is for proposer {needing!r}, and the proposer is {proposer!r}: set the one, or leave out the other"
+            )
+    if acceptance != "descend" and proposer == "off":
+        raise RequestError(f"acceptance {acceptance!r} is about guesses, and the proposer is 'off': set proposer, or leave acceptance out")
+    if acceptance == "rejection" and (proposer not in _DRAWN or config.draft_width > 1):
+        raise RequestError(
+            f"acceptance 'rejection' is for chains of guesses drawn by a model (proposer {' or '.join(_DRAWN)}, draft_width 1); "
+            "'descend' takes any guesses"
+        )
 
 
 class Guard:
@@ -57,8 +142,10 @@ class Guard:
                 and all(0 <= token < self._vocab_size for token in tokens)
                 and all(-1 <= parent < node for node, parent in enumerate(parents))
             )
+            probabilities = getattr(guess, "probabilities", None)
+            sound = sound and (probabilities is None or probabilities.shape == (len(tokens), self._vocab_size))
         except Exception:
             sound = False
         if not sound:
             self.failures += 1
-        return Guess(tokens, parents) if sound else NO_GUESS
+        return Guess(tokens, parents, probabilities) if sound else NO_GUESS
