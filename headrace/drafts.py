@@ -90,7 +90,7 @@ def read_heads(path: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
         raise ModelNotFoundError(f"{path}: no such file; medusa_heads is the safetensors file of the heads")
     stored = {name.removeprefix("medusa_head."): tensor for name, tensor in read_safetensors(path).items()}
     shapes = {"0.linear.weight": (spec.dim, spec.dim), "0.linear.bias": (spec.dim,), "1.weight": (spec.vocab_size, spec.dim)}
-    count = len(stored) // len(shapes)
+    count = -(-len(stored) // len(shapes))
     expected = {f"{i}.{name}": shape for i in range(min(count, _MOST_HEADS)) for name, shape in shapes.items()}
     if not expected or stored.keys() != expected.keys():
         odd = sorted(stored.keys() ^ (expected or {f"0.{name}": () for name in shapes}).keys())[:3]
