@@ -20,6 +20,7 @@ VERBS = {  # each is a module of this package with `configure(parser)` and `run(
     "show": "what a model is, what it needs, and how fast it can be here",
     "profile": "where the time of prefill and decode goes, op by op, and what bounds it",
     "bench": "measure how fast a model runs here, and how close to the limit",
+    "calibrate": "find out whether guessing ahead pays for a model here, and with what",
     "doctor": "measure this machine, and test that the engine computes right on it",
 }
 
@@ -27,7 +28,7 @@ HELP = f"""usage: headrace VERB ...
 
 Runs transformer language models on the hardware you have.
 
-{chr(10).join(f"  {verb:9}{what}" for verb, what in VERBS.items())}
+{chr(10).join(f"  {verb:10}{what}" for verb, what in VERBS.items())}
 
   headrace run smollm2 "Why is the sky blue?"     one answer, on stdout
   headrace run                                    a chat with the default model
