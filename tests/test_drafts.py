@@ -1,5 +1,7 @@
 """What guesses for a model on disk: draft models, first layers and heads, found, checked and refused."""
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,17 @@ def test_from_file_to_text(model: Path, how: str, width: int) -> None:
         stats = llm.stats()
         assert stats.guessed > 0 and stats.proposer_failures == 0 and stats.blocks_free == stats.blocks_total
         assert how != "draft_model" or width > 1 or stats.accepted == stats.guessed  # the model itself
+
+
+@pytest.mark.parametrize("how", ["draft_model", "self_draft", "medusa"])
+def test_closing_gives_everything_back(model: Path, how: str) -> None:
+    llm = LLM(str(model), proposer=how, **OPTIONS, **options_for(how, model))
+    llm.generate("hello", GREEDY)
+    proposer = weakref.ref(llm._engine._proposer._proposer)
+    assert proposer() is not None
+    llm.close()
+    gc.collect()
+    assert proposer() is None  # the only one that holds what guesses
 
 
 def test_the_memory_of_a_draft_counts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,7 @@ class Engine:
             for request_id in list(self._requests):
                 self.abort(request_id)
             self._closed = True
+            self._proposer.close()
             self._stepper.executable.close()
 
     def _branches(self, request: Request) -> list[Branch]:

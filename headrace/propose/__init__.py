@@ -134,6 +134,10 @@ class Guard:
         except Exception:
             self.failures += 1
 
+    def close(self) -> None:
+        """Let go of the proposer, and so of the models that it guesses with."""
+        self._proposer = Off()
+
     def _checked(self, guess: Guess, room: int) -> Guess:
         try:
             tokens, parents = [operator.index(t) for t in guess.tokens], [operator.index(p) for p in guess.parents]

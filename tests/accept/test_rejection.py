@@ -135,6 +135,25 @@ def test_residual_and_pick() -> None:
     assert [pick(p, u) for u in (1e-9, 0.2499, 0.2501, 1 - 1e-16, 1.0)] == [1, 1, 3, 3, 3]
 
 
+@pytest.mark.parametrize(
+    ("spread", "best", "shared", "independent"), [(0.3, 0.90, 0.87, 0.18), (0.7, 0.76, 0.72, 0.17), (1.5, 0.54, 0.48, 0.14)]
+)
+def test_shared_noise_recovers_nearly_what_rejection_sampling_gains(spread: float, best: float, shared: float, independent: float) -> None:
+    """The figures of docs/architecture.md: chances that a draw of the draft survives, for a draft that is the target and some noise."""
+    rng, rows = np.random.default_rng(0), 10_000
+    target = rng.normal(0, 2, (rows, 50)).astype(np.float32)
+    draft = (target + rng.normal(0, spread, target.shape)).astype(np.float32)
+    p, q = softmax(target), softmax(draft)
+    samplers = [[Sampler(50, [], seed=1) for _ in range(rows)] for _ in range(2)]
+    drawn = [
+        [token for token, _ in _native.draw_all(POOL, logits, [(sampler, i, i, -1) for i, sampler in enumerate(mine)])]
+        for logits, mine in zip((target, draft), samplers, strict=True)
+    ]
+    assert np.minimum(p, q).sum(axis=1).mean() == pytest.approx(best, abs=0.01)
+    assert np.equal(*drawn).mean() == pytest.approx(shared, abs=0.015)
+    assert (p * q).sum(axis=1).mean() == pytest.approx(independent, abs=0.01)
+
+
 def test_a_guess_without_probabilities_was_certain() -> None:
     """So a plain draw decides, and a step has the probabilities of a draw and a descent."""
     sampler, logits = Sampler(VOCAB, [], seed=3), np.stack([TARGET, AFTER[2], AFTER[4]])
