@@ -56,7 +56,7 @@ class DraftModel:
 
     def propose(self, branches: list[BranchView], room: list[int]) -> list[Guess]:
         chains: dict[int, Chain] = {}
-        behind: list[Run] = []
+        behind: list[tuple[_Draft, Run]] = []
         rows, begun = _CATCH_UP_ROWS, set[int]()
         for i, branch in enumerate(branches):
             nodes = min(room[i], (self._longest - len(branch.known)) * self._width)
@@ -70,16 +70,20 @@ class DraftModel:
                 continue
             rows -= num_rows
             if num_rows == missing:
-                chains[i] = chain(branch, draft.agreed, draft.table, nodes, self._width, probabilities=self._probabilities)
+                chains[i] = chain(branch, draft.agreed, draft.table, nodes, probabilities=self._probabilities)
             else:
-                behind.append(Run(branch.known[draft.agreed : draft.agreed + num_rows], draft.agreed, draft.table))
-                draft.tokens += behind[-1].tokens
-        if behind:
-            self._executable.run(forced_rows(behind, self.pool.block_size, logits=False))
-        grow(self._executable, list(chains.values()), self.pool.block_size)
-        for i, grown in chains.items():
-            self._drafts[branches[i]].tokens[:] = branches[i].known + [token for token in _computed(grown)]
+                behind.append((draft, Run(branch.known[draft.agreed : draft.agreed + num_rows], draft.agreed, draft.table)))
+        self._catch_up(behind)
+        grow(self._executable, list(chains.values()), self._width, self.pool.block_size)
+        for i, grown in chains.items():  # the last token of a chain has no KV
+            self._drafts[branches[i]].tokens[:] = branches[i].known + grown.path[:-1]
         return [chains[i].guess if i in chains else NO_GUESS for i in range(len(branches))]
+
+    def _catch_up(self, behind: list[tuple[_Draft, Run]]) -> None:
+        if behind:
+            self._executable.run(forced_rows([run for _, run in behind], self.pool.block_size, logits=False))
+        for draft, run in behind:
+            draft.tokens += run.tokens
 
     def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:
         pass
@@ -113,13 +117,3 @@ class DraftModel:
         if copies:
             self._executable.move_slots(*np.array(self.pool.slots_of(copies), np.int32).T)
         return True
-
-
-def _computed(grown: Chain) -> list[int]:
-    """The chain's own tokens that have KV: all but the last."""
-    path: list[int] = []
-    node = grown.end
-    while node >= 0:
-        path.append(grown.tokens[node])
-        node = grown.parents[node]
-    return path[:0:-1]

@@ -25,11 +25,11 @@ class SelfDraft:
 
     def propose(self, branches: list[BranchView], room: list[int]) -> list[Guess]:
         chains = {
-            i: chain(branch, branch.computed, branch.table, nodes, self._width, probabilities=self._probabilities)
+            i: chain(branch, branch.computed, branch.table, nodes, probabilities=self._probabilities)
             for i, (branch, nodes) in enumerate(zip(branches, room, strict=True))
             if nodes > 0 and len(branch.known) - branch.computed <= _MOST_ROWS
         }
-        grow(self._executable, list(chains.values()), self._block_size)
+        grow(self._executable, list(chains.values()), self._width, self._block_size)
         return [chains[i].guess if i in chains else NO_GUESS for i in range(len(branches))]
 
     def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:

@@ -1,13 +1,19 @@
 """Models that guess: right models are always right, wrong ones cost little, and what they hold they give back."""
 
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 
+from headrace.kv.blocks import BlockPool
 from headrace.propose.draft_model import DraftModel
 from headrace.request import SamplingParams
+from tests.accept.test_rejection import is_drawn_from, softmax
 from tests.drafting import draft_engine
+from tests.engine.test_machine_drafts import HalfRight
 from tests.engine.test_promise import same
+from tests.engine.toy import VOCAB, toy_engine, toy_logits
 from tests.tiny import run_all, tiny_engine, tiny_model
 
 MODEL = tiny_model(3, layers=3)
@@ -106,3 +112,22 @@ def test_other_rules_of_acceptance(how: str, options: dict[str, Any], acceptance
         run_all(engine, [(prompt, params) for prompt in PROMPTS for params in (SAMPLED, PENALISED, SEVERAL)])
     stats = engine.stats()
     assert stats.guessed == stats.accepted > 0 and stats.proposer_failures == 0
+
+
+def test_rejection_in_the_engine_keeps_the_distribution() -> None:
+    """The second and third token of many short texts, over several steps, with a draft that is wrong about half of them."""
+    draft = DraftModel(HalfRight(4), BlockPool(400, 4), 40, 3, 1, probabilities=True)
+    engine = toy_engine(num_blocks=400, proposer=draft, acceptance="rejection")
+    results = run_all(engine, [([1], SamplingParams(max_tokens=5)) for _ in range(5000)])
+    after = [softmax(toy_logits([1, first])) for first in range(VOCAB)]
+    first = softmax(toy_logits([1]))
+    second = {(t,): float(sum(first[x] * after[x][t] for x in range(VOCAB))) for t in range(VOCAB)}
+    third = np.zeros(VOCAB)
+    for x in range(VOCAB):
+        for y in range(VOCAB):
+            third += first[x] * after[x][y] * softmax(toy_logits([1, x, y]))
+    tokens = [result.outputs[0].token_ids for result in results]
+    assert is_drawn_from(Counter((t[1],) for t in tokens), second)
+    assert is_drawn_from(Counter((t[2],) for t in tokens), {(t,): float(p) for t, p in enumerate(third)})
+    stats = engine.stats()
+    assert 0.2 < stats.accepted / stats.guessed < 0.9 and stats.proposer_failures == 0

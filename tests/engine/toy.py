@@ -4,6 +4,7 @@ Its logits are a hash of the tokens a row sees, so one wrong token, position or 
 """
 
 import zlib
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +73,7 @@ class ToyExecutable:
 
 
 def toy_engine(
-    *, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 40, broken: int = -1, proposer: object = None, **config: int
+    *, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 40, broken: int = -1, proposer: object = None, **config: Any
 ) -> Engine:
     limits = Limits(VOCAB, max_model_len, KvConfig(num_blocks, block_size))
     inner = proposer or make_proposer("off")
