@@ -73,12 +73,12 @@ class Commit(NamedTuple):
     path: list[int]  # accepted guess nodes, from the root down
     tokens: list[int]  # newly decided tokens: those of the path, then the one drawn at its end; empty inside a prompt
     logprobs: list[TokenLogprobs]  # one for each new token when asked for, else empty
-    first_row: int = -1  # logit row of the last forced row, if it drew; those of the guess nodes follow
+    row: int = -1  # logit row of the last forced row, if it drew; those of the guess nodes follow
 
     @property
     def last_row(self) -> int:
         """The logit row that the last token was drawn from; -1: nothing was."""
-        return self.first_row + 1 + self.path[-1] if self.path else self.first_row
+        return self.row + 1 + self.path[-1] if self.path else self.row
 
 
 class BranchView(Protocol):

@@ -43,6 +43,9 @@ def _num_common(a: list[int], b: list[int]) -> int:
 class DraftModel:
     """Guesses what another model draws."""
 
+    bounded = True
+    """Called in the engine's own thread only: it runs on the engine's compute threads, which serve one caller at a time."""
+
     def __init__(self, executable: Executable, pool: BlockPool, longest: int, depth: int, width: int, *, probabilities: bool) -> None:
         self.max_nodes = depth * width
         self.pool = pool

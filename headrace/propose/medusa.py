@@ -43,6 +43,9 @@ class _Kept(NamedTuple):
 class Medusa:
     """Guesses by heads that were trained for the model."""
 
+    bounded = True
+    """Called in the engine's own thread only: it runs on the engine's compute threads, which serve one caller at a time."""
+
     def __init__(self, heads: Sequence[Executable], depth: int, width: int) -> None:
         self.max_nodes = min(depth, len(heads)) * width
         self._tree = static_tree(min(depth, len(heads)), self.max_nodes)

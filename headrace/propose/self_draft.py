@@ -16,6 +16,9 @@ _MOST_ROWS = 16
 class SelfDraft:
     """Guesses by leaving out the last layers."""
 
+    bounded = True
+    """Called in the engine's own thread only: it runs on the engine's compute threads, which serve one caller at a time."""
+
     def __init__(self, executable: Executable, block_size: int, depth: int, width: int, *, probabilities: bool) -> None:
         self.max_nodes = depth * width
         self._executable = executable

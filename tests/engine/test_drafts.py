@@ -99,6 +99,24 @@ def test_a_draft_may_be_made_for_shorter_texts() -> None:
     assert len(result.outputs[0].token_ids) == 60
 
 
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("how", ["self_draft", "medusa"])
+def test_typical_acceptance_of_trees(how: str, width: int) -> None:
+    """Greedy it loses nothing; sampled it takes guesses that a draw would not have given."""
+    requests = [(prompt, GREEDY) for prompt in PROMPTS]
+    plain = run_all(tiny_engine(MODEL, "cpu", kv_dtype="f32"), requests)
+    accepted = []
+    for acceptance in ("descend", "typical"):
+        engine, _ = draft_engine(MODEL, how, layers=2, width=width, depth=2, acceptance=acceptance)
+        for one, other in zip(run_all(engine, requests), plain, strict=True):
+            same(one, other, exact=True)
+        run_all(engine, [(prompt, SAMPLED) for prompt in PROMPTS])
+        stats = engine.stats()
+        accepted.append(stats.accepted)
+        assert stats.proposer_failures == 0 and stats.blocks_free == stats.blocks_total
+    assert accepted[0] < accepted[1]
+
+
 @pytest.mark.parametrize(("how", "options"), [("draft_model", {}), ("self_draft", {"layers": 3})])
 @pytest.mark.parametrize("acceptance", ["rejection", "typical"])
 def test_other_rules_of_acceptance(how: str, options: dict[str, Any], acceptance: str) -> None:
