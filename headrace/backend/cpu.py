@@ -98,7 +98,9 @@ class _Lowering:
         self.pairs: dict[tuple[str, str], tuple[int, int]] = earlier.pairs if earlier else {}
         self.vectors: dict[str, int] = earlier.vectors if earlier else {}
         self.buffers: dict[int, int] = {}  # of values that are alive
-        self.free: dict[tuple[int, str, bool], list[int]] = earlier.free if earlier else {}
+        self.free: dict[tuple[int, str, bool], list[int]] = {}
+        if earlier:  # not the packed ones: they would be packed in the forms that either program reads
+            self.free = {shape: list(buffers) for shape, buffers in earlier.free.items() if not shape[2]}
         self.angles = -1  # a buffer of a shape of its own, never reused
 
     def lower(self) -> None:

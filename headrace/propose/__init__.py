@@ -152,4 +152,4 @@ class Guard:
             sound = False
         if not sound:
             self.failures += 1
-        return Guess(tokens, parents, probabilities) if sound else NO_GUESS
+        return Guess(tokens, parents, probabilities=probabilities) if sound else NO_GUESS

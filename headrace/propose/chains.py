@@ -36,7 +36,7 @@ class Chain:
 
     @property
     def guess(self) -> Guess:
-        return Guess(self.tokens, self.parents, np.array(self.probabilities) if self.probabilities else None)
+        return Guess(self.tokens, self.parents, probabilities=np.array(self.probabilities) if self.probabilities else None)
 
     @property
     def path(self) -> list[int]:

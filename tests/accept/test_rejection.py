@@ -54,7 +54,7 @@ def tally(accept: Accept, draft_seed: int, num_draws: int = DRAWS) -> Tally:
         guesses = [token for token, _ in drawn]
         logits = np.stack([np.tile(TARGET, (size, 1)), AFTER[guesses]], axis=1).reshape(2 * size, VOCAB)
         descents = [
-            Descent(Commit(i, [], [], []), target.clone(0), Guess([x], [-1], Q[None]), 2 * i, p, -1)
+            Descent(Commit(i, [], [], []), target.clone(0), Guess([x], [-1], probabilities=Q[None]), 2 * i, p, -1)
             for i, (x, p) in enumerate(zip(guesses, positions, strict=True))
         ]
         assert accept(descents, logits, POOL) == set()
