@@ -114,6 +114,7 @@ def _try(args: argparse.Namespace, best: "Candidate") -> dict[str, Any]:
     import statistics
     import time
 
+    from headrace.config import KvConfig
     from headrace.llm import LLM
     from headrace.request import SamplingParams
 
@@ -121,7 +122,11 @@ def _try(args: argparse.Namespace, best: "Candidate") -> dict[str, Any]:
     if best.name != args.draft:
         ours = {"proposer": "self_draft", "draft_layers": int(best.name.partition(" ")[0])}
     options = ours | {"draft_depth": best.best.depth}
-    common: dict[str, Any] = {"threads": args.threads, "max_num_seqs": 1, "kv_blocks": 64}
+    common: dict[str, Any] = {
+        "threads": args.threads,
+        "max_num_seqs": 1,
+        "kv_blocks": (len(args.prompt.encode()) + args.tokens) // KvConfig.block_size + 2,
+    }
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
     ratios = []
     with LLM(args.model, **common) as plain, LLM(args.model, **common, **options) as guessing:

@@ -16,6 +16,8 @@ from headrace.planner.speculation import Costs, Gain, best_gain
 _CHUNK = 64
 """Rows of a step that scores text: their logits are all kept."""
 _ROUNDS = 15
+_IN_A_ROW = 3
+"""Drafts that are timed together, as they run: each finds in the caches what the one before it left."""
 
 
 class Candidate(NamedTuple):
@@ -62,7 +64,7 @@ class Calibration:
             for depth in depths:
                 target[depth].append(self._seconds(self.target, 1 + depth))
             for name, draft in drafts.items():
-                costs[name].append(self._seconds(draft, 1))
+                costs[name].append(statistics.fmean(self._seconds(draft, 1) for _ in range(_IN_A_ROW)))
         medians = [statistics.median(times) for times in target]
         return [Candidate(name, shares[name], Costs(medians, statistics.median(costs[name]))) for name in drafts]
 
