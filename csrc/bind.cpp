@@ -4,6 +4,7 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -79,10 +80,11 @@ void check_step(const Step& s, const Plan& plan, int vocab) {
 }
 
 // tokens, positions, slots [T]; row_start [B + 1]; context_len, forced_len [B]; block_table [B, blocks]; ancestors [T, words]; logit_rows
-// [R]
+// [R]; inputs [T, width] or none
 void run(Plan& plan, int vocab, const Ints& tokens, const Ints& positions, const Ints& slots, const Ints& row_start,
          const Ints& context_len, const Ints& forced_len, const Ints& block_table, const std::optional<Array<uint64_t>>& ancestors,
-         const Ints& logit_rows) {
+         const Ints& logit_rows, const std::optional<Array<float>>& inputs, int program) {
+  require(program >= 0 && program < plan.num_programs(), "a plan has no such program");
   Step s{};
   s.rows = static_cast<int>(tokens.size());
   s.branches = static_cast<int>(context_len.size());
@@ -99,13 +101,22 @@ void run(Plan& plan, int vocab, const Ints& tokens, const Ints& positions, const
     s.ancestors = ancestors->data();
     s.ancestor_words = static_cast<int>(ancestors->shape(1));
   }
+  const int width = plan.program(program).input_width;
+  require(inputs.has_value() == (width > 0), "a program has input rows, or none: the step must be alike");
+  if (inputs) {
+    require(inputs->ndim() == 2 && inputs->shape(0) == tokens.size() && inputs->shape(1) == static_cast<size_t>(width),
+            "inputs must be [rows, the width that the program reads]");
+    s.inputs = inputs->data();
+  }
   check_step(s, plan, vocab);
   nb::gil_scoped_release release;
-  plan.run(s);
+  plan.run(program, s);
 }
 
 void bind_ops(nb::class_<Plan>& c) {
   c.def("embed", [](Plan& p, int out, int w) { p.add_op(make_embed(out, w)); })
+      .def("input", [](Plan& p, int out) { p.add_input(out); })
+      .def("silu", [](Plan& p, int out, int x) { p.add_op(make_silu(out, x)); })
       .def("rope_angles", [](Plan& p, int out, std::vector<double> f, double scale,
                              int head_dim) { p.add_op(make_rope_angles(out, std::move(f), scale, head_dim)); })
       .def("norm", [](Plan& p, int out, int x, int w, float eps) { p.add_op(make_norm(out, x, w, eps)); })
@@ -149,14 +160,20 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> floats_of(Plan& plan, int id, int row
 void bind_plan(nb::module_& m) {
   nb::class_<Pool>(m, "Pool").def(nb::init<int>(), nb::arg("threads"));
   nb::class_<Plan> plan(m, "Plan");
-  plan.def(
+  const auto make = [](Plan* self, const std::string& isa, std::shared_ptr<Pool> pool, int layers, int heads, int kv_heads, int head_dim,
+                       int blocks, const std::string& kv_dtype) {
+    require(layers > 0 && kv_heads > 0 && blocks > 0, "a KV cache needs layers, heads and blocks");
+    require(head_dim % 2 == 0, "a KV cache needs an even head size");
+    const KvRecord shape = kv_record(kv_dtype, head_dim);
+    new (self) Plan(kernels_for(isa), std::move(pool), layers, heads, KvCache(layers, kv_heads, blocks, shape));
+  };
+  plan.def("__init__", make, nb::arg("isa"), nb::arg("pool"), nb::arg("layers"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
+           nb::arg("blocks"), nb::arg("kv_dtype"), "A plan on the threads of another, which never runs at the same time.")
+      .def(
           "__init__",
-          [](Plan* self, const std::string& isa, int threads, int layers, int heads, int kv_heads, int head_dim, int blocks,
-             const std::string& kv_dtype) {
-            require(layers > 0 && kv_heads > 0 && blocks > 0, "a KV cache needs layers, heads and blocks");
-            require(head_dim % 2 == 0, "a KV cache needs an even head size");
-            const KvRecord shape = kv_record(kv_dtype, head_dim);
-            new (self) Plan(kernels_for(isa), threads, layers, heads, KvCache(layers, kv_heads, blocks, shape));
+          [make](Plan* self, const std::string& isa, int threads, int layers, int heads, int kv_heads, int head_dim, int blocks,
+                 const std::string& kv_dtype) {
+            make(self, isa, std::make_shared<Pool>(threads), layers, heads, kv_heads, head_dim, blocks, kv_dtype);
           },
           nb::arg("isa"), nb::arg("threads"), nb::arg("layers"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
           nb::arg("blocks"), nb::arg("kv_dtype"))
@@ -177,8 +194,10 @@ void bind_plan(nb::module_& m) {
           nb::arg("rows"), nb::arg("cols"))
       .def("add_vector", [](Plan& p, const Array<float>& data) { return p.add_vector(data.data(), static_cast<int>(data.size())); })
       .def("add_buffer", &Plan::add_buffer, nb::arg("width"), nb::arg("logit"), nb::arg("packed"))
+      .def("add_program", &Plan::add_program, "Begin another program over the same weights, KV and buffers; returns its number.")
       .def("run", &run, nb::arg("vocab"), nb::arg("tokens"), nb::arg("positions"), nb::arg("slots"), nb::arg("row_start"),
-           nb::arg("context_len"), nb::arg("forced_len"), nb::arg("block_table"), nb::arg("ancestors").none(), nb::arg("logit_rows"))
+           nb::arg("context_len"), nb::arg("forced_len"), nb::arg("block_table"), nb::arg("ancestors").none(), nb::arg("logit_rows"),
+           nb::arg("inputs").none() = nb::none(), nb::arg("program") = 0)
       .def("floats", &floats_of, "A view of the float rows of a buffer; valid until the next run.")
       .def("move_slots",
            [](Plan& p, const Ints& source, const Ints& target) {
@@ -197,7 +216,7 @@ void bind_plan(nb::module_& m) {
            })
       .def_prop_ro("isa", [](const Plan& p) { return std::string(p.kernels().name); })
       .def_prop_ro("threads", &Plan::threads)
-      .def_prop_ro("pool", &Plan::pool, nb::rv_policy::reference_internal, "Its threads, for other work between two runs.")
+      .def_prop_ro("pool", &Plan::pool, "Its threads, for other work between two runs.")
       .def_prop_ro("weight_bytes", &Plan::weight_bytes);
   bind_ops(plan);
   m.def(

@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <tuple>
@@ -51,6 +52,20 @@ nb::tuple draw(Sampler& sampler, const Logits& logits, uint32_t position, int nu
     drawn = sampler.draw(logits.data(), position, num_logprobs, scratch);
   }
   return as_tuple(drawn);
+}
+
+using Probabilities = nb::ndarray<nb::numpy, double, nb::ndim<1>>;
+
+Probabilities probabilities(const Sampler& sampler, const Logits& logits, uint32_t position) {
+  require(width_of(logits, 1) == sampler.vocab(), "the row of logits is not as wide as the vocabulary");
+  auto values = std::make_unique<double[]>(static_cast<size_t>(sampler.vocab()));
+  {
+    nb::gil_scoped_release released;
+    sampler.probabilities(logits.data(), position, values.get(), scratch);
+  }
+  const size_t shape[] = {static_cast<size_t>(sampler.vocab())};
+  double* data = values.release();
+  return {data, 1, shape, nb::capsule(data, [](void* p) noexcept { delete[] static_cast<double*>(p); })};
 }
 
 using Draw = std::tuple<Sampler*, int, uint32_t, int>;  // sampler, row, position, and how many log-probabilities
@@ -162,7 +177,9 @@ void bind_sampler(nb::module_& m) {
           "logit_bias"_a = std::vector<std::pair<int, float>>(), "banned"_a = std::vector<int>(), "banned_until"_a = 0, "isa"_a = "")
       .def("clone", &Sampler::clone, "branch"_a)
       .def("draw", &draw, "logits"_a, "position"_a, "num_logprobs"_a)
-      .def("append", &Sampler::append, "token"_a);
+      .def("append", &Sampler::append, "token"_a)
+      .def("probabilities", &probabilities, "logits"_a, "position"_a, "The distribution that a draw would be from, [vocab].")
+      .def("uniforms", &Sampler::uniforms, "position"_a, "Two numbers between 0 and 1, independent of the noise of a draw.");
 }
 
 }  // namespace headrace

@@ -1,4 +1,5 @@
 // Ops that work row by row.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -39,6 +40,18 @@ class Embed : public RowOp {
     unpack_row(plan.weight(weight_), step.tokens[row], plan.buffer(out_).row(row));
   }
   const int weight_;
+};
+
+class Input : public RowOp {
+ public:
+  explicit Input(int out) : RowOp("input", out) {}
+
+ protected:
+  void run_row(const Plan& plan, const Step& step, int row) override {
+    const Buffer& out = plan.buffer(out_);
+    const float* x = step.inputs + static_cast<size_t>(row) * out.width;
+    std::memcpy(out.row(row), x, static_cast<size_t>(out.width) * 4);
+  }
 };
 
 // A row holds cosines, then signed sines, one for each dimension of a head and 16 more from the start: whatever dimension a
@@ -133,9 +146,23 @@ class Glu : public RowOp {
   const int gate_, up_;
 };
 
+class Silu : public RowOp {
+ public:
+  Silu(int out, int x) : RowOp("silu", out), x_(x) {}
+
+ protected:
+  void run_row(const Plan& plan, const Step&, int row) override {
+    thread_local std::vector<float> ones;  // so that it is the gated kernel, with an open gate
+    ones.resize(std::max(ones.size(), static_cast<size_t>(plan.buffer(x_).width)), 1.0f);
+    plan.kernels().silu_mul(plan.buffer(x_).row(row), ones.data(), plan.buffer(out_).row(row), plan.buffer(out_).width);
+  }
+  const int x_;
+};
+
 }  // namespace
 
 std::unique_ptr<Op> make_embed(int out, int weight) { return std::make_unique<Embed>(out, weight); }
+std::unique_ptr<Op> make_input(int out) { return std::make_unique<Input>(out); }
 std::unique_ptr<Op> make_rope_angles(int out, std::vector<double> inverse_frequencies, double scale, int head_dim) {
   return std::make_unique<RopeAngles>(out, std::move(inverse_frequencies), scale, head_dim);
 }
@@ -144,5 +171,6 @@ std::unique_ptr<Op> make_pack(int out, int x) { return std::make_unique<Pack>(ou
 std::unique_ptr<Op> make_gather_rows(int out, int x) { return std::make_unique<GatherRows>(out, x); }
 std::unique_ptr<Op> make_add(int out, int x, int y) { return std::make_unique<Add>(out, x, y); }
 std::unique_ptr<Op> make_glu(int out, int gate, int up) { return std::make_unique<Glu>(out, gate, up); }
+std::unique_ptr<Op> make_silu(int out, int x) { return std::make_unique<Silu>(out, x); }
 
 }  // namespace headrace

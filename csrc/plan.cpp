@@ -20,8 +20,8 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 }  // namespace
 
-Plan::Plan(const Kernels* kernels, int threads, int num_layers, int num_heads, KvCache kv)
-    : kernels_(kernels), pool_(std::make_unique<Pool>(threads)), num_heads_(num_heads), kv_(std::move(kv)), deal_(pool_->threads()) {
+Plan::Plan(const Kernels* kernels, std::shared_ptr<Pool> pool, int num_layers, int num_heads, KvCache kv)
+    : kernels_(kernels), pool_(std::move(pool)), num_heads_(num_heads), kv_(std::move(kv)), programs_(1), deal_(pool_->threads()) {
   if (num_layers <= 0 || num_heads <= 0 || num_heads % kv_.heads())
     throw std::invalid_argument("query heads must be a multiple of KV heads");
 }
@@ -71,6 +71,17 @@ int Plan::add_buffer(int width, bool logit, bool packed) {
   buffer.packed = packed;
   buffers_.push_back(std::move(buffer));
   return static_cast<int>(buffers_.size()) - 1;
+}
+
+int Plan::add_program() {
+  programs_.emplace_back();
+  capacity_rows_ = capacity_logit_rows_ = 0;  // the next step makes room for its buffers
+  return num_programs() - 1;
+}
+
+void Plan::add_input(int out) {
+  programs_.back().input_width = buffers_[out].width;
+  add_op(make_input(out));
 }
 
 void Plan::reads(int buffer, int weight, bool offset) {
@@ -141,36 +152,38 @@ AttentionWork& Plan::attention_work(int window) {
 
 // The first op from `op` on that has work for several threads. What is a single item is run on the way, while the others wait:
 // that is as fast as a region of its own, and saves a barrier.
-int Plan::advance(int op, const Step& step, int thread) {
-  for (; op < static_cast<int>(ops_.size()); op++) {
-    const int items = ops_[op]->items(*this, step);
+int Plan::advance(const Program& program, int op, const Step& step, int thread) {
+  for (; op < static_cast<int>(program.ops.size()); op++) {
+    Op& next = *program.ops[op];
+    const int items = next.items(*this, step);
     if (items > 1) {
       deal_.reset(items);
       break;
     }
-    if (items == 1) ops_[op]->run(*this, step, 0, 1, thread);
-    add_time(*ops_[op]);
+    if (items == 1) next.run(*this, step, 0, 1, thread);
+    add_time(next);
   }
   return op;
 }
 
-void Plan::run(const Step& step) {
+void Plan::run(int number, const Step& step) {
+  const Program& program = programs_[static_cast<size_t>(number)];
   row_blocks_ = Blocks(step.rows, kernels_->max_rows);
   logit_blocks_ = Blocks(step.logit_rows, kernels_->max_rows);
   reserve(step);
   step_number_++;
   last_time_ = now();
-  const int n = static_cast<int>(ops_.size());
-  int op = advance(0, step, 0);  // changed by one thread, between regions
+  const int n = static_cast<int>(program.ops.size());
+  int op = advance(program, 0, step, 0);  // changed by one thread, between regions
   pool_->run([&](int thread) {
     while (op < n) {
-      Op& region = *ops_[op];
+      Op& region = *program.ops[op];
       int begin, end;
       while (deal_.next(thread, begin, end)) region.run(*this, step, begin, end, thread);
       pool_->barrier([&] {
         add_time(region);
         profile_.barriers++;
-        op = advance(op + 1, step, thread);
+        op = advance(program, op + 1, step, thread);
       });
     }
   });

@@ -20,6 +20,7 @@ struct Step {
   const int32_t *tokens, *positions, *slots, *row_start, *context_len, *forced_len, *block_table;
   const uint64_t* ancestors;  // null: every guess tree is a chain
   const int32_t* logit_row;
+  const float* inputs;  // [rows, as wide as the program reads]; null where it begins with tokens
 };
 
 // `count` rows cut into blocks of at most max_rows whose sizes differ by one at most: no block is left with a slow tail.
@@ -66,9 +67,16 @@ class Op {
   const std::string kind;
 };
 
+// Several programs may share the weights, KV and buffers of a plan; only one runs at a time.
+struct Program {
+  std::vector<std::unique_ptr<Op>> ops;
+  int input_width = 0;  // of the rows that the caller gives; 0: none
+};
+
 class Plan {
  public:
-  Plan(const Kernels* kernels, int threads, int num_layers, int num_heads, KvCache kv);
+  // The pool may be that of another plan that never runs at the same time.
+  Plan(const Kernels* kernels, std::shared_ptr<Pool> pool, int num_layers, int num_heads, KvCache kv);
   ~Plan();
 
   int add_weight(const Stored& stored);
@@ -76,14 +84,20 @@ class Plan {
   std::pair<int, int> add_weight_pair(const Stored& a, const Stored& b);
   int add_vector(const float* data, int n);
   int add_buffer(int width, bool logit, bool packed);
-  void add_op(std::unique_ptr<Op> op) { ops_.push_back(std::move(op)); }
+  // Begins another program; returns its number. Ops go to the last one.
+  int add_program();
+  void add_op(std::unique_ptr<Op> op) { programs_.back().ops.push_back(std::move(op)); }
+  // The op that brings the caller's rows into a buffer.
+  void add_input(int out);
   // Declares that a linear op reads `buffer` through `weight`, with offset activations or without.
   void reads(int buffer, int weight, bool offset);
   // Declares that an op writes the rows of `buffer` piece by piece.
   void writes_pieces(int buffer);
 
-  void run(const Step& step);
+  void run(int program, const Step& step);
 
+  int num_programs() const { return static_cast<int>(programs_.size()); }
+  const Program& program(int number) const { return programs_[static_cast<size_t>(number)]; }
   const Kernels& kernels() const { return *kernels_; }
   const Weight& weight(int id) const { return weights_[id]; }
   const float* vector(int id) const { return id < 0 ? nullptr : vectors_[id].data(); }
@@ -93,7 +107,7 @@ class Plan {
   KvCache& kv() { return kv_; }
   int num_heads() const { return num_heads_; }
   int threads() const { return pool_->threads(); }
-  Pool& pool() { return *pool_; }
+  const std::shared_ptr<Pool>& pool() const { return pool_; }
   // Rows of a buffer in a step, and the blocks that they are packed in.
   static int rows_of(const Buffer& buffer, const Step& step) { return buffer.logit ? step.logit_rows : step.rows; }
   const Blocks& blocks_of(const Buffer& buffer) const { return buffer.logit ? logit_blocks_ : row_blocks_; }
@@ -118,11 +132,11 @@ class Plan {
  private:
   uint8_t* allocate(size_t bytes);
   void reserve(const Step& step);
-  int advance(int op, const Step& step, int thread);
+  int advance(const Program& program, int op, const Step& step, int thread);
   void add_time(const Op& op);
 
   const Kernels* kernels_;
-  std::unique_ptr<Pool> pool_;
+  std::shared_ptr<Pool> pool_;
   const int num_heads_;
   KvCache kv_;
   std::vector<Arena> arenas_;
@@ -131,7 +145,7 @@ class Plan {
   std::vector<std::vector<float>> vectors_;
   std::vector<Buffer> buffers_;
   int kv_buffer_ = -1;
-  std::vector<std::unique_ptr<Op>> ops_;
+  std::vector<Program> programs_;
   Blocks row_blocks_, logit_blocks_;
   Arena activations_;
   int capacity_rows_ = 0, capacity_logit_rows_ = 0;
@@ -145,12 +159,14 @@ class Plan {
 
 // The ops. Buffers, weights and vectors by id; -1 is none.
 std::unique_ptr<Op> make_embed(int out, int weight);
+std::unique_ptr<Op> make_input(int out);
 std::unique_ptr<Op> make_rope_angles(int out, std::vector<double> inverse_frequencies, double scale, int head_dim);
 std::unique_ptr<Op> make_norm(int out, int x, int weight, float eps);
 std::unique_ptr<Op> make_pack(int out, int x);
 std::unique_ptr<Op> make_gather_rows(int out, int x);
 std::unique_ptr<Op> make_add(int out, int x, int y);
 std::unique_ptr<Op> make_glu(int out, int gate, int up);
+std::unique_ptr<Op> make_silu(int out, int x);
 std::unique_ptr<Op> make_linear(int out, int x, int weight, int bias, int residual, bool offset);
 std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias);
 struct QkvArgs {

@@ -40,6 +40,7 @@ class Row {
     return kernels_.weigh(row_, cut, static_cast<float>(1 / temperature), scratch_.weights.data());
   }
   float weight(int id) const { return scratch_.weights[static_cast<size_t>(id)]; }
+  bool keeps(Cut cut, int id) const { return (*this)[id] > cut.logit || ((*this)[id] == cut.logit && id <= cut.id); }
   int noisiest(Cut cut, double temperature, NoiseStream stream) const { return kernels_.noisiest(row_, cut, temperature, stream); }
 
   // The best `n` tokens, or those of the cut if they are fewer.
@@ -216,6 +217,35 @@ TokenLogprobs Sampler::likeliest(const float* logits, uint32_t position, int cou
 void Sampler::append(int token) {
   check_token(token, options_.vocab);
   if (has_penalties()) see(token, 1);
+}
+
+void Sampler::probabilities(const float* logits, uint32_t position, double* out, Scratch& scratch) const {
+  const Row row(*kernels_, adjusts(position) ? adjusted(logits, position, scratch.adjusted) : logits, options_.vocab, scratch);
+  const int vocab = options_.vocab;
+  if (options_.temperature < kGreedyBelow) {
+    std::fill(out, out + vocab, 0.0);
+    out[row.top_id()] = 1;
+    return;
+  }
+  const Cut cut = filter(row, options_);
+  double mass = 0;
+  for (int id = 0; id < vocab; id++) {
+    out[id] = row.keeps(cut, id) ? std::exp((static_cast<double>(row[id]) - row.top()) / options_.temperature) : 0.0;
+    mass += out[id];
+  }
+  for (int id = 0; id < vocab; id++) out[id] /= mass;
+}
+
+std::pair<double, double> Sampler::uniforms(uint32_t position) const {
+  // Philox as in `noisiest`, with another last word of the counter, which gives blocks of their own.
+  const uint32_t counter[] = {0, position, branch_, 1};
+  const uint32_t key[] = {static_cast<uint32_t>(options_.seed), static_cast<uint32_t>(options_.seed >> 32)};
+  uint32_t words[4];
+  kernels_->philox(counter, key, words);
+  const auto uniform = [](uint32_t high, uint32_t low) {  // the middles of 2^53 equal parts
+    return (static_cast<double>((static_cast<uint64_t>(high) << 32 | low) >> 11) + 0.5) * 0x1p-53;
+  };
+  return {uniform(words[0], words[1]), uniform(words[2], words[3])};
 }
 
 bool Sampler::has_penalties() const {

@@ -74,6 +74,11 @@ class Sampler {
   // A token that was chosen elsewhere becomes part of the state, as if it had been drawn.
   void append(int token);
 
+  // The distribution that `draw` draws from, [vocab]. Throws NonFiniteLogits.
+  void probabilities(const float* logits, uint32_t position, double* out, Scratch& scratch) const;
+  // Two numbers between 0 and 1 that belong to the position, independent of the noise that `draw` uses.
+  std::pair<double, double> uniforms(uint32_t position) const;
+
  private:
   struct Seen {
     int token;

@@ -6,7 +6,8 @@ Each scheduled branch contributes `forced` rows, decided tokens that have no KV 
 Shapes: T rows, B branches, R rows that need logits.
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import MutableSequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ class Guess(NamedTuple):
     parents: list[int]
     confidence: int = 0  # a class of the method's own: acceptance is measured apart for each, and a higher one should be better
     whole: bool = False  # all nodes are needed or none: the method learns from rows that are rarely accepted
+    probabilities: NDArray[np.float64] | None = None  # [nodes, vocab] that each was drawn from, where acceptance needs them
 
 
 NO_GUESS = Guess([], [])
@@ -39,6 +41,7 @@ class RaggedBatch(NamedTuple):
     ancestors: NDArray[np.uint64] | None  # [T, words] bits over the branch's guess rows, self included; None: all chains
     logit_rows: Ints  # [R] rows whose logits are wanted, ascending
     branch_of: Ints  # [R] branch of each of them
+    inputs: NDArray[np.float32] | None = None  # [T, width] rows from the caller, for a program that begins with them, not with tokens
 
 
 class StepRows(NamedTuple):
@@ -75,6 +78,11 @@ class Commit(NamedTuple):
     row: int = -1  # for proposers: of the last forced row's logits in StepRows; those of node i are at row + 1 + i
     guess: Guess = NO_GUESS  # for proposers: the tree that was in the step; it may have fewer nodes than were proposed
 
+    @property
+    def last_row(self) -> int:
+        """The logit row that the last of the new tokens was drawn from."""
+        return self.row + 1 + self.path[-1] if self.path else self.row
+
 
 class BranchView(Protocol):
     """What a proposer may see of a branch."""
@@ -85,6 +93,12 @@ class BranchView(Protocol):
     def known(self) -> list[int]: ...  # all decided tokens, prompt and output; not to be changed
     @property
     def prompt_len(self) -> int: ...
+    @property
+    def computed(self) -> int: ...  # known tokens with KV
+    @property
+    def table(self) -> MutableSequence[int]: ...  # the blocks of their slots, and of those of the room for guesses
+    @property
+    def sampler(self) -> Any: ...  # a native Sampler; a clone of it draws with the branch's own noise, and leaves no trace
 
 
 class Proposer(Protocol):

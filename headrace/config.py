@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 KvDtype = Literal["bf16", "f32", "int8", "int4"]
+Acceptance = Literal["descend", "rejection", "typical"]
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,26 @@ class EngineConfig:
     the time between tokens of others no more than about as much again. Large values favour throughput."""
     max_logit_rows: int = 64
     """Most rows of one branch with logits in one step (prompt log-probabilities are computed in chunks of this size)."""
-    proposer: Literal["off", "auto", "ngram", "jacobi", "lookahead", "online"] = "off"
-    """Where guesses come from; `auto`: from the n-gram index and the online table. Never changes a token."""
+    proposer: Literal["off", "auto", "ngram", "jacobi", "lookahead", "online", "draft_model", "self_draft", "medusa"] = "off"
+    """Where guesses come from; `auto`: from the n-gram index, the online table, and those of the last three that are configured.
+    Never changes a token, unless `acceptance` says so."""
     max_guess_nodes: int = 16
     """Most guess nodes of a branch in a step."""
     guess_control: bool = True
     """Guess as much as pays by measured acceptance and step times, down to nothing; False: as much as there is room for."""
+    draft_model: str = ""
+    """For `draft_model`: a smaller model with the same vocabulary, named as models are."""
+    draft_layers: int = 0
+    """For `self_draft`: how many of the model's first layers draft; `headrace calibrate` suggests a number."""
+    medusa_heads: str = ""
+    """For `medusa`: a safetensors file with heads that were trained for the model."""
+    draft_depth: int = 4
+    """Most guesses in a row of the three above."""
+    draft_width: int = 1
+    """Guesses at each depth: 1 makes chains, more makes trees of the draft's likeliest tokens."""
+    acceptance: Acceptance = "descend"
+    """What becomes of guesses. `descend`: the tokens are those of plain decoding. `rejection`: textbook rejection sampling, the same
+    distribution. `typical`: lossy."""
     prefix_cache: bool = True
     """Keep the KV of past and running requests, while there is room, for requests that begin alike; never changes a token."""
     target_token_ms: float = 0

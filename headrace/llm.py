@@ -12,13 +12,13 @@ from headrace.checkpoint.chat import render_chat
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
-from headrace.config import EngineConfig, KvConfig, KvDtype
+from headrace.config import Acceptance, EngineConfig, KvConfig, KvDtype
+from headrace.drafts import compile_drafting, open_drafting, target_program
 from headrace.engine.engine import SCHEDULERS, Engine, Limits
 from headrace.errors import ClosedError, MemoryLimitError, RequestError, RequestFailedError
-from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.planner.host import available_memory, usable_cores
-from headrace.propose import PROPOSERS, make_proposers
+from headrace.propose import PROPOSERS, check_guessing, make_proposers
 from headrace.request import RequestOutput, SamplingParams, Service, Update, check_names, integer, number
 from headrace.stats import BlockMap, Stats
 
@@ -28,7 +28,13 @@ Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`"""
 
 _T = TypeVar("_T")
-_CHOICES = {"backend": BACKENDS, "kv_dtype": get_args(KvDtype), "proposer": PROPOSERS, "batching": tuple(SCHEDULERS)}
+_CHOICES = {
+    "backend": BACKENDS,
+    "kv_dtype": get_args(KvDtype),
+    "proposer": PROPOSERS,
+    "acceptance": get_args(Acceptance),
+    "batching": tuple(SCHEDULERS),
+}
 _BOUNDS = {  # option: least, most
     "threads": (0, 1024),
     "kv_blocks": (0, 2**26),
@@ -38,6 +44,9 @@ _BOUNDS = {  # option: least, most
     "chunk_rows": (1, 2**20),
     "max_logit_rows": (1, 2**20),
     "max_guess_nodes": (1, 2**10),
+    "draft_layers": (0, 4096),
+    "draft_depth": (1, 64),
+    "draft_width": (1, 16),
     "seed": (0, 2**64 - 1),
 }
 
@@ -63,7 +72,9 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     for name in options.keys() & _CHOICES.keys():
         if options[name] not in _CHOICES[name]:
             raise RequestError(f"{name} must be one of {', '.join(_CHOICES[name])}, not {options[name]!r}")
-    return EngineConfig(**checked)
+    config = EngineConfig(**checked)
+    check_guessing(config)
+    return config
 
 
 def load_engine(model: str, config: EngineConfig) -> Loaded:
@@ -76,26 +87,28 @@ def load_engine(model: str, config: EngineConfig) -> Loaded:
     if config.max_model_len > spec.max_context:
         raise RequestError(f"max_model_len is {config.max_model_len:,}, and the model's context ends at {spec.max_context:,}")
     max_model_len = config.max_model_len or spec.max_context
-    weights = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    kv = size_kv(spec, config, max_model_len, weights, available_memory())
-    program = trace_model(spec, checkpoint.tensors)
     tokenizer = checkpoint.load_tokenizer()
+    drafting = open_drafting(config, checkpoint, tokenizer)
+    weights = sum(tensor.nbytes for tensor in checkpoint.tensors.values()) + drafting.nbytes
+    specs = (spec, drafting.draft.spec) if drafting.draft else (spec,)
+    kv = size_kv(specs, config, max_model_len, weights, available_memory())
     threads = config.threads or usable_cores()
-    executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads)
+    executable = compile_program(config.backend, target_program(config, checkpoint), checkpoint.tensors, kv, threads)
+    materials = compile_drafting(config, drafting, checkpoint, executable, kv)
     limits = Limits(spec.vocab_size, max_model_len, kv, spec.widest_window)
     config = replace(config, threads=threads)
-    engine = Engine(executable, tokenizer, limits, config, make_proposers(config), name=model)
+    engine = Engine(executable, tokenizer, limits, config, make_proposers(config, materials), name=model)
     return Loaded(engine, tokenizer, checkpoint)
 
 
-def size_kv(spec: ModelSpec, config: EngineConfig, max_model_len: int, weights: int, available: int) -> KvConfig:
-    """The KV pool of a model, by bytes of weights and bytes of available memory.
+def size_kv(specs: Sequence[ModelSpec], config: EngineConfig, max_model_len: int, weights: int, available: int) -> KvConfig:
+    """The KV pool of a model, and of the draft that keeps as much KV beside it, by bytes of weights and bytes of available memory.
 
     As large as asked for, else with room for `max_num_seqs` sequences of full length, but not over half of what the weights
     leave unless one sequence needs more. Raises MemoryLimitError, with the arithmetic.
     """
     block_size = KvConfig.block_size
-    per_block = spec.kv_block_bytes(config.kv_dtype)
+    per_block = sum(spec.kv_block_bytes(config.kv_dtype) for spec in specs)
     fitting = max(0, available - weights) // per_block
     for_one = -(-max_model_len // block_size)
     blocks = config.kv_blocks or max(for_one, min(config.max_num_seqs * for_one, fitting // 2))

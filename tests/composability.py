@@ -33,7 +33,7 @@ class Method:
 
 TITLES = {"ngram": "n-gram", "online": "online table", "jacobi": "Jacobi", "lookahead": "lookahead", "auto": "auto"}
 METHODS = [
-    *(Method(TITLES[name], {"proposer": name, "guess_control": False}) for name in PROPOSERS if name != "off"),
+    *(Method(TITLES[name], {"proposer": name, "guess_control": False}) for name in PROPOSERS if name in TITLES),
     Method("auto, controlled", {"proposer": "auto"}, happened=lambda stats: stats.steps > 0),
 ]
 

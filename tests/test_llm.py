@@ -284,7 +284,20 @@ class TestOptions:
         [
             ({"max_modle_len": 5}, "unknown option 'max_modle_len'; did you mean max_model_len?"),
             ({"backend": "cuda"}, "backend must be one of cpu, reference, not 'cuda'"),
-            ({"proposer": "medusa"}, "proposer must be one of off, auto, ngram"),
+            ({"proposer": "nrgam"}, "proposer must be one of off, auto, ngram"),
+            ({"proposer": "draft_model"}, "needs a smaller model with the same vocabulary: set draft_model"),
+            ({"proposer": "self_draft"}, "draft_layers is 0, and must be 1 to"),
+            ({"proposer": "self_draft", "draft_layers": 99}, "draft_layers is 99, and must be 1 to"),
+            ({"proposer": "auto", "draft_layers": 99}, "draft_layers is 99, and must be 1 to"),
+            ({"proposer": "medusa"}, "needs heads that were trained for the model: set medusa_heads"),
+            ({"proposer": "medusa", "medusa_heads": "nowhere"}, "nowhere: no such file"),
+            ({"draft_model": "smollm2"}, "draft_model is for proposer 'draft_model' or 'auto', and the proposer is 'off'"),
+            ({"proposer": "ngram", "draft_layers": 2}, "draft_layers is for proposer 'self_draft'"),
+            ({"draft_width": 0}, "draft_width must be a whole number from 1"),
+            ({"acceptance": "likely"}, "acceptance must be one of descend, rejection, typical"),
+            ({"acceptance": "typical"}, "acceptance 'typical' is about guesses, and the proposer is 'off'"),
+            ({"proposer": "ngram", "acceptance": "rejection"}, "is for chains of guesses drawn by a model"),
+            ({"proposer": "self_draft", "draft_layers": 1, "draft_width": 2, "acceptance": "rejection"}, "draft_width 1"),
             ({"kv_dtype": "int3"}, "kv_dtype must be one of bf16, f32, int8, int4"),
             ({"backend": ["cpu"]}, "backend must be one of"),
             ({"max_num_seqs": 0}, "max_num_seqs must be a whole number from 1"),
@@ -297,7 +310,7 @@ class TestOptions:
         ],
     )
     def test_refused(self, model: str, options: dict[str, Any], message: str) -> None:
-        with pytest.raises(RequestError) as error:
+        with pytest.raises((RequestError, ModelNotFoundError)) as error:
             LLM(model, **options)
         assert message in str(error.value)
 
@@ -316,7 +329,7 @@ class TestKvSize:
 
     def size(self, blocks: float, **options: Any) -> KvConfig:
         """With memory for so many blocks beside the weights."""
-        return size_kv(self.SPEC, engine_config(options), 1000, self.WEIGHTS, self.WEIGHTS + int(blocks * self.BLOCK))
+        return size_kv([self.SPEC], engine_config(options), 1000, self.WEIGHTS, self.WEIGHTS + int(blocks * self.BLOCK))
 
     def test_enough_for_all_sequences(self) -> None:
         assert self.size(10_000, max_num_seqs=3) == KvConfig(3 * 32, 32, "bf16")

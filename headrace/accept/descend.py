@@ -1,11 +1,11 @@
 """Draw, then descend: the acceptor that is lossless for any guess tree, any sampler and any penalty."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.accept import Accepted, AnyLine, Draw
 from headrace.accept.sampler import Drawn, Pool, Sampler, draw_all
 from headrace.batch import Commit, Guess, TokenLogprobs
 
@@ -41,20 +41,11 @@ class Descent:
         return False
 
 
-class DrawAndDescend:
-    """The acceptor of all branches that go on each by itself."""
+Rule = Callable[[list[Descent], NDArray[np.float32], Pool], set[int]]
+"""What becomes of guesses: grows the commits by those that survive and the token that follows them, by `logits` [rows, vocab].
 
-    joint = False
-
-    def accept(self, draws: list[Draw], logits: NDArray[np.float32], pool: Pool) -> list[Accepted]:
-        """One commit for each draw, in their order."""
-        descents = [Descent(Commit(d.source, [], [], []), d.sampler, d.guess, d.row, len(d.known), d.num_logprobs) for d in draws]
-        failed = descend(descents, logits, pool)
-        return [Accepted(i, None if d.commit.source in failed else d.commit) for i, d in enumerate(descents)]
-
-    def outputs(self, lines: list[AnyLine]) -> list[AnyLine]:
-        """All of them, as they are."""
-        return lines
+Returns the sources of those that met logits which are not finite; their commits mean nothing.
+"""
 
 
 def descend(descents: list[Descent], logits: NDArray[np.float32], pool: Pool) -> set[int]:

@@ -12,7 +12,7 @@ from headrace._native import token_logprobs as native_token_logprobs
 from headrace.batch import TokenLogprobs
 from headrace.request import SamplingParams
 
-__all__ = ["Drawn", "Pool", "Sampler", "derive_seed", "draw_all", "likeliest_all", "make_sampler", "token_logprobs"]
+__all__ = ["Drawn", "Pool", "Sampler", "derive_seed", "draw_all", "likeliest_all", "make_sampler", "scored", "token_logprobs"]
 
 Drawn = tuple[int, tuple[float, int, list[int], list[float]] | None]
 """A token, and the fields of its TokenLogprobs where they are asked for."""
@@ -47,6 +47,11 @@ def derive_seed(seed: int, number: int) -> int:
 def token_logprobs(logits: NDArray[np.float32], token: int, num_logprobs: int) -> TokenLogprobs:
     """Log-probabilities of a token under a row of logits [vocab]. Raises NonFiniteLogitsError."""
     return TokenLogprobs(*native_token_logprobs(logits, token, num_logprobs, _isa()))
+
+
+def scored(logits: NDArray[np.float32], token: int, num_logprobs: int) -> Drawn:
+    """A token that was not drawn by its sampler, as if it had been, with log-probabilities where they are asked for (from 0 on)."""
+    return token, native_token_logprobs(logits, token, num_logprobs, _isa()) if num_logprobs >= 0 else None
 
 
 def _isa() -> str:

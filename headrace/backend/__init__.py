@@ -27,6 +27,9 @@ class Executable(Protocol):
     def run(self, batch: RaggedBatch) -> StepRows:
         """One forward over all rows of the batch."""
 
+    def beside(self, program: Program, weights: Mapping[str, StoredTensor]) -> "Executable":
+        """Another program over the same KV and threads; a weight that both name is there once. Closed on its own."""
+
     def profile(self, batch: RaggedBatch) -> StepTimes:
         """The same forward, with a clock beside it."""
 
@@ -37,8 +40,11 @@ class Executable(Protocol):
         """Give the memory back; the executable is not used afterwards."""
 
 
-def compile_program(backend: str, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int) -> Executable:
-    """Compile for the named backend. Raises RequestError for a name that is not in BACKENDS."""
+def compile_program(backend: str, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int | Pool) -> Executable:
+    """Compile for the named backend, with threads of its own or those of another executable.
+
+    Raises RequestError for a name that is not in BACKENDS.
+    """
     if backend not in BACKENDS:
         raise RequestError(f"unknown backend {backend!r}; there are: {', '.join(BACKENDS)}")
     executable: Executable = import_module(f"headrace.backend.{backend}").compile(program, weights, kv, threads)

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +25,8 @@ GROUP = 32
 """Columns that share a scale in packed activations."""
 
 
-def compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int) -> "CpuExecutable":
-    """Compile for this processor, at least one thread; HEADRACE_ISA can lower the instruction set."""
+def compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int | _native.Pool) -> "CpuExecutable":
+    """Compile for this processor, at least one thread, or the threads of another executable; HEADRACE_ISA can lower the instruction set."""
     if kv.block_size != BLOCK_SIZE:
         raise RequestError(f"the cpu backend stores KV in blocks of {BLOCK_SIZE} tokens, not {kv.block_size}")
     return CpuExecutable(program, weights, kv, threads, os.environ.get("HEADRACE_ISA", ""))
@@ -34,7 +35,7 @@ def compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig,
 class CpuExecutable:
     """A native plan with its weights (packed once) and KV cache."""
 
-    def __init__(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int, isa: str) -> None:
+    def __init__(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int | _native.Pool, isa: str) -> None:
         self.program = fuse(program)
         layers, kv_heads, head_dim = program.kv_shape
         heads = next(op.num_heads for op in program.ops if isinstance(op, ops.Attention))
@@ -42,17 +43,34 @@ class CpuExecutable:
             self.plan = _native.Plan(isa, threads, layers, heads, kv_heads, head_dim, kv.num_blocks, kv.dtype)
         except ValueError as error:
             raise RequestError(str(error)) from None
-        self.vocab = next(op.weight.rows for op in program.ops if isinstance(op, ops.Embed))
-        self._logits = _Lowering(self.plan, self.program, weights).lower()
+        self._number = 0
+        self._lower(weights, None)
+
+    def _lower(self, weights: Mapping[str, StoredTensor], earlier: "_Lowering | None") -> None:
+        self._lowering = _Lowering(self.plan, self.program, weights, earlier)
+        self._lowering.lower()
+        self._vocab = next((op.weight.rows for op in self.program.ops if isinstance(op, ops.Embed)), 1)
+        self._logits = self._lowering.buffers[self.program.logits.id]
+        self._hidden = self._lowering.buffers[self.program.hidden.id] if self.program.hidden else None
+
+    def beside(self, program: Program, weights: Mapping[str, StoredTensor]) -> "CpuExecutable":
+        other = copy(self)
+        other.program = fuse(program)
+        other._number = self.plan.add_program()
+        other._lower(weights, self._lowering)
+        return other
 
     @property
     def pool(self) -> _native.Pool:
         return self.plan.pool
 
     def run(self, batch: RaggedBatch) -> StepRows:
-        self.plan.run(self.vocab, *batch[:8], batch.logit_rows)
-        logits: NDArray[np.float32] = self.plan.floats(self._logits, len(batch.logit_rows))
-        return StepRows(logits, None)
+        self.plan.run(self._vocab, *batch[:8], batch.logit_rows, batch.inputs, self._number)
+        return StepRows(self._rows(self._logits, batch), None if self._hidden is None else self._rows(self._hidden, batch))
+
+    def _rows(self, buffer: int, batch: RaggedBatch) -> NDArray[np.float32]:
+        rows: NDArray[np.float32] = self.plan.floats(buffer, len(batch.logit_rows))
+        return rows
 
     def profile(self, batch: RaggedBatch) -> StepTimes:
         self.plan.set_profiling(True)  # from zero
@@ -77,19 +95,22 @@ _Shape = tuple[int, str, bool, _Readers]
 class _Lowering:
     """Turns ops into native ops, values into buffers that are reused once their value is dead, and tensors into packed weights."""
 
-    def __init__(self, plan: _native.Plan, program: Program, weights: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, plan: _native.Plan, program: Program, weights: Mapping[str, StoredTensor], earlier: "_Lowering | None") -> None:
         self.plan = plan
         self.program = program
-        self.tensors = weights
-        self.packed: dict[str, int] = {}
-        self.vectors: dict[str, int] = {}
+        self.tensors: Mapping[str, StoredTensor] = {**earlier.tensors, **weights} if earlier else weights
+        self.packed: dict[str, int] = earlier.packed if earlier else {}
+        self.pairs: dict[tuple[str, str], tuple[int, int]] = earlier.pairs if earlier else {}
+        self.vectors: dict[str, int] = earlier.vectors if earlier else {}
         self.buffers: dict[int, int] = {}  # of values that are alive
         self.free: dict[_Shape, list[int]] = {}
-        self.readers = _readers(program, weights)
+        if earlier:  # not the packed ones: they would be packed in the forms that either program reads
+            self.free = {shape: list(buffers) for shape, buffers in earlier.free.items() if not shape[2]}
+        self.readers = _readers(program, self.tensors)
         self.angles = -1  # a buffer of a shape of its own, never reused
 
-    def lower(self) -> int:
-        """Fills the plan; returns the buffer of the logits."""
+    def lower(self) -> None:
+        """Fills the plan; in the end `buffers` has what the program gives back."""
         last_use = self.program.last_use()
         for index, op in enumerate(self.program.ops):
             if type(op) not in _LOWER:
@@ -98,7 +119,6 @@ class _Lowering:
             for value in {v.id: v for v in op.inputs()}.values():
                 if last_use[value.id] == index:
                     self.release(value)
-        return self.buffers[self.program.logits.id]
 
     def buffer(self, value: ops.Value) -> int:
         """The buffer of a value, a free one of the same shape if it has none yet."""
@@ -149,14 +169,16 @@ class _Lowering:
 
     def weight_pair(self, a: ops.Weight, b: ops.Weight) -> tuple[int, int]:
         """Two matrices of one shape, which are read in turns."""
-        s, t = self.tensors[a.name], self.tensors[b.name]
-        with _named(s):
-            pair: tuple[int, int] = self.plan.add_weight_pair(
-                s.format.name, s.data, s.row_scales, t.format.name, t.data, t.row_scales, s.rows, s.cols
-            )
-        s.release()
-        t.release()
-        return pair
+        names = (a.name, b.name)
+        if names not in self.pairs:
+            s, t = self.tensors[a.name], self.tensors[b.name]
+            with _named(s):
+                self.pairs[names] = self.plan.add_weight_pair(
+                    s.format.name, s.data, s.row_scales, t.format.name, t.data, t.row_scales, s.rows, s.cols
+                )
+            s.release()
+            t.release()
+        return self.pairs[names]
 
     def vector(self, weight: ops.Weight | None) -> int:
         if weight is None:
@@ -202,6 +224,10 @@ def _named(tensor: StoredTensor) -> Iterator[None]:
 
 def _embed(lo: _Lowering, op: ops.Embed) -> None:
     lo.write(op.out, lambda out: lo.plan.embed(out, lo.weight(op.weight)))
+
+
+def _input(lo: _Lowering, op: ops.Input) -> None:
+    lo.write(op.out, lambda out: lo.plan.input(out))
 
 
 def _rope_angles(lo: _Lowering, op: ops.RopeAngles) -> None:
@@ -256,8 +282,13 @@ def _glu(lo: _Lowering, op: ops.Glu) -> None:
     lo.write(op.out, lambda out: lo.plan.glu(out, lo.buffer(op.gate), lo.buffer(op.up)))
 
 
+def _silu(lo: _Lowering, op: ops.Silu) -> None:
+    lo.write(op.out, lambda out: lo.plan.silu(out, lo.buffer(op.x)))
+
+
 _LOWER: dict[type[ops.Op], Callable[[_Lowering, Any], None]] = {
     ops.Embed: _embed,
+    ops.Input: _input,
     ops.RopeAngles: _rope_angles,
     ops.Norm: _norm,
     ops.Linear: _linear,
@@ -268,4 +299,5 @@ _LOWER: dict[type[ops.Op], Callable[[_Lowering, Any], None]] = {
     ops.GatherRows: _gather_rows,
     ops.Add: _add,
     ops.Glu: _glu,
+    ops.Silu: _silu,
 }

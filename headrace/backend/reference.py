@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ Floats = NDArray[np.float64]
 _DTYPE = np.float64
 
 
-def compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int) -> "ReferenceExecutable":
+def compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int | Pool) -> "ReferenceExecutable":
     """Compile for NumPy; `threads` is NumPy's own affair."""
     return ReferenceExecutable(program, weights, kv)
 
@@ -32,8 +34,7 @@ class ReferenceExecutable:
         self.program = program
         self.pool = Pool(1)
         self.kv = kv
-        names = {w.name for op in program.ops for w in op.weights()}
-        self.weights: dict[str, Floats] = {name: weights[name].dequantise().astype(_DTYPE) for name in names}
+        self.weights = _floats(program, weights)
         layers, heads, head_dim = program.kv_shape
         slots = kv.num_blocks * kv.block_size
         self.keys = np.zeros((layers, slots, heads, head_dim), _DTYPE)
@@ -43,7 +44,14 @@ class ReferenceExecutable:
         step = _Step(self, batch)
         for op in self.program.ops:
             step.run(op)
-        return StepRows(step.rows[self.program.logits.id].astype(np.float32), None)
+        hidden = self.program.hidden
+        return StepRows(step.rows[self.program.logits.id].astype(np.float32), step.rows[hidden.id].astype(np.float32) if hidden else None)
+
+    def beside(self, program: Program, weights: Mapping[str, StoredTensor]) -> "ReferenceExecutable":
+        other = copy(self)
+        other.program = program
+        other.weights = _floats(program, weights, self.weights)
+        return other
 
     def profile(self, batch: RaggedBatch) -> StepTimes:
         started = time.perf_counter()
@@ -61,6 +69,11 @@ class ReferenceExecutable:
 
     def close(self) -> None:
         self.weights.clear()
+
+
+def _floats(program: Program, weights: Mapping[str, StoredTensor], known: Mapping[str, Floats] = MappingProxyType({})) -> dict[str, Floats]:
+    names = {w.name for op in program.ops for w in op.weights()}
+    return {name: known[name] if name in known else weights[name].dequantise().astype(_DTYPE) for name in names}
 
 
 class _Step:
@@ -109,6 +122,11 @@ class _Step:
 
 def _embed(s: _Step, op: ops.Embed) -> Floats:
     return s.w(op.weight)[s.batch.tokens]
+
+
+def _input(s: _Step, op: ops.Input) -> Floats:
+    assert s.batch.inputs is not None, "a program with input rows needs them"
+    return s.batch.inputs.astype(_DTYPE)
 
 
 def _rope_angles(s: _Step, op: ops.RopeAngles) -> Floats:
@@ -174,9 +192,17 @@ def _attention(s: _Step, op: ops.Attention) -> Floats:
     return out.reshape(len(q), -1)
 
 
+def _silu_of(x: Floats) -> Floats:
+    silu: Floats = x / (1 + np.exp(-x))
+    return silu
+
+
 def _silu_mul(gate: Floats, up: Floats) -> Floats:
-    silu: Floats = gate / (1 + np.exp(-gate))
-    return silu * up
+    return _silu_of(gate) * up
+
+
+def _silu(s: _Step, op: ops.Silu) -> Floats:
+    return _silu_of(s.x(op.x))
 
 
 def _glu(s: _Step, op: ops.Glu) -> Floats:
@@ -197,6 +223,7 @@ def _gather_rows(s: _Step, op: ops.GatherRows) -> Floats:
 
 _RUN: dict[type[ops.Op], Callable[[_Step, Any], Floats | None]] = {
     ops.Embed: _embed,
+    ops.Input: _input,
     ops.RopeAngles: _rope_angles,
     ops.Norm: _norm,
     ops.Linear: _linear,
@@ -206,6 +233,7 @@ _RUN: dict[type[ops.Op], Callable[[_Step, Any], Floats | None]] = {
     ops.QkvRopeWrite: _qkv_rope_write,
     ops.Attention: _attention,
     ops.Glu: _glu,
+    ops.Silu: _silu,
     ops.GluLinear: _glu_linear,
     ops.Add: _add,
     ops.GatherRows: _gather_rows,

@@ -21,6 +21,7 @@ VERBS = {  # each is a module of this package with `configure(parser)` and `run(
     "profile": "where the time of prefill and decode goes, op by op, and what bounds it",
     "bench": "measure how fast a model runs here, and how close to the limit",
     "top": "what the engines on this machine do now: KV memory, rows, speed, requests",
+    "calibrate": "find out whether guessing ahead pays for a model here, and with what",
     "doctor": "measure this machine, and test that the engine computes right on it",
 }
 
@@ -28,7 +29,7 @@ HELP = f"""usage: headrace VERB ...
 
 Runs transformer language models on the hardware you have.
 
-{chr(10).join(f"  {verb:9}{what}" for verb, what in VERBS.items())}
+{chr(10).join(f"  {verb:10}{what}" for verb, what in VERBS.items())}
 
   headrace run smollm2 "Why is the sky blue?"     one answer, on stdout
   headrace run                                    a chat with the default model
@@ -80,7 +81,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Keeps the lines of the description, and names every default that is one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        plain = action.default is None or action.default is False or action.default is argparse.SUPPRESS
+        plain = action.default is None or action.default is False or action.default in ("", argparse.SUPPRESS)
         return action.help if plain else f"{action.help} (default: %(default)s)"
 
 

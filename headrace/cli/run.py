@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _SHARED_PARAMS = ("presence_penalty", "seed", "max_tokens")
 _DRAW_PARAMS = ("temperature", "top_p", "top_k", "min_p")
 _BEAM_PARAMS = ("beam_width", "length_penalty")
-_ENGINE_OPTIONS = ("threads", "kv_dtype", "max_model_len", "proposer")
+_ENGINE_OPTIONS = ("threads", "kv_dtype", "max_model_len")
+_GUESS_OPTIONS = ("proposer", "draft_model", "draft_layers", "medusa_heads", "draft_depth", "draft_width", "acceptance")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +51,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; 0: as many as may be used")
     engine.add_argument("--kv-dtype", choices=get_args(KvDtype), default=EngineConfig.kv_dtype, help="number format of keys and values")
     engine.add_argument("--max-model-len", type=int, default=0, metavar="N", help="longest conversation in tokens; 0: all the model can")
-    engine.add_argument("--proposer", default="off", metavar="NAME", help="guess ahead: off or ngram; never changes a token")
+    _add_guessing(parser.add_argument_group("guessing ahead", "Guesses never change a token, unless acceptance is other than descend."))
+
+
+def _add_guessing(group: argparse._ArgumentGroup) -> None:
+    default = EngineConfig
+    group.add_argument(
+        "--proposer",
+        metavar="NAME",
+        default=default.proposer,
+        help="off, auto, ngram, online, jacobi, lookahead, draft_model, self_draft or medusa",
+    )
+    group.add_argument("--draft-model", metavar="MODEL", default="", help="for draft_model: a smaller model with the same vocabulary")
+    group.add_argument(
+        "--draft-layers", type=int, metavar="N", default=0, help="for self_draft: how many first layers draft; see calibrate"
+    )
+    group.add_argument("--medusa-heads", metavar="FILE", default="", help="for medusa: safetensors with heads made for the model")
+    group.add_argument("--draft-depth", type=int, metavar="K", default=default.draft_depth, help="most guesses in a row of these three")
+    group.add_argument("--draft-width", type=int, metavar="W", default=default.draft_width, help="guesses at each depth")
+    group.add_argument("--acceptance", metavar="NAME", default=default.acceptance, help="descend, rejection, or typical, which is lossy")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
 
     names = _SHARED_PARAMS + (_DRAW_PARAMS if args.beam_width is None else _BEAM_PARAMS)
     params = SamplingParams(**{name: getattr(args, name) for name in names})
-    config = engine_config({name: getattr(args, name) for name in _ENGINE_OPTIONS} | {"max_num_seqs": params.beam_width or 1})
+    options = {name: getattr(args, name) for name in (*_ENGINE_OPTIONS, *_GUESS_OPTIONS)}
+    config = engine_config(options | {"max_num_seqs": params.beam_width or 1})
 
     from headrace.cli.session import Session
 

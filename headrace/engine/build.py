@@ -1,14 +1,14 @@
 """From the parts of a step to the ragged batch that a program sees."""
 
-from array import array
 from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.batch import Guess, Ints, RaggedBatch
+from headrace.batch import Guess, RaggedBatch
 from headrace.engine.scheduler import Part
-from headrace.kv.blocks import HOLE, BlockPool
+from headrace.kv.blocks import BlockPool
+from headrace.kv.rows import block_table, ints
 
 WORD_BITS = 64
 """Guess rows for which a word of `ancestors` has bits."""
@@ -39,22 +39,17 @@ def build(parts: list[Part], pool: BlockPool) -> RaggedBatch:
             logit_rows += range(start + part.forced - 1, len(tokens))
         branch_of += [i] * (len(logit_rows) - part.first_logit)
     return RaggedBatch(
-        tokens=_ints(tokens),
-        positions=_ints(positions),
-        slots=_ints(slots),
-        row_start=_ints(row_start),
-        context_len=_ints([part.branch.computed for part in parts]),
-        forced_len=_ints([part.forced for part in parts]),
-        block_table=_block_table(parts),
+        tokens=ints(tokens),
+        positions=ints(positions),
+        slots=ints(slots),
+        row_start=ints(row_start),
+        context_len=ints([part.branch.computed for part in parts]),
+        forced_len=ints([part.forced for part in parts]),
+        block_table=block_table([part.branch.table for part in parts]),
         ancestors=_ancestors(parts, row_start),
-        logit_rows=_ints(logit_rows),
-        branch_of=_ints(branch_of),
+        logit_rows=ints(logit_rows),
+        branch_of=ints(branch_of),
     )
-
-
-def _ints(values: list[int]) -> Ints:
-    """The same as np.array, which takes several times as long for a few numbers."""
-    return np.frombuffer(array("i", values), np.int32)
 
 
 def _depths(guess: Guess) -> Iterator[int]:
@@ -63,19 +58,6 @@ def _depths(guess: Guess) -> Iterator[int]:
     for parent in guess.parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
     return iter(depths)
-
-
-def _block_table(parts: list[Part]) -> Ints:  # [branches, max_blocks]
-    tables = [part.branch.table for part in parts]
-    width = max(map(len, tables))
-    padded = array("i")
-    for table in tables:
-        num_holes = table.count(HOLE) if table[0] == HOLE else 0
-        # Nobody looks there, but it must be the number of a block: its own, so that nothing of others is ever near.
-        padded.extend([table[-1]] * num_holes)
-        padded.extend(table[num_holes:])
-        padded.extend([0] * (width - len(table)))
-    return np.frombuffer(padded, np.int32).reshape(len(tables), width)
 
 
 def _ancestors(parts: list[Part], row_start: list[int]) -> NDArray[np.uint64] | None:  # [rows, words]

@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.accept import Acceptor
 from headrace.accept.beam import BeamSearch
-from headrace.accept.descend import DrawAndDescend
+from headrace.accept.rules import RULES, Separately
 from headrace.accept.sampler import derive_seed, make_sampler
 from headrace.backend import Executable
 from headrace.batch import Proposer
@@ -73,7 +73,7 @@ class Engine:
         self._guessing = Guessing(proposers, config, limits.vocab_size)
         self._scheduler = SCHEDULERS[config.batching](self._pool, config, self._guessing.max_nodes, limits.window)
         self._stepper = Stepper(self._scheduler, self._guessing, executable, self._pool, tokenizer)
-        self._plain = DrawAndDescend()
+        self._plain = Separately(RULES[config.acceptance])
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         """A heap of (time, number, id) of requests that have a timeout, some of which may have ended."""
@@ -211,6 +211,7 @@ class Engine:
                 self.abort(request_id)
             self._closed = True
             self._publisher.close()
+            self._guessing.close()
             self._stepper.executable.close()
 
     def _expire(self) -> list[Update]:

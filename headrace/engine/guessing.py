@@ -53,6 +53,11 @@ class Guessing:
         """Calls of proposers that failed, and guesses that were rubbish."""
         return sum(guard.failures for guard in self._guards.values())
 
+    def close(self) -> None:
+        """Let go of the proposers, and so of the models that they guess with."""
+        for guard in self._guards.values():
+            guard.close()
+
     def guess(self, parts: list[Part]) -> None:
         """Give each part that has room a guess, or none."""
         flight = _Flight(0.0, {}, {}, {})

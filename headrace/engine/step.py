@@ -45,9 +45,9 @@ class Stepper:
         parts, copies = self.scheduler.schedule()
         if not parts:
             return None
+        self._move(self.pool.slots_of(copies))  # before a proposer writes to the new blocks
         self.guessing.guess(parts)
         batch = build(parts, self.pool)
-        self._move(self.pool.slots_of(copies))
         self.num_steps += 1
         self.num_rows += len(batch.tokens)
         self.num_guessed += sum(len(part.guess.tokens) for part in parts)

@@ -20,6 +20,11 @@ _GROUP = 8
 """Blocks whose numbers share a quotient by this are contiguous in memory, in ascending order."""
 
 
+def slots(table: Table, first: int, end: int, block_size: int) -> list[int]:
+    """The slots of tokens `first` to `end - 1` of a branch."""
+    return [table[index // block_size] * block_size + index % block_size for index in range(first, end)]
+
+
 class BlockCopy(NamedTuple):
     """Slots of block `source` are to be copied to block `target` before the next step writes anything."""
 
@@ -66,8 +71,7 @@ class BlockPool:
 
     def slots(self, table: Table, first: int, end: int) -> list[int]:
         """The slots of tokens `first` to `end - 1` of a branch."""
-        size = self.block_size
-        return [table[index // size] * size + index % size for index in range(first, end)]
+        return slots(table, first, end, self.block_size)
 
     def slots_of(self, copies: list[BlockCopy]) -> list[tuple[int, int]]:
         """The same copies slot by slot: (source, target)."""

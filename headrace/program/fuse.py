@@ -30,7 +30,7 @@ def fuse(program: Program) -> Program:
     ops = list(program.ops)
     for rule in (_qkv, _glu, _add):
         ops = _apply(ops, rule(ops, _Flow(ops)))
-    return replace(program, ops=tuple(_pack(ops, program.logits)))
+    return replace(program, ops=tuple(_pack(ops, {value.id for value in (program.logits, program.hidden) if value})))
 
 
 class _Flow:
@@ -84,11 +84,11 @@ def _add(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
                     break
 
 
-def _pack(ops: list[Op], logits: Value) -> list[Op]:
-    """Marks as packed every value that is read only as the `x` of linear ops."""
+def _pack(ops: list[Op], results: set[int]) -> list[Op]:
+    """Marks as packed every value that is read only as the `x` of linear ops; `results` are read by the caller too."""
     as_x = Counter(op.x.id for op in ops if isinstance(op, LINEAR_OPS))
     reads = _Flow(ops).reads
-    packed = {value for value, n in as_x.items() if reads[value] == n and value != logits.id}
+    packed = {value for value, n in as_x.items() if reads[value] == n and value not in results}
 
     def mark(op: Op) -> Op:
         values = {name: v for name, v in vars(op).items() if isinstance(v, Value) and v.id in packed}

@@ -88,6 +88,13 @@ class Embed(Op):
 
 
 @dataclass(frozen=True)
+class Input(Op):
+    """out[t] = the row that the caller gives"""
+
+    out: Value
+
+
+@dataclass(frozen=True)
 class RopeAngles(Op):
     """out[t] = cos and sin of position[t] * inverse_frequencies, times `scale`: dim / 2 cosines, then dim / 2 sines."""
 
@@ -223,6 +230,17 @@ class Glu(Op):
 
     def flops(self, load: Load) -> int:
         return 4 * self.out.num_rows(load) * self.out.width
+
+
+@dataclass(frozen=True)
+class Silu(Op):
+    """out = x / (1 + exp(-x))"""
+
+    out: Value
+    x: Value
+
+    def flops(self, load: Load) -> int:
+        return 3 * self.out.num_rows(load) * self.out.width
 
 
 @dataclass(frozen=True)

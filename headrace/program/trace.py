@@ -1,7 +1,7 @@
 """Running a model function once over symbolic values gives its program."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Literal
 
@@ -12,12 +12,14 @@ from headrace.program.ops import (
     Embed,
     GatherRows,
     Glu,
+    Input,
     KvWrite,
     Linear,
     Norm,
     Op,
     Rope,
     RopeAngles,
+    Silu,
     Value,
     Weight,
 )
@@ -30,6 +32,13 @@ class Program:
 
     ops: tuple[Op, ...]
     logits: Value
+    hidden: Value | None = None
+    """What the logits are computed from, where it is to be kept."""
+
+    def keeping_hidden(self) -> "Program":
+        """The same program, which also gives back the rows before its head."""
+        head = next(op for op in self.ops if isinstance(op, Linear) and op.out == self.logits)
+        return replace(self, hidden=head.x)
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
@@ -38,9 +47,9 @@ class Program:
         return len(attention), attention[0].num_kv_heads, attention[0].head_dim
 
     def last_use(self) -> dict[int, int]:
-        """Index of the last op that reads each value (by id); the logits outlive all ops."""
+        """Index of the last op that reads each value (by id); what the program gives back outlives all ops."""
         last = {value.id: i for i, op in enumerate(self.ops) for value in op.inputs()}
-        return last | {self.logits.id: len(self.ops)}
+        return last | {value.id: len(self.ops) for value in (self.logits, self.hidden) if value}
 
 
 class Tracer:
@@ -66,6 +75,11 @@ class Tracer:
     def embed(self, weight: Weight) -> Value:
         out = self._value(weight.cols, "step")
         self.ops.append(Embed(out, weight))
+        return out
+
+    def input(self, width: int) -> Value:
+        out = self._value(width, "step")
+        self.ops.append(Input(out))
         return out
 
     def rope_angles(self, inverse_frequencies: tuple[float, ...], scale: float) -> Value:
@@ -99,6 +113,11 @@ class Tracer:
     def glu(self, gate: Value, up: Value) -> Value:
         out = self._value(gate.width, gate.rows)
         self.ops.append(Glu(out, gate, up))
+        return out
+
+    def silu(self, x: Value) -> Value:
+        out = self._value(x.width, x.rows)
+        self.ops.append(Silu(out, x))
         return out
 
     def add(self, x: Value, y: Value) -> Value:

@@ -1,36 +1,124 @@
 """Ways of guessing by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from headrace.backend import Executable
 from headrace.batch import Proposer
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
+from headrace.kv.blocks import BlockPool
+from headrace.propose.draft_model import DraftModel
 from headrace.propose.guard import Guard
 from headrace.propose.jacobi import Jacobi
 from headrace.propose.lookahead import Lookahead
+from headrace.propose.medusa import Medusa
 from headrace.propose.ngram import Ngram
 from headrace.propose.online import Online
+from headrace.propose.self_draft import SelfDraft
 from headrace.propose.trees import prune
 
-__all__ = ["AUTO", "METHODS", "PROPOSERS", "Guard", "make_proposers", "prune"]
+__all__ = ["METHODS", "NEEDS", "PROPOSERS", "Draft", "Guard", "Materials", "asked_for", "check_guessing", "make_proposers", "prune"]
 
-METHODS: dict[str, Callable[[EngineConfig], Proposer]] = {
-    "ngram": lambda config: Ngram(config.max_guess_nodes),
-    "online": lambda config: Online(config.max_guess_nodes),
-    "jacobi": lambda config: Jacobi(config.max_guess_nodes),
-    "lookahead": lambda config: Lookahead(config.max_guess_nodes),
+
+@dataclass(frozen=True)
+class Draft:
+    """A compiled draft model."""
+
+    executable: Executable
+    pool: BlockPool
+    """Of its own KV."""
+    longest: int
+    """Tokens of the longest sequence that it was trained for."""
+
+
+@dataclass(frozen=True)
+class Materials:
+    """What ways of guessing are made from; each takes what it needs."""
+
+    draft: Draft | None = None
+    short: Executable | None = None
+    """The first layers of the model and its head, over its weights and KV."""
+    block_size: int = 32
+    """Of that KV."""
+    heads: Sequence[Executable] = ()
+    """Medusa heads, the nearest first."""
+
+
+NO_MATERIALS = Materials()
+
+
+def _draft_model(config: EngineConfig, materials: Materials) -> Proposer:
+    if materials.draft is None:
+        raise RequestError("proposer 'draft_model' needs a smaller model with the same vocabulary: set draft_model to one")
+    draft, wants = materials.draft, config.acceptance == "rejection"
+    shape = (config.draft_depth, config.draft_width)
+    return DraftModel(draft.executable, draft.pool, draft.longest, *shape, probabilities=wants)
+
+
+def _self_draft(config: EngineConfig, materials: Materials) -> Proposer:
+    if materials.short is None:
+        raise RequestError("proposer 'self_draft' needs draft_layers: `headrace calibrate` suggests how many")
+    wants = config.acceptance == "rejection"
+    return SelfDraft(materials.short, materials.block_size, config.draft_depth, config.draft_width, probabilities=wants)
+
+
+def _medusa(config: EngineConfig, materials: Materials) -> Proposer:
+    if not materials.heads:
+        raise RequestError("proposer 'medusa' needs heads that were trained for the model: set medusa_heads to their safetensors file")
+    return Medusa(materials.heads, config.draft_depth, config.draft_width)
+
+
+METHODS: dict[str, Callable[[EngineConfig, Materials], Proposer]] = {
+    "ngram": lambda config, materials: Ngram(config.max_guess_nodes),
+    "online": lambda config, materials: Online(config.max_guess_nodes),
+    "jacobi": lambda config, materials: Jacobi(config.max_guess_nodes),
+    "lookahead": lambda config, materials: Lookahead(config.max_guess_nodes),
+    "draft_model": _draft_model,
+    "self_draft": _self_draft,
+    "medusa": _medusa,
 }
 """Each way of guessing by its name."""
-AUTO = ("ngram", "online")
-"""Those that `auto` has at hand: they cost microseconds, and nothing where they have nothing to say."""
 PROPOSERS = ("off", "auto", *METHODS)
 """What `EngineConfig.proposer` may be."""
+NEEDS = {"draft_model": "draft_model", "self_draft": "draft_layers", "medusa": "medusa_heads"}
+"""Methods with an option that they cannot do without, and that is for them alone."""
+_AT_HAND = ("ngram", "online")
+"""Those that `auto` always has: they cost microseconds, and nothing where they have nothing to say."""
+_DRAWN = ("draft_model", "self_draft")
+"""Those whose guesses are draws from a distribution."""
 
 
-def make_proposers(config: EngineConfig) -> dict[str, Proposer]:
-    """New proposers, by name: those that the configuration asks for. Raises RequestError for a name that is not in PROPOSERS."""
+def asked_for(config: EngineConfig) -> tuple[str, ...]:
+    """The methods that a configuration asks for. Raises RequestError for a name that is not in PROPOSERS."""
     name = config.proposer
     if name not in PROPOSERS:
         raise RequestError(f"unknown proposer {name!r}; there are: {', '.join(PROPOSERS)}")
-    names = {"off": (), "auto": AUTO}.get(name, (name,))
-    return {name: METHODS[name](config) for name in names}
+    if name == "auto":
+        return (*_AT_HAND, *(method for method, option in NEEDS.items() if getattr(config, option)))
+    return () if name == "off" else (name,)
+
+
+def make_proposers(config: EngineConfig, materials: Materials = NO_MATERIALS) -> dict[str, Proposer]:
+    """New proposers, by name: those that the configuration asks for.
+
+    Raises RequestError for a name that is not in PROPOSERS, and where what a proposer is made from is missing.
+    """
+    return {name: METHODS[name](config, materials) for name in asked_for(config)}
+
+
+def check_guessing(config: EngineConfig) -> None:
+    """Refuse options about guesses that do not go together: RequestError."""
+    proposer, acceptance = config.proposer, config.acceptance
+    for method, option in NEEDS.items():
+        if getattr(config, option) and method not in asked_for(config):
+            raise RequestError(
+                f"{option} is for proposer {method!r} or 'auto', and the proposer is {proposer!r}: set the one, or leave out the other"
+            )
+    if acceptance != "descend" and proposer == "off":
+        raise RequestError(f"acceptance {acceptance!r} is about guesses, and the proposer is 'off': set proposer, or leave acceptance out")
+    if acceptance == "rejection" and (proposer not in _DRAWN or config.draft_width > 1):
+        raise RequestError(
+            f"acceptance 'rejection' is for chains of guesses drawn by a model (proposer {' or '.join(_DRAWN)}, draft_width 1); "
+            "'descend' takes any guesses"
+        )

@@ -54,6 +54,10 @@ class Guard:
         """Pass it on."""
         self._call(lambda: self._proposer.observe(branches, commits, rows), answers=False)
 
+    def close(self) -> None:
+        """Let go of the proposer; it is not called again."""
+        del self._proposer
+
     def _call(self, function: Callable[[], Any], *, answers: bool = True) -> Any:
         """What the function returns; None where it fails, or is expected to answer and does not."""
         if self.hung:
@@ -77,11 +81,13 @@ class Guard:
                 and all(0 <= token < self._vocab_size for token in tokens)
                 and all(-1 <= parent < node for node, parent in enumerate(parents))
             )
+            probabilities = guess.probabilities
+            sound = sound and (probabilities is None or probabilities.shape == (len(tokens), self._vocab_size))
         except Exception:
             sound = False
         if not sound:
             self.failures += 1
-        return Guess(tokens, parents, confidence, bool(guess.whole)) if sound else NO_GUESS
+        return Guess(tokens, parents, confidence, bool(guess.whole), probabilities) if sound else NO_GUESS
 
 
 class _Hung(Exception):

@@ -53,4 +53,8 @@ def prune(guess: Guess, kept: list[int]) -> Guess:
     if len(kept) == len(guess.tokens):
         return guess
     place = {node: i for i, node in enumerate(kept)} | {-1: -1}
-    return guess._replace(tokens=[guess.tokens[node] for node in kept], parents=[place[guess.parents[node]] for node in kept])
+    return guess._replace(
+        tokens=[guess.tokens[node] for node in kept],
+        parents=[place[guess.parents[node]] for node in kept],
+        probabilities=None if guess.probabilities is None else guess.probabilities[kept],
+    )

@@ -190,3 +190,45 @@ def test_draws_of_many_are_checked() -> None:
         _native.draw_all(pool, np.zeros((2, 9), np.float32), [(sampler, 0, 0, -1)])
     with pytest.raises(ValueError, match="one token at a time"):
         _native.draw_all(pool, logits, [(sampler, 0, 0, -1), (sampler, 1, 1, -1)])
+
+
+class TestBesideDraws:
+    """What other rules of acceptance need: the distribution of a draw, uniforms of its position, tokens drawn elsewhere."""
+
+    @pytest.mark.parametrize("isa", _native.isas())
+    @pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 7}, {"top_p": 0.6, "presence_penalty": 0.8}, {"min_p": 0.1}])
+    def test_probabilities_are_those_of_the_draw(self, isa: str, options: dict[str, Any]) -> None:
+        logits = np.random.default_rng(1).normal(0, 2, 40).astype(np.float32)
+        sampler, numpy = _native.Sampler(40, [3], seed=5, isa=isa, **options), twin.SamplerTwin(40, [3], seed=5, **options)
+        for token in (4, 4, 9):
+            sampler.append(token)
+            numpy.output.append(token)
+        x = numpy.adjusted(logits, 3)
+        kept = numpy._filtered(x)
+        expected = np.zeros(40)
+        expected[kept] = np.exp((x[kept].astype(np.float64) - x.max()) / numpy.temperature)
+        np.testing.assert_allclose(sampler.probabilities(logits, 3), expected / expected.sum(), rtol=1e-6)
+        assert sampler.draw(logits, 3, -1)[0] == numpy.draw(logits, 3)
+
+    def test_greedy_is_certain(self) -> None:
+        logits = np.array([0, 5, 5, 1], np.float32)
+        assert _native.Sampler(4, [], temperature=0.0).probabilities(logits, 0).tolist() == [0, 1, 0, 0]
+
+    def test_refuses(self) -> None:
+        sampler = _native.Sampler(4, [], presence_penalty=1.0)
+        with pytest.raises(ValueError, match="as wide as the vocabulary"):
+            sampler.probabilities(np.zeros(5, np.float32), 0)
+        with pytest.raises(NonFiniteLogitsError):
+            sampler.probabilities(np.full(4, np.nan, np.float32), 0)
+        with pytest.raises(ValueError, match="outside the vocabulary"):
+            sampler.append(4)
+
+    def test_uniforms_belong_to_seed_branch_and_position(self) -> None:
+        samplers = [_native.Sampler(4, [], seed=seed, branch=branch) for seed in (0, 2**40) for branch in (0, 1)]
+        values = np.array([s.uniforms(position) for s in samplers for position in range(5000)])
+        assert len(np.unique(values)) == values.size and values.min() > 0 and values.max() < 1
+        assert np.abs(values.mean(axis=0) - 0.5).max() < 0.01 and abs(np.corrcoef(values.T)[0, 1]) < 0.03
+        assert samplers[0].uniforms(7) == samplers[1].clone(0).uniforms(7)
+        # With words of a counter of its own: none of them is among the noise of a draw.
+        words = _native.philox([0, 7, 0, 1], [0, 0])
+        assert samplers[0].uniforms(7)[0] == (((words[0] << 32 | words[1]) >> 11) + 0.5) * 2.0**-53

@@ -57,6 +57,7 @@ class TestAnswer:
             return headrace("run", "smollm2", "Name an animal.", "--temperature", "1", "--max-tokens", "12", *flags).stdout
 
         assert answer("--seed", "5") == answer("--seed", "5", "--threads", "1") == answer("--seed", "5", "--proposer", "ngram")
+        assert answer("--seed", "5") == answer("--seed", "5", "--proposer", "self_draft", "--draft-layers", "20", "--draft-width", "2")
         assert len({answer("--seed", str(seed)) for seed in range(4)}) > 1
 
     def test_beams_find_a_likelier_answer_than_greedy(self, headrace) -> None:
@@ -85,6 +86,10 @@ class TestRefusal:
             (("--max-model-len", "16"), "the prompt has"),
             (("--threads", "-1"), "threads"),
             (("--proposer", "ngrams"), "proposer must be one of"),
+            (("--proposer", "draft_model"), "needs a smaller model with the same vocabulary"),
+            (("--draft-model", "smollm2"), "draft_model is for proposer 'draft_model', and the proposer is 'off'"),
+            (("--proposer", "self_draft", "--draft-layers", "30"), "draft_layers is 30, and must be 1 to 29"),
+            (("--acceptance", "rejection", "--proposer", "ngram"), "acceptance 'rejection' is for chains of guesses drawn by a model"),
         ],
     )
     def test_a_value_out_of_range(self, headrace, flags: tuple[str, ...], message: str) -> None:

@@ -11,7 +11,8 @@ from headrace.batch import Guess
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ClosedError, NonFiniteLogitsError, RequestError
-from headrace.propose import METHODS
+from headrace.kv.blocks import BlockPool
+from headrace.propose import METHODS, NEEDS, Draft, Materials
 from headrace.request import RequestOutput, SamplingParams
 from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine
 from tests.tiny import drain, run_all
@@ -211,10 +212,11 @@ def test_timing_sums_to_wall_time() -> None:
 
 
 @pytest.mark.parametrize("control", [True, False])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*(name for name in METHODS if name not in NEEDS), "draft_model"])
 def test_nothing_is_kept_of_a_request(method: str, control: bool) -> None:
     """Whatever a way of guessing holds for a branch goes when the branch ends."""
-    engine = toy_engine(proposer=METHODS[method](EngineConfig()), guess_control=control)
+    draft = Draft(ToyExecutable(4), BlockPool(64, 4), 40)
+    engine = toy_engine(proposer=METHODS[method](EngineConfig(draft_depth=1), Materials(draft)), guess_control=control)
     gc.disable()
     try:
         engine.add_request([1, 2] * 4, SamplingParams(n=3, seed=1))
@@ -226,6 +228,7 @@ def test_nothing_is_kept_of_a_request(method: str, control: bool) -> None:
         drain(engine)
         assert len(branches) == 4 and not engine._requests
         assert [ref() for ref in branches] == [None] * 4
+        assert draft.pool.num_free == draft.pool.num_blocks
     finally:
         gc.enable()
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.batch import Commit, Guess, StepRows
+from headrace.batch import Commit, Guess, Proposer, StepRows
 from headrace.engine.branch import Branch
 from headrace.errors import RequestError
 from headrace.request import SamplingParams, Service, Update
@@ -69,6 +69,13 @@ def searching(draw: st.DrawFn) -> SamplingParams:
 
 
 class Life(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.truth: dict[tuple[int, int], list[int]] = {}
+        self.params: dict[str, SamplingParams] = {}
+        self.finished: dict[str, Update] = {}
+        self.prompt_lens: list[int] = []
+
     @initialize(
         num_blocks=st.integers(4, 30),
         block_size=st.sampled_from([1, 3, 4]),
@@ -82,13 +89,13 @@ class Life(RuleBasedStateMachine):
         max_nodes=st.sampled_from([0, 6, 70]),
     )
     def start(self, seed: int, max_nodes: int, **config: Any) -> None:
-        self.truth: dict[tuple[int, int], list[int]] = {}
-        self.params: dict[str, SamplingParams] = {}
-        self.finished: dict[str, Update] = {}
+        self.begin(Unruly(seed, VOCAB, self.truth, max_nodes), **config)
+
+    def begin(self, proposer: Proposer, **config: Any) -> None:
+        """What the machines of different proposers have in common."""
         self.config = config
-        self.with_guesses = max_nodes > 0
-        self.engine = toy_engine(max_model_len=MAX_MODEL_LEN, proposer=Unruly(seed, VOCAB, self.truth, max_nodes), **config)
-        self.prompt_lens: list[int] = []
+        self.with_guesses = proposer.max_nodes > 0
+        self.engine = toy_engine(max_model_len=MAX_MODEL_LEN, proposer=proposer, **config)
 
     @rule(
         stem=st.integers(0, 2),

@@ -18,7 +18,7 @@ from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig, KvConfig, KvDtype
 from headrace.engine.engine import Engine, Limits
 from headrace.model import trace_model
-from headrace.propose import PROPOSERS, make_proposers
+from headrace.propose import NEEDS, PROPOSERS, make_proposers
 from headrace.request import RequestOutput, SamplingParams
 from tests.engine.test_promise import same, truth
 from tests.random_trees import RandomTrees
@@ -73,7 +73,7 @@ def alone(executables: dict[int, Executable]) -> list[RequestOutput]:
     order=st.permutations(range(len(PROMPTS))),
     neighbours=st.sampled_from([0, 1, 31]),
     threads=st.sampled_from([1, 2]),
-    guesses=st.sampled_from([*PROPOSERS, "trees"]),
+    guesses=st.sampled_from([*(name for name in PROPOSERS if name not in NEEDS), "trees"]),
     control=st.booleans(),
     max_step_rows=st.sampled_from([7, 32, 100, 512]),
     num_blocks=st.sampled_from([14, 40, 128]),

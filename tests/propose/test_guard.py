@@ -10,7 +10,7 @@ import pytest
 from headrace.batch import NO_GUESS, Commit, Guess, StepRows
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
-from headrace.propose import METHODS, PROPOSERS, Guard, make_proposers
+from headrace.propose import METHODS, NEEDS, PROPOSERS, Guard, Materials, asked_for, make_proposers
 from tests.propose.test_ngram import View
 
 
@@ -78,12 +78,27 @@ def test_a_failing_observer_is_counted() -> None:
 
 
 def test_names() -> None:
-    made = {name: make_proposers(EngineConfig(proposer=name, max_guess_nodes=5)) for name in PROPOSERS}  # type: ignore[arg-type]
+    made = {
+        name: make_proposers(EngineConfig(proposer=name, max_guess_nodes=5))  # type: ignore[arg-type]
+        for name in PROPOSERS
+        if name not in NEEDS
+    }
     assert made["off"] == {} and list(made["auto"]) == ["ngram", "online"]
-    assert all(list(made[name]) == [name] and made[name][name].max_nodes == 5 for name in METHODS)
+    assert all(list(made[name]) == [name] and made[name][name].max_nodes == 5 for name in METHODS if name not in NEEDS)
     assert set(get_args(get_type_hints(EngineConfig)["proposer"])) == set(PROPOSERS)
     with pytest.raises(RequestError, match="there are: off, auto, ngram"):
         make_proposers(EngineConfig(proposer="nrgam"))  # type: ignore[arg-type]
+    for name in NEEDS:
+        with pytest.raises(RequestError, match=f"proposer '{name}' needs"):
+            make_proposers(EngineConfig(proposer=name))  # type: ignore[arg-type]
+
+
+def test_auto_has_what_is_configured() -> None:
+    every = EngineConfig(proposer="auto", draft_model="x", draft_layers=2, medusa_heads="y")
+    assert asked_for(every) == ("ngram", "online", "draft_model", "self_draft", "medusa")
+    assert asked_for(EngineConfig(proposer="auto", draft_layers=2)) == ("ngram", "online", "self_draft")
+    with pytest.raises(RequestError, match="needs a smaller model"):
+        make_proposers(every)
 
 
 class Sleeps(Says):
@@ -127,5 +142,5 @@ def test_the_thread_ends_with_the_guard() -> None:
 
 
 def test_one_that_promises_to_be_quick_has_no_thread() -> None:
-    for name, make in METHODS.items():
-        assert Guard(make(EngineConfig()), vocab_size=10)._worker is None, name
+    for name in METHODS.keys() - NEEDS:
+        assert Guard(METHODS[name](EngineConfig(), Materials()), vocab_size=10)._worker is None, name

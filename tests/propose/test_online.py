@@ -1,6 +1,6 @@
 """The table that learns while serving."""
 
-from headrace.batch import NO_GUESS, Commit, StepRows
+from headrace.batch import NO_GUESS, Commit, Guess, StepRows
 from headrace.propose.online import Online
 from headrace.request import SamplingParams
 from tests.engine.toy import toy_engine
@@ -21,7 +21,7 @@ def taught(*lines: list[int], max_runs: int = 1000) -> Online:
 def test_what_followed_elsewhere() -> None:
     table = taught([1, 2, 3, 4, 5, 6, 7])
     (guess,) = table.propose([View([9, 2, 3])], [3])
-    assert guess == ([4, 5, 6], [-1, 0, 1], 0, False)
+    assert guess == Guess([4, 5, 6], [-1, 0, 1])
     (guess,) = table.propose([View([1, 2, 3, 4])], [8])
     assert guess[:3] == ([5, 6, 7], [-1, 0, 1], 1)
     assert table.propose([View([7, 8]), View([5])], [3, 3]) == [NO_GUESS, NO_GUESS]

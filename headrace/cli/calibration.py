@@ -1,0 +1,99 @@
+"""How often a draft is right about a model's own text, and what it costs: without the engine, by the two programs alone."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.backend import Executable
+from headrace.batch import Ints, RaggedBatch
+from headrace.kv.rows import Run, forced_rows
+from headrace.planner.speculation import Costs, Gain, best_gain
+
+_CHUNK = 64
+"""Rows of a step that scores text: their logits are all kept."""
+_ROUNDS = 15
+_IN_A_ROW = 3
+"""Drafts that are timed together, as they run: each finds in the caches what the one before it left."""
+
+
+class Candidate(NamedTuple):
+    """A draft that was measured."""
+
+    name: str
+    acceptance: float
+    """Share of the model's greedy tokens that the draft's likeliest token gives, after the same text."""
+    costs: Costs
+
+    @property
+    def best(self) -> Gain:
+        return best_gain(self.acceptance, self.costs)
+
+
+class Calibration:
+    """A model, `target`, and the text that it writes after a prompt, [tokens]; `most_depth` guesses in a row are looked at."""
+
+    def __init__(self, target: Executable, prompt: Sequence[int], num_tokens: int, block_size: int, most_depth: int) -> None:
+        self.target = target
+        self.num_prompt = len(prompt)
+        self.most_depth = most_depth
+        self._block_size = block_size
+        self._table = list(range(-(-(len(prompt) + num_tokens + most_depth + 1) // block_size)))
+        self.text = list(prompt)
+        self._write(num_tokens)
+
+    @property
+    def blocks(self) -> int:
+        """KV blocks that this needs, of the target and of a draft with KV of its own."""
+        return len(self._table)
+
+    def measure(self, drafts: Mapping[str, Executable], tell: Callable[[str], None]) -> list[Candidate]:
+        """Acceptance and costs of each draft. The timed steps of all take turns, and medians count."""
+        shares = {}
+        for name, draft in drafts.items():
+            tell(f"{name}: how often it is right")
+            shares[name] = float(np.mean(self._likeliest(draft)[:-1] == self.text[self.num_prompt :]))
+        depths = range(self.most_depth + 1)
+        target: list[list[float]] = [[] for _ in depths]
+        costs: dict[str, list[float]] = {name: [] for name in drafts}
+        for turn in range(_ROUNDS):
+            tell(f"what steps cost, turn {turn + 1} of {_ROUNDS}")
+            for depth in depths:
+                target[depth].append(self._seconds(self.target, 1 + depth))
+            for name, draft in drafts.items():
+                costs[name].append(statistics.fmean(self._seconds(draft, 1) for _ in range(_IN_A_ROW)))
+        medians = [statistics.median(times) for times in target]
+        return [Candidate(name, shares[name], Costs(medians, statistics.median(costs[name]))) for name in drafts]
+
+    def _write(self, num_tokens: int) -> None:
+        self._score(self.target, self.text[:-1], 0)
+        for _ in range(num_tokens):
+            last = len(self.text) - 1
+            self.text.append(int(self._score(self.target, self.text[last:], last)[-1]))
+
+    def _likeliest(self, draft: Executable) -> NDArray[np.int64]:
+        """What the draft takes to be next after each token from the end of the prompt on."""
+        parts = [self._score(draft, self.text[at : at + _CHUNK], at) for at in range(0, len(self.text), _CHUNK)]
+        return np.concatenate(parts)[self.num_prompt - 1 :]
+
+    def _score(self, executable: Executable, tokens: list[int], computed: int) -> NDArray[np.int64]:  # [tokens]
+        parts = []
+        for at in range(0, len(tokens), _CHUNK):
+            parts.append(executable.run(self._batch(tokens[at : at + _CHUNK], computed + at)).logits.argmax(axis=1))
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def _batch(self, tokens: list[int], computed: int) -> RaggedBatch:
+        """One branch with logits for all rows."""
+        batch = forced_rows([Run(tokens, computed, self._table)], self._block_size, logits=True)
+        rows: Ints = np.arange(len(tokens), dtype=np.int32)
+        return batch._replace(logit_rows=rows, branch_of=np.zeros_like(rows))
+
+    def _seconds(self, executable: Executable, rows: int) -> float:
+        """Of one step of so many rows behind the text."""
+        batch = self._batch(self.text[-rows:], len(self.text))
+        started = time.perf_counter()
+        executable.run(batch)
+        return time.perf_counter() - started

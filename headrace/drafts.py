@@ -1,0 +1,118 @@
+"""The models that guess for a model: found, checked and compiled."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from headrace.backend import Executable, compile_program
+from headrace.checkpoint.load import Checkpoint, open_checkpoint
+from headrace.checkpoint.safetensors import read_safetensors
+from headrace.checkpoint.source import resolve
+from headrace.checkpoint.tokenizer import Tokenizer
+from headrace.config import EngineConfig, KvConfig
+from headrace.errors import FormatError, ModelNotFoundError, RequestError
+from headrace.kv.blocks import BlockPool
+from headrace.model import trace_model
+from headrace.model.spec import ModelSpec
+from headrace.program.trace import Program, trace
+from headrace.propose import Draft, Materials, asked_for
+from headrace.propose.medusa import head_forward
+from headrace.quant.formats import StoredTensor
+
+_MOST_HEADS = 16
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What a configuration asks for beside the model itself, opened and not yet compiled."""
+
+    draft: Checkpoint | None = None
+    heads: Mapping[str, StoredTensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of weights."""
+        return sum(t.nbytes for tensors in (self.draft.tensors if self.draft else {}, self.heads or {}) for t in tensors.values())
+
+
+def open_drafting(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer) -> Drafting:
+    """Open what guesses for `target`.
+
+    Raises ModelError as `open_checkpoint` does, and RequestError for a draft with another vocabulary, heads of another model or
+    more layers than there are.
+    """
+    layers, most = config.draft_layers, target.spec.num_layers - 1
+    methods = asked_for(config)
+    if "self_draft" in methods and not 1 <= layers <= most:
+        raise RequestError(f"draft_layers is {layers}, and must be 1 to {most} for this model; `headrace calibrate` suggests a number")
+    draft = heads = None
+    if "draft_model" in methods and config.draft_model:
+        draft = open_checkpoint(resolve(config.draft_model))
+        _check_vocabulary(config.draft_model, draft, target, tokenizer)
+    if "medusa" in methods and config.medusa_heads:
+        heads = read_heads(Path(config.medusa_heads), target.spec)
+    return Drafting(draft, heads)
+
+
+def target_program(config: EngineConfig, target: Checkpoint) -> Program:
+    """The program of the model itself; for heads it gives back its hidden rows."""
+    program = trace_model(target.spec, target.tensors)
+    return program.keeping_hidden() if "medusa" in asked_for(config) else program
+
+
+def compile_drafting(config: EngineConfig, drafting: Drafting, target: Checkpoint, executable: Executable, kv: KvConfig) -> Materials:
+    """Compile what guesses, on the threads of the target's `executable`."""
+    materials = Materials(block_size=kv.block_size)
+    if checkpoint := drafting.draft:
+        program = trace_model(checkpoint.spec, checkpoint.tensors)
+        compiled = compile_program(config.backend, program, checkpoint.tensors, kv, executable.pool)
+        draft = Draft(compiled, BlockPool(kv.num_blocks, kv.block_size), checkpoint.spec.max_context)
+        materials = replace(materials, draft=draft)
+    if "self_draft" in asked_for(config):
+        materials = replace(materials, short=executable.beside(first_layers(target, config.draft_layers), target.tensors))
+    if tensors := drafting.heads:
+        spec, count = target.spec, len(tensors) // 3
+        programs = (trace(partial(head_forward, i, spec.dim, spec.vocab_size), tensors) for i in range(count))
+        materials = replace(materials, heads=[executable.beside(program, tensors) for program in programs])
+    return materials
+
+
+def first_layers(target: Checkpoint, layers: int) -> Program:
+    """The program of a model's first layers, its last norm and its head."""
+    return trace_model(replace(target.spec, num_layers=layers, windows=target.spec.windows[:layers]), target.tensors)
+
+
+def read_heads(path: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
+    """Medusa heads in the published format, under our names, [dim, dim], [dim] and [vocab, dim] of each.
+
+    The file has `{i}.0.linear.weight`, `{i}.0.linear.bias` and `{i}.1.weight` for heads i = 0, 1, ..., with or without `medusa_head.`
+    in front. Raises ModelNotFoundError, or FormatError for anything else that is in it.
+    """
+    if not path.is_file():
+        raise ModelNotFoundError(f"{path}: no such file; medusa_heads is the safetensors file of the heads")
+    stored = {name.removeprefix("medusa_head."): tensor for name, tensor in read_safetensors(path).items()}
+    shapes = {"0.linear.weight": (spec.dim, spec.dim), "0.linear.bias": (spec.dim,), "1.weight": (spec.vocab_size, spec.dim)}
+    count = -(-len(stored) // len(shapes))
+    expected = {f"{i}.{name}": shape for i in range(min(count, _MOST_HEADS)) for name, shape in shapes.items()}
+    if not expected or stored.keys() != expected.keys():
+        odd = sorted(stored.keys() ^ (expected or {f"0.{name}": () for name in shapes}).keys())[:3]
+        raise FormatError(f"{path.name}: not Medusa heads with one layer each: {', '.join(odd)} is missing or has no place")
+    for name, shape in expected.items():
+        if stored[name].shape != shape:
+            raise FormatError(f"{path.name}: tensor {name} has shape {list(stored[name].shape)}, and heads of this model {list(shape)}")
+    return {f"medusa.{name}": replace(tensor, name=f"medusa.{name}") for name, tensor in stored.items()}
+
+
+def _check_vocabulary(name: str, draft: Checkpoint, target: Checkpoint, tokenizer: Tokenizer) -> None:
+    sizes, other = (draft.spec.vocab_size, target.spec.vocab_size), draft.load_tokenizer()
+    if sizes[0] != sizes[1]:
+        why = f"it has {sizes[0]:,} tokens, the model {sizes[1]:,}"
+    else:
+        common = range(min(tokenizer.vocab_size, other.vocab_size))
+        differing = next((token for token in common if tokenizer.token_bytes(token) != other.token_bytes(token)), None)
+        if differing is None:
+            return
+        pieces = other.token_bytes(differing), tokenizer.token_bytes(differing)
+        why = f"token {differing:,} is {pieces[0]!r} there and {pieces[1]!r} in the model"
+    raise RequestError(f"{name} cannot draft for this model: {why}; choose a smaller model of the same family")

@@ -1,0 +1,122 @@
+"""A smaller model guesses what the larger one will draw (Leviathan et al. 2023; Chen et al. 2023).
+
+The draft draws with the noise that the target will use at the same place, so that of two near distributions both draw the same token
+as often as not: the Gumbel coupling that needs no probabilities. Its KV follows the branches: what it has of a branch is kept beside
+it, compared with what is known by now, rewound to where they part, and caught up with. So preemption, forks and prefix hits of the
+target need nothing here.
+"""
+
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary, finalize
+
+import numpy as np
+
+from headrace.backend import Executable
+from headrace.batch import NO_GUESS, BranchView, Commit, Guess, StepRows
+from headrace.kv.blocks import BlockPool, Table
+from headrace.kv.rows import Run, forced_rows
+from headrace.propose.chains import Chain, chain, grow
+
+_CATCH_UP_ROWS = 512
+"""Known tokens that may be computed in one step: a long prompt is caught up with over several."""
+
+
+@dataclass(slots=True, eq=False)
+class _Draft:
+    """What the draft has of a branch."""
+
+    tokens: list[int] = field(default_factory=list)  # with KV
+    agreed: int = 0  # so many of them are known to be those of the branch
+    table: Table = field(default_factory=list)
+
+    def follow(self, known: list[int], pool: BlockPool) -> None:
+        """Rewind to where it parts from what is known, and before the last token: that one is to give logits."""
+        self.agreed += _num_common(self.tokens[self.agreed :], known[self.agreed : -1])
+        del self.tokens[self.agreed :]
+        pool.trim(self.table, self.agreed)
+
+
+def _num_common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+class DraftModel:
+    """Guesses what another model draws."""
+
+    bounded = True
+    """Called in the engine's own thread only: it runs on the engine's compute threads, which serve one caller at a time."""
+
+    def __init__(self, executable: Executable, pool: BlockPool, longest: int, depth: int, width: int, *, probabilities: bool) -> None:
+        self.max_nodes = depth * width
+        self.pool = pool
+        """Of the draft's own KV."""
+        self._executable = executable
+        self._longest = longest  # what the draft was trained for
+        self._depth = depth
+        self._width = width
+        self._probabilities = probabilities
+        self._drafts: WeakKeyDictionary[BranchView, _Draft] = WeakKeyDictionary()
+
+    def propose(self, branches: list[BranchView], room: list[int]) -> list[Guess]:
+        chains: dict[int, Chain] = {}
+        behind: list[tuple[_Draft, Run]] = []
+        rows, begun = _CATCH_UP_ROWS, set[int]()
+        for i, branch in enumerate(branches):
+            nodes = min(room[i], (self._longest - len(branch.known)) * self._width)
+            draft = self._drafts.get(branch) or self._begin(branch, begun)
+            if nodes <= 0 or draft is None:
+                continue
+            draft.follow(branch.known, self.pool)
+            missing = len(branch.known) - draft.agreed
+            num_rows = min(missing, rows)
+            if not num_rows or not self._reserve(draft, num_rows + self._depth - 1, branches):
+                continue
+            rows -= num_rows
+            if num_rows == missing:
+                chains[i] = chain(branch, draft.agreed, draft.table, nodes, probabilities=self._probabilities)
+            else:
+                behind.append((draft, Run(branch.known[draft.agreed : draft.agreed + num_rows], draft.agreed, draft.table)))
+        self._catch_up(behind)
+        grow(self._executable, list(chains.values()), self._width, self.pool.block_size)
+        for i, grown in chains.items():  # the last token of a chain has no KV
+            self._drafts[branches[i]].tokens[:] = branches[i].known + grown.path[:-1]
+        return [chains[i].guess if i in chains else NO_GUESS for i in range(len(branches))]
+
+    def _catch_up(self, behind: list[tuple[_Draft, Run]]) -> None:
+        if behind:
+            self._executable.run(forced_rows([run for _, run in behind], self.pool.block_size, logits=False))
+        for draft, run in behind:
+            draft.tokens += run.tokens
+
+    def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:
+        pass
+
+    def _begin(self, branch: BranchView, begun: set[int]) -> _Draft | None:
+        """A draft that shares what one of the same request has; None: one has just begun, and in the next step will have more."""
+        request = branch.key[0]
+        if request in begun:
+            return None
+        kin = [draft for other, draft in self._drafts.items() if other.key[0] == request]
+        draft = _Draft()
+        if kin:
+            common = [_num_common(other.tokens, branch.known) for other in kin]
+            best = int(np.argmax(common))
+            draft = _Draft(kin[best].tokens[: common[best]], 0, self.pool.fork(kin[best].table))
+        else:
+            begun.add(request)
+        self._drafts[branch] = draft
+        finalize(branch, self.pool.free, draft.table).atexit = False
+        return draft
+
+    def _reserve(self, draft: _Draft, length: int, busy: list[BranchView]) -> bool:
+        """Slots behind what is computed, at the cost of branches that do not guess now; whether there are enough."""
+        while (copies := self.pool.reserve(draft.table, draft.agreed, length)) is None:
+            idle = next((other for branch, other in self._drafts.items() if other.table and branch not in busy), None)
+            if idle is None:
+                return False
+            idle.tokens.clear()
+            idle.agreed = 0
+            self.pool.free(idle.table)
+        if copies:
+            self._executable.move_slots(*np.array(self.pool.slots_of(copies), np.int32).T)
+        return True

@@ -1,0 +1,106 @@
+"""Medusa heads (Cai et al. 2024): small extra heads guess, from the row that gave the last token, those after the next.
+
+Head i looks i + 2 tokens ahead of its row. The row has drawn one token by the time it is asked, so head i gives depth i of the tree. What
+it takes to be likeliest, in every combination that may pay, makes a static tree.
+"""
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace._native import token_logprobs
+from headrace.backend import Executable
+from headrace.batch import NO_GUESS, BranchView, Commit, Guess, RaggedBatch, StepRows
+from headrace.kv.rows import ints
+from headrace.program.ops import Value
+from headrace.program.trace import Tracer
+
+_FIRST = 0.6
+"""Taken as the chance that a head's likeliest token is right, at the first head; each next head has four fifths of it."""
+_NEXT_HEAD = 0.8
+_NEXT_RANK = 0.3
+"""Taken as the chance of a token beside that of the next likelier one."""
+
+
+def head_forward(index: int, dim: int, vocab: int, g: Tracer) -> Value:
+    """The equations of a head: logits = W_out (x + silu(W x + b)) of each row x that the caller gives."""
+    x = g.gather_rows(g.input(dim))  # all of them; what follows is as long as what has logits, not as a step may be
+    mixed = g.linear(x, g.weight(f"medusa.{index}.0.linear.weight", dim, dim), g.weight(f"medusa.{index}.0.linear.bias", 1, dim))
+    return g.linear(g.add(x, g.silu(mixed)), g.weight(f"medusa.{index}.1.weight", vocab, dim))
+
+
+class _Kept(NamedTuple):
+    """Of a branch, from the step that drew its last token."""
+
+    num_known: int
+    hidden: NDArray[np.float32]  # [dim]
+
+
+class Medusa:
+    """Guesses by heads that were trained for the model."""
+
+    bounded = True
+    """Called in the engine's own thread only: it runs on the engine's compute threads, which serve one caller at a time."""
+
+    def __init__(self, heads: Sequence[Executable], depth: int, width: int) -> None:
+        self.max_nodes = min(depth, len(heads)) * width
+        self._tree = static_tree(min(depth, len(heads)), self.max_nodes)
+        self._heads = heads[: max(map(len, self._tree))]
+        self._kept: WeakKeyDictionary[BranchView, _Kept] = WeakKeyDictionary()
+
+    def propose(self, branches: list[BranchView], room: list[int]) -> list[Guess]:
+        kept = [self._kept.get(branch) for branch in branches]
+        asked = [i for i, (branch, k) in enumerate(zip(branches, kept, strict=True)) if k and k.num_known == len(branch.known)]
+        if not asked:
+            return [NO_GUESS] * len(branches)
+        batch = _input_rows(np.stack([k.hidden for i in asked if (k := kept[i])]))
+        ranks = [1 + max(path[depth] for path in self._tree if len(path) > depth) for depth in range(len(self._heads))]
+        likeliest = [
+            [token_logprobs(row, 0, most)[2] for row in head.run(batch).logits] for head, most in zip(self._heads, ranks, strict=True)
+        ]
+        guesses = [NO_GUESS] * len(branches)
+        for row, i in enumerate(asked):
+            guesses[i] = self._guess([by_head[row] for by_head in likeliest], room[i])
+        return guesses
+
+    def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:
+        if rows.hidden is None:
+            return
+        seen = set[int]()
+        for commit in commits:
+            branch = branches[commit.source]
+            if commit.tokens and commit.source not in seen:  # the first of several goes to the branch itself
+                self._kept[branch] = _Kept(len(branch.known), rows.hidden[commit.last_row].copy())
+            seen.add(commit.source)
+
+    def _guess(self, likeliest: list[list[int]], room: int) -> Guess:
+        paths = self._tree[:room]
+        nodes = {path: node for node, path in enumerate(paths)}
+        tokens = [likeliest[len(path) - 1][path[-1]] for path in paths]
+        return Guess(tokens, [nodes.get(path[:-1], -1) for path in paths])
+
+
+def static_tree(num_heads: int, num_nodes: int) -> list[tuple[int, ...]]:
+    """The paths, as ranks from the root down, that are likeliest to be right; parents come before children."""
+    tree: list[tuple[int, ...]] = []
+    queue: list[tuple[float, tuple[int, ...]]] = [(-_FIRST, (0,))] if num_heads else []
+    while queue and len(tree) < num_nodes:
+        chance, path = heappop(queue)
+        tree.append(path)
+        heappush(queue, (chance * _NEXT_RANK, (*path[:-1], path[-1] + 1)))
+        if len(path) < num_heads:
+            heappush(queue, (chance * _FIRST * _NEXT_HEAD ** len(path), (*path, 0)))
+    return tree
+
+
+def _input_rows(x: NDArray[np.float32]) -> RaggedBatch:
+    """A step of these rows, for a program without context."""
+    count = len(x)
+    zeros, rows = ints([0] * count), ints(list(range(count)))
+    row_start = ints(list(range(count + 1)))
+    table = np.zeros((count, 1), np.int32)
+    return RaggedBatch(zeros, zeros, zeros, row_start, zeros, ints([1] * count), table, None, rows, rows, x)

@@ -1,0 +1,175 @@
+"""Every rule that claims to be lossless is held to the exact distribution of what a step gives, on a toy of five tokens.
+
+A step with one guess x ~ q gives one token, or, where the guess survives, two. Under rejection sampling a single token y has the
+probability max(p(y) - q(y), 0), and a pair (x, b) min(p(x), q(x)) p2(b | x). Under draw-then-descend with a guess that is independent of
+the draw these are p(y) (1 - q(y)) and p(x) q(x) p2(b | x). In both cases the first token has the distribution p.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headrace import _native
+from headrace.accept import rejection
+from headrace.accept.descend import Descent, Rule, descend
+from headrace.accept.rejection import pick, reject, residual
+from headrace.accept.sampler import Sampler
+from headrace.batch import Commit, Guess
+
+VOCAB = 5
+DRAWS = 200_000
+FEWER = 40_000
+"""Enough to find out what is wrong."""
+POOL = _native.Pool(2)
+Floats = NDArray[np.float64]
+Tally = Counter[tuple[int, ...]]
+
+TARGET = np.array([1.2, 0.3, -0.5, 0.8, -1.0], np.float32)
+DRAFT = np.array([0.1, 1.1, 0.2, 0.9, -2.0], np.float32)
+AFTER = np.random.default_rng(0).normal(0, 1, (VOCAB, VOCAB)).astype(np.float32)  # the target's logits after each token
+
+
+def softmax(logits: NDArray[np.float32]) -> Floats:
+    weights = np.exp(logits.astype(np.float64))
+    result: Floats = weights / weights.sum(axis=-1, keepdims=True)
+    return result
+
+
+P, Q, P2 = softmax(TARGET), softmax(DRAFT), softmax(AFTER)
+
+
+def tally(accept: Rule, draft_seed: int, num_draws: int = DRAWS) -> Tally:
+    """What so many steps give. The draft draws as it does in earnest, with a clone of the sampler, when the seeds are the same."""
+    counts: Tally = Counter()
+    target, draft = Sampler(VOCAB, [], seed=1), Sampler(VOCAB, [], seed=draft_seed)
+    size = 2000  # steps at once, each at positions of its own
+    rows = np.tile(DRAFT, (size, 1))
+    for first in range(0, 2 * num_draws, 2 * size):
+        positions = range(first, first + 2 * size, 2)
+        drafts = [draft.clone(0) for _ in positions]
+        drawn = _native.draw_all(POOL, rows, [(d, i, p, -1) for i, (d, p) in enumerate(zip(drafts, positions, strict=True))])
+        guesses = [token for token, _ in drawn]
+        logits = np.stack([np.tile(TARGET, (size, 1)), AFTER[guesses]], axis=1).reshape(2 * size, VOCAB)
+        descents = [
+            Descent(Commit(i, [], [], []), target.clone(0), Guess([x], [-1], probabilities=Q[None]), 2 * i, p, -1)
+            for i, (x, p) in enumerate(zip(guesses, positions, strict=True))
+        ]
+        assert accept(descents, logits, POOL) == set()
+        counts.update(tuple(d.commit.tokens) for d in descents)
+    return counts
+
+
+def exact(single: Floats, pair: Floats) -> dict[tuple[int, ...], float]:
+    """The distribution of what a step gives, by those of the single token and of the guess that survives."""
+    pairs = {(x, b): float(pair[x] * P2[x, b]) for x in range(VOCAB) for b in range(VOCAB)}
+    return {(y,): float(single[y]) for y in range(VOCAB)} | pairs
+
+
+REJECTION = exact(np.maximum(P - Q, 0), np.minimum(P, Q))
+INDEPENDENT = exact(P * (1 - Q), P * Q)
+
+
+def is_drawn_from(counts: Tally, expected: dict[tuple[int, ...], float]) -> bool:
+    """Pearson's chi-square, with its limit by Wilson and Hilferty at four standard deviations: one test in 30,000 fails by chance."""
+    assert abs(sum(expected.values()) - 1) < 1e-12
+    draws = sum(counts.values())
+    possible = {outcome: draws * p for outcome, p in expected.items() if p > 0}
+    if counts.keys() - possible.keys():
+        return False
+    statistic = sum((counts[outcome] - mean) ** 2 / mean for outcome, mean in possible.items())
+    freedom = len(possible) - 1
+    variance = 2 / (9 * freedom)
+    return bool(statistic < freedom * (1 - variance + 4 * variance**0.5) ** 3)
+
+
+def first_tokens(counts: Tally) -> Tally:
+    firsts: Tally = Counter()
+    for outcome, count in counts.items():
+        firsts[outcome[:1]] += count
+    return firsts
+
+
+def without_bonus(descents: list[Descent], logits: NDArray[np.float32], pool: _native.Pool) -> set[int]:
+    """A step ends with its last guess."""
+    failed = reject(descents, logits, pool)
+    for descent in descents:
+        del descent.commit.tokens[max(1, len(descent.commit.path)) :]
+    return failed
+
+
+class TestRejection:
+    def test_what_a_step_gives_has_the_exact_distribution(self) -> None:
+        counts = tally(reject, draft_seed=1)
+        assert is_drawn_from(counts, REJECTION)
+        assert is_drawn_from(first_tokens(counts), {(y,): float(P[y]) for y in range(VOCAB)})
+        accepted = sum(count for outcome, count in counts.items() if len(outcome) == 2)
+        assert accepted / DRAWS == pytest.approx(np.minimum(P, Q).sum(), abs=0.005)
+
+    def test_draw_then_descend_with_an_independent_guess(self) -> None:
+        counts = tally(descend, draft_seed=2)
+        assert is_drawn_from(counts, INDEPENDENT)
+        assert is_drawn_from(first_tokens(counts), {(y,): float(P[y]) for y in range(VOCAB)})
+
+    def test_without_the_bonus_token_it_is_another_distribution(self) -> None:
+        assert not is_drawn_from(tally(without_bonus, draft_seed=1, num_draws=FEWER), REJECTION)
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [lambda p, q: np.maximum(p - q, 0), lambda p, q: p],
+        ids=["not normalised", "the target itself"],
+    )
+    def test_with_another_residual_it_is_another_distribution(
+        self, wrong: Callable[[Floats, Floats], Floats], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(rejection, "residual", wrong)
+        monkeypatch.setattr(rejection, "pick", lambda p, uniform: min(int(np.searchsorted(np.cumsum(p), uniform)), VOCAB - 1))
+        counts = tally(reject, draft_seed=1, num_draws=FEWER)
+        assert not is_drawn_from(counts, REJECTION)
+        assert not is_drawn_from(first_tokens(counts), {(y,): float(P[y]) for y in range(VOCAB)})
+
+
+def test_residual_and_pick() -> None:
+    assert residual(np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.6, 0.2])).tolist() == [1, 0, 0]
+    assert residual(P, P) is P
+    p = np.array([0.0, 0.25, 0.0, 0.75, 0.0])
+    assert [pick(p, u) for u in (1e-9, 0.2499, 0.2501, 1 - 1e-16, 1.0)] == [1, 1, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("spread", "best", "shared", "independent"), [(0.3, 0.90, 0.87, 0.18), (0.7, 0.76, 0.72, 0.17), (1.5, 0.54, 0.48, 0.14)]
+)
+def test_shared_noise_recovers_nearly_what_rejection_sampling_gains(spread: float, best: float, shared: float, independent: float) -> None:
+    """The figures of docs/architecture.md: chances that a draw of the draft survives, for a draft that is the target and some noise."""
+    rng, rows = np.random.default_rng(0), 10_000
+    target = rng.normal(0, 2, (rows, 50)).astype(np.float32)
+    draft = (target + rng.normal(0, spread, target.shape)).astype(np.float32)
+    p, q = softmax(target), softmax(draft)
+    samplers = [[Sampler(50, [], seed=1) for _ in range(rows)] for _ in range(2)]
+    drawn = [
+        [token for token, _ in _native.draw_all(POOL, logits, [(sampler, i, i, -1) for i, sampler in enumerate(mine)])]
+        for logits, mine in zip((target, draft), samplers, strict=True)
+    ]
+    assert np.minimum(p, q).sum(axis=1).mean() == pytest.approx(best, abs=0.01)
+    assert np.equal(*drawn).mean() == pytest.approx(shared, abs=0.015)
+    assert (p * q).sum(axis=1).mean() == pytest.approx(independent, abs=0.01)
+
+
+def test_a_guess_without_probabilities_was_certain() -> None:
+    """So a plain draw decides, and a step has the probabilities of a draw and a descent."""
+    sampler, logits = Sampler(VOCAB, [], seed=3), np.stack([TARGET, AFTER[2], AFTER[4]])
+    for position in range(50):
+        one = Descent(Commit(0, [], [], []), sampler.clone(0), Guess([], []), 0, position, 1)
+        tree = Descent(Commit(1, [], [], []), sampler.clone(0), Guess([2, 4], [-1, -1]), 0, position, 1)
+        assert reject([one, tree], logits, POOL) == set()
+        assert tree.commit.tokens[0] == one.commit.tokens[0] and tree.commit.logprobs[0] == one.commit.logprobs[0]
+        assert tree.commit.path == {2: [0], 4: [1]}.get(one.commit.tokens[0], [])
+
+
+def test_logits_that_are_not_finite_fail_their_own_branch() -> None:
+    logits = np.stack([TARGET, np.full(VOCAB, np.nan, np.float32)])
+    descents = [Descent(Commit(i, [], [], []), Sampler(VOCAB, []), Guess([], []), i, 0, -1) for i in range(2)]
+    assert reject(descents, logits, POOL) == {1}
+    assert len(descents[0].commit.tokens) == 1

@@ -1,0 +1,64 @@
+"""Programs beside a program: the same numbers as alone, with one copy of weights, KV and threads."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from headrace.backend import compile_program
+from headrace.batch import StepRows
+from headrace.config import KvConfig
+from headrace.model import trace_model
+from headrace.quant.formats import StoredTensor
+from tests.backend.test_cpu_program import BLOCKS, random_steps
+from tests.tiny import tiny_model
+
+KV = KvConfig(BLOCKS, 32, "f32")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("format", ["F32", "Q4_0"])
+def test_first_layers(backend: str, format: str) -> None:
+    """They see the KV that the whole program wrote, and write what it would."""
+    spec, tensors = tiny_model(7, layers=3, format=format)
+    short_spec = replace(spec, num_layers=2)
+    whole = compile_program(backend, trace_model(spec, tensors), tensors, KV, 1)
+    short = whole.beside(trace_model(short_spec, tensors), tensors)
+    alone = compile_program(backend, trace_model(short_spec, tensors), tensors, KV, 1)
+    for i, batch in enumerate(random_steps(np.random.default_rng(0), spec.vocab_size, trees=True)):
+        expected = alone.run(batch).logits.copy()
+        if i % 2:
+            assert np.array_equal(short.run(batch).logits, expected)
+        before = whole.run(batch).logits.copy()
+        assert np.array_equal(short.run(batch).logits, expected)
+        assert np.array_equal(whole.run(batch).logits, before)
+
+
+def test_weights_are_there_once() -> None:
+    spec, tensors = tiny_model(7, layers=3)
+    whole = compile_program("cpu", trace_model(spec, tensors), tensors, KV, 1)
+    before = whole.plan.weight_bytes  # type: ignore[attr-defined]
+    short = whole.beside(trace_model(replace(spec, num_layers=1), tensors), dict[str, StoredTensor]())
+    assert short.plan is whole.plan and whole.plan.weight_bytes == before  # type: ignore[attr-defined]
+    assert short.pool is whole.pool
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_hidden_rows_are_those_before_the_head_and_change_nothing(backend: str) -> None:
+    spec, tensors = tiny_model(8)
+    program = trace_model(spec, tensors)
+    plain, keeping = (compile_program(backend, p, tensors, KV, 1) for p in (program, program.keeping_hidden()))
+    for batch in random_steps(np.random.default_rng(1), spec.vocab_size, trees=False):
+        rows: StepRows = keeping.run(batch)
+        assert rows.hidden is not None and rows.hidden.shape == (len(batch.logit_rows), spec.dim)
+        expected = plain.run(batch)
+        assert expected.hidden is None and np.array_equal(rows.logits, expected.logits)
+        np.testing.assert_allclose(rows.hidden @ tensors["head"].dequantise().T, rows.logits, rtol=0.02, atol=0.1)
+
+
+def test_input_rows_must_fit() -> None:
+    spec, tensors = tiny_model(8)
+    whole = compile_program("cpu", trace_model(spec, tensors), tensors, KV, 1)
+    batch = next(iter(random_steps(np.random.default_rng(1), spec.vocab_size, trees=False)))
+    with pytest.raises(ValueError, match="has input rows, or none"):
+        whole.run(batch._replace(inputs=np.zeros((len(batch.tokens), spec.dim), np.float32)))

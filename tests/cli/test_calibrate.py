@@ -1,0 +1,70 @@
+"""`headrace calibrate` on a tiny model whose last layers do nothing, so that what is right is known."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.cli.main import main
+from tests.checkpoint.conftest import SHAPE, write_gguf  # noqa: F401 - a fixture
+
+
+@pytest.fixture
+def model(write_gguf: Any) -> Path:  # noqa: F811
+    """Three layers, of which the second changes a little and the third nothing."""
+    rng, dim, ffn = np.random.default_rng(0), SHAPE["dim"], SHAPE["ffn"]
+    kv = SHAPE["kv_heads"] * SHAPE["head_dim"]
+    shapes = {"attn_norm": (dim,), "ffn_norm": (dim,), "attn_q": (dim, dim), "attn_k": (kv, dim), "attn_v": (kv, dim)}
+    shapes |= {"attn_output": (dim, dim), "ffn_gate": (ffn, dim), "ffn_up": (ffn, dim), "ffn_down": (dim, ffn)}
+    added = {f"blk.2.{name}.weight": rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    for name in ("attn_output", "ffn_down"):
+        added[f"blk.2.{name}.weight"] *= 0
+    path: Path = write_gguf({"llama.block_count": 3}, added)
+    return path
+
+
+QUICK = ("--tokens", "48", "--depth", "3", "--prompt", "hello")
+
+
+def test_layers_that_do_nothing_are_found(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", str(model), "--layers", "1,2", "--json", *QUICK]) == 0
+    report = json.loads(capsys.readouterr().out)
+    one, two = report["candidates"]
+    assert (one["name"], two["name"]) == ("1 of 3 layers", "2 of 3 layers")
+    assert one["acceptance"] < two["acceptance"] == 1
+    assert two["tokens"] == two["depth"] + 1 and len(two["target_seconds"]) == 4 and two["draft_seconds"] > 0
+    if trial := report["trial"]:  # whether it pays on so small a model depends on the machine
+        assert trial["options"]["proposer"] == "self_draft" and trial["tokens_per_step"] > 1
+
+
+def test_a_draft_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", str(model), "--draft", str(model), *QUICK]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].split()[:2] == [str(model), "100%"]
+    assert "measured" in out or "None of these pays here" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--layers", "0"), "is not a list of numbers"),
+        (("--layers", "3", "--tokens", "16"), "--layers has 3, and of this model's 3 layers 1 to 2 can draft"),
+        (("--tokens", "4"), "--tokens must be at least 16"),
+        (("--tokens", "4000"), "the model's context ends at 256"),
+    ],
+)
+def test_refused(model: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["calibrate", str(model), *words])
+    except SystemExit as exit:
+        code = int(exit.code or 0)
+    assert code == 2 and message in capsys.readouterr().err
+
+
+def test_the_trial_runs(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("headrace.cli.calibrate._LEAST_GAIN", 0.0)
+    assert main(["calibrate", str(model), "--layers", "2", *QUICK]) == 0
+    out = capsys.readouterr().out
+    assert "2 of 3 layers, measured:" in out and "Suggestion: proposer='self_draft', draft_layers=2, draft_depth=" in out

@@ -1,0 +1,80 @@
+"""Engines over tiny models with everything that a model can guess with: shared by the tests of drafting."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from headrace.backend import Executable, compile_program
+from headrace.batch import Proposer
+from headrace.config import KvConfig, KvDtype
+from headrace.engine.engine import Engine
+from headrace.kv.blocks import BlockPool
+from headrace.model import trace_model
+from headrace.model.spec import ModelSpec
+from headrace.program.trace import trace
+from headrace.propose.draft_model import DraftModel
+from headrace.propose.medusa import Medusa, head_forward
+from headrace.propose.self_draft import SelfDraft
+from headrace.quant.formats import FORMATS, StoredTensor
+from tests.tiny import BLOCK_SIZE, Tensors, tiny_engine
+
+Model = tuple[ModelSpec, Tensors]
+
+
+def draft_engine(
+    model: Model,
+    how: str,
+    backend: str = "cpu",
+    *,
+    draft: Model | None = None,
+    layers: int = 1,
+    depth: int = 4,
+    width: int = 1,
+    slots: int = 256,
+    draft_slots: int = 0,
+    longest: int = 0,
+    kv_dtype: KvDtype = "f32",
+    **config: Any,
+) -> tuple[Engine, Proposer]:
+    """An engine that guesses by `how`, a proposer's name, with the model itself as its draft unless there is another."""
+    spec, tensors = model
+    size = BLOCK_SIZE[backend]
+    kv = KvConfig(-(-slots // size), size, kv_dtype)
+    program = trace_model(spec, tensors)
+    target = compile_program(backend, program.keeping_hidden() if how == "medusa" else program, tensors, kv, config.get("threads", 1))
+    probabilities = config.get("acceptance") == "rejection"
+    proposer: Proposer
+    if how == "draft_model":
+        draft_spec, draft_tensors = draft or model
+        own = replace(kv, num_blocks=-(-draft_slots // size) or kv.num_blocks)
+        compiled = compile_program(backend, trace_model(draft_spec, draft_tensors), draft_tensors, own, target.pool)
+        pool = BlockPool(own.num_blocks, size)
+        proposer = DraftModel(compiled, pool, longest or spec.max_context, depth, width, probabilities=probabilities)
+    elif how == "self_draft":
+        short = trace_model(replace(spec, num_layers=layers, windows=spec.windows[:layers]), tensors)
+        proposer = SelfDraft(target.beside(short, tensors), size, depth, width, probabilities=probabilities)
+    else:
+        proposer = Medusa(medusa_heads(target, spec, depth), depth, width)
+    engine = tiny_engine(model, backend, proposer=proposer, executable=target, slots=slots, kv_dtype=kv_dtype, **config)
+    return engine, proposer
+
+
+def medusa_heads(target: Executable, spec: ModelSpec, count: int, seed: int = 0) -> list[Executable]:
+    """Random heads, compiled beside the model."""
+    tensors = head_tensors(spec, count, seed)
+    programs = [trace(lambda g, i=i: head_forward(i, spec.dim, spec.vocab_size, g), tensors) for i in range(count)]  # type: ignore[misc]
+    return [target.beside(program, tensors) for program in programs]
+
+
+def head_tensors(spec: ModelSpec, count: int, seed: int = 0) -> Tensors:
+    """Random heads under our names."""
+    rng = np.random.default_rng(seed)
+    shapes = {"0.linear.weight": (spec.dim, spec.dim), "0.linear.bias": (spec.dim,), "1.weight": (spec.vocab_size, spec.dim)}
+    tensors = {}
+    for i in range(count):
+        for part, shape in shapes.items():
+            values = rng.normal(0, 0.3, shape).astype(np.float32)
+            name = f"medusa.{i}.{part}"
+            tensors[name] = StoredTensor(name, FORMATS["F32"], shape, values.view(np.uint8).reshape(-1))
+    return tensors

@@ -1,0 +1,151 @@
+"""Models that guess: right models are always right, wrong ones cost little, and what they hold they give back."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.kv.blocks import BlockPool
+from headrace.propose.draft_model import DraftModel
+from headrace.request import SamplingParams
+from tests.accept.test_rejection import is_drawn_from, softmax
+from tests.drafting import draft_engine
+from tests.engine.test_machine_drafts import HalfRight
+from tests.engine.test_promise import same
+from tests.engine.toy import VOCAB, toy_engine, toy_logits
+from tests.tiny import run_all, tiny_engine, tiny_model
+
+MODEL = tiny_model(3, layers=3)
+OTHER = tiny_model(99, layers=1)
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=40)
+PENALISED = SamplingParams(seed=6, presence_penalty=0.7, repetition_penalty=1.2, logit_bias={3: 2.0}, min_tokens=9, max_tokens=40)
+SEVERAL = SamplingParams(n=3, seed=7, max_tokens=30)
+PROMPTS = [[7, 8, 9, 7, 8], [3], list(range(40))]
+ALL_LAYERS = {"draft_model": {}, "self_draft": {"layers": 3}}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("how", ALL_LAYERS)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED, SEVERAL], ids=["greedy", "sampled", "penalised", "n"])
+def test_the_model_itself_is_always_right(backend: str, how: str, params: SamplingParams) -> None:
+    requests = [(prompt, params) for prompt in PROMPTS]
+    plain = run_all(tiny_engine(MODEL, backend, kv_dtype="f32"), requests)
+    engine, _ = draft_engine(MODEL, how, backend, **ALL_LAYERS[how])
+    for one, other in zip(run_all(engine, requests), plain, strict=True):
+        same(one, other, exact=backend == "cpu")
+    stats = engine.stats()
+    assert stats.guessed == stats.accepted > 3 * stats.steps  # of 4 guesses for each branch
+    assert stats.proposer_failures == 0
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_fewer_layers_are_sometimes_right(width: int) -> None:
+    engine, _ = draft_engine(MODEL, "self_draft", layers=2, width=width)
+    run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS])
+    stats = engine.stats()
+    assert 0 < stats.accepted < stats.guessed
+
+
+def test_siblings_of_guesses_are_right_more_often() -> None:
+    """What the draft's likeliest tokens miss its next likeliest may hit."""
+    accepted = []
+    for width in (1, 4):
+        engine, _ = draft_engine(MODEL, "draft_model", draft=OTHER, width=width, depth=2)
+        run_all(engine, [(prompt, SAMPLED) for prompt in PROMPTS])
+        accepted.append(engine.stats().accepted)
+    assert accepted[0] < accepted[1]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_wrong_model_costs_no_step(params: SamplingParams) -> None:
+    """A draft without anything in common with the model: as many steps as without it at most."""
+    requests = [(prompt, params) for prompt in PROMPTS]
+    plain = tiny_engine(MODEL, "cpu", kv_dtype="f32")
+    expected = run_all(plain, requests)
+    engine, _ = draft_engine(MODEL, "draft_model", draft=OTHER)
+    for one, other in zip(run_all(engine, requests), expected, strict=True):
+        same(one, other, exact=True)
+    stats = engine.stats()
+    assert stats.accepted < 0.3 * stats.guessed
+    assert stats.steps <= plain.stats().steps
+
+
+@pytest.mark.parametrize("draft_slots", [64, 0])
+def test_what_a_draft_holds_it_gives_back(draft_slots: int) -> None:
+    engine, proposer = draft_engine(MODEL, "draft_model", slots=160, draft_slots=draft_slots, max_num_seqs=4, max_step_rows=16)
+    assert isinstance(proposer, DraftModel)
+    lowest = proposer.pool.num_free
+    for prompt, params in [*((p, SEVERAL) for p in PROMPTS), *((p, GREEDY) for p in PROMPTS)]:
+        engine.add_request(prompt, params)
+    aborted = engine.add_request([1, 2, 3], GREEDY)
+    while engine.has_work:
+        engine.step()
+        lowest = min(lowest, proposer.pool.num_free)
+        if engine.stats().steps == 40:
+            engine.abort(aborted)
+    assert lowest < proposer.pool.num_blocks
+    assert proposer.pool.num_free == proposer.pool.num_blocks
+    stats = engine.stats()
+    assert stats.accepted > 0 and stats.proposer_failures == 0
+
+
+def test_a_draft_may_be_made_for_shorter_texts() -> None:
+    engine, _ = draft_engine(MODEL, "draft_model", longest=20)
+    (result,) = run_all(engine, [([5], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))])
+    stats = engine.stats()
+    assert stats.guessed == stats.accepted and 10 < stats.accepted < 20
+    assert len(result.outputs[0].token_ids) == 60
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("how", ["self_draft", "medusa"])
+def test_typical_acceptance_of_trees(how: str, width: int) -> None:
+    """Greedy it loses nothing; sampled it takes guesses that a draw would not have given."""
+    requests = [(prompt, GREEDY) for prompt in PROMPTS]
+    plain = run_all(tiny_engine(MODEL, "cpu", kv_dtype="f32"), requests)
+    accepted = []
+    for acceptance in ("descend", "typical"):
+        engine, _ = draft_engine(MODEL, how, layers=2, width=width, depth=2, acceptance=acceptance)
+        for one, other in zip(run_all(engine, requests), plain, strict=True):
+            same(one, other, exact=True)
+        run_all(engine, [(prompt, SAMPLED) for prompt in PROMPTS])
+        stats = engine.stats()
+        accepted.append(stats.accepted)
+        assert stats.proposer_failures == 0 and stats.blocks_free == stats.blocks_total
+    assert accepted[0] < accepted[1]
+
+
+@pytest.mark.parametrize(("how", "options"), [("draft_model", {}), ("self_draft", {"layers": 3})])
+@pytest.mark.parametrize("acceptance", ["rejection", "typical"])
+def test_other_rules_of_acceptance(how: str, options: dict[str, Any], acceptance: str) -> None:
+    """The model as its own draft: q is p, and every guess survives; greedy tokens are those of plain decoding under any rule."""
+    requests = [(prompt, GREEDY) for prompt in PROMPTS]
+    plain = run_all(tiny_engine(MODEL, "cpu", kv_dtype="f32"), requests)
+    engine, _ = draft_engine(MODEL, how, acceptance=acceptance, **options)
+    for one, other in zip(run_all(engine, requests), plain, strict=True):
+        same(one, other, exact=True)
+    if acceptance == "rejection":
+        run_all(engine, [(prompt, params) for prompt in PROMPTS for params in (SAMPLED, PENALISED, SEVERAL)])
+    stats = engine.stats()
+    assert stats.guessed == stats.accepted > 0 and stats.proposer_failures == 0
+
+
+def test_rejection_in_the_engine_keeps_the_distribution() -> None:
+    """The second and third token of many short texts, over several steps, with a draft that is wrong about half of them."""
+    draft = DraftModel(HalfRight(4), BlockPool(400, 4), 40, 3, 1, probabilities=True)
+    engine = toy_engine(num_blocks=400, proposer=draft, acceptance="rejection")
+    results = run_all(engine, [([1], SamplingParams(max_tokens=5)) for _ in range(5000)])
+    after = [softmax(toy_logits([1, first])) for first in range(VOCAB)]
+    first = softmax(toy_logits([1]))
+    second = {(t,): float(sum(first[x] * after[x][t] for x in range(VOCAB))) for t in range(VOCAB)}
+    third = np.zeros(VOCAB)
+    for x in range(VOCAB):
+        for y in range(VOCAB):
+            third += first[x] * after[x][y] * softmax(toy_logits([1, x, y]))
+    tokens = [result.outputs[0].token_ids for result in results]
+    assert is_drawn_from(Counter((t[1],) for t in tokens), second)
+    assert is_drawn_from(Counter((t[2],) for t in tokens), {(t,): float(p) for t, p in enumerate(third)})
+    stats = engine.stats()
+    assert 0.2 < stats.accepted / stats.guessed < 0.9 and stats.proposer_failures == 0

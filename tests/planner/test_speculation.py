@@ -1,0 +1,90 @@
+"""Tokens per step and speed of guessing ahead, against published values, against each other, and against the engine."""
+
+import zlib
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headrace.batch import BranchView, Commit, Guess, RaggedBatch, StepRows
+from headrace.kv.blocks import BlockPool
+from headrace.planner.speculation import Costs, best_gain, expected_tokens, gain, simulated_tokens
+from headrace.propose.draft_model import DraftModel
+from headrace.request import SamplingParams
+from tests.engine.toy import ToyExecutable, toy_engine
+from tests.tiny import run_all
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "depth", "tokens"),
+    [(0.7, 4, 2.77), (0.8, 4, 3.36), (0.9, 4, 4.10), (0.7, 8, 3.20), (0.8, 8, 4.33), (0.9, 8, 6.13), (0, 5, 1), (1, 5, 6), (0.5, 0, 1)],
+)
+def test_expected_tokens(acceptance: float, depth: int, tokens: float) -> None:
+    assert expected_tokens(acceptance, depth) == pytest.approx(tokens, abs=0.005)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("depth", [1, 4, 8])
+def test_the_simulation_agrees(acceptance: float, depth: int) -> None:
+    assert simulated_tokens([acceptance] * depth, 40_000) == pytest.approx(expected_tokens(acceptance, depth), rel=0.02)
+
+
+def test_the_simulation_takes_a_chance_for_each_depth() -> None:
+    assert simulated_tokens([1.0, 1.0, 0.0, 1.0], 10) == 3
+    assert simulated_tokens([], 10) == 1
+
+
+def test_gain() -> None:
+    """Leviathan et al. 2023: (1 - a^(K+1)) / ((1 - a)(c K + 1)) where more rows cost the target nothing."""
+    assert gain(0.8, 5, Costs([1.0] * 6, 0.05)).speedup == pytest.approx((1 - 0.8**6) / (0.2 * 1.25))
+    assert gain(0.8, 2, Costs([2.0, 2.5, 3.0], 0.5)).speedup == pytest.approx(2.44 * 2 / 4)
+    assert gain(0.0, 1, Costs([1.0, 1.0], 0.0)).speedup == 1
+
+
+def test_the_best_depth_grows_with_acceptance_and_shrinks_with_cost() -> None:
+    depths = [best_gain(acceptance, Costs([1.0] * 17, 0.1)).depth for acceptance in (0.2, 0.5, 0.8, 0.95)]
+    assert depths == sorted(depths) and depths[0] == 1 and depths[-1] > 8
+    assert best_gain(0.8, Costs([1.0] * 17, 0.5)).depth < best_gain(0.8, Costs([1.0] * 17, 0.1)).depth
+    assert best_gain(0.8, Costs([1 + 0.5 * rows for rows in range(9)], 0.1)).depth == 1
+
+
+class OftenRight(ToyExecutable):
+    """The toy model, turned upside down after one text in four."""
+
+    def _logits(self, batch: RaggedBatch, branch: int, row: int) -> NDArray[np.float32]:
+        logits = super()._logits(batch, branch, row)
+        return -logits if zlib.crc32(logits.tobytes()) % 4 == 0 else logits
+
+
+class Watched(DraftModel):
+    """Counts what becomes of guesses, depth by depth."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(OftenRight(4), BlockPool(64, 4), 40, depth, 1, probabilities=False)
+        self.paths: list[int] = []
+        self._full: list[int] = []
+
+    def propose(self, branches: list[BranchView], room: list[int]) -> list[Guess]:
+        guesses = super().propose(branches, room)
+        self._full = [len(guess.tokens) for guess in guesses]
+        return guesses
+
+    def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:
+        self.paths += [len(commit.path) for commit in commits if self._full == [self.max_nodes]]
+        self._full = []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("depth", [2, 4])
+def test_the_engine_agrees(depth: int, temperature: float) -> None:
+    """Tokens per step as they come, and as they follow from how often a guess was right after right ones."""
+    proposer = Watched(depth)
+    engine = toy_engine(proposer=proposer, max_num_seqs=1)
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=36) for i in range(60)]
+    run_all(engine, [([i % 23, i // 23], p) for i, p in enumerate(params)])
+    right = sum(proposer.paths)
+    acceptance = right / (right + sum(path < depth for path in proposer.paths))
+    measured = 1 + right / len(proposer.paths)
+    assert len(proposer.paths) > 300 and 0.6 < acceptance < 0.9
+    assert measured == pytest.approx(expected_tokens(acceptance, depth), rel=0.05)
+    assert measured == pytest.approx(simulated_tokens([acceptance] * depth, 20_000), rel=0.06)

@@ -1,0 +1,97 @@
+"""Medusa heads: their equations, their tree, and that heads which fit the model are right."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headrace.batch import Commit, StepRows
+from headrace.config import KvConfig
+from headrace.program.trace import trace
+from headrace.propose.medusa import Medusa, _input_rows, head_forward, static_tree
+from headrace.quant.formats import FORMATS, StoredTensor
+from headrace.request import SamplingParams
+from tests.drafting import draft_engine, head_tensors, medusa_heads
+from tests.tiny import BLOCK_SIZE, run_all, tiny_engine, tiny_executable, tiny_model
+
+MODEL = tiny_model(4)
+SPEC = MODEL[0]
+GREEDY = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+
+
+class Watcher:
+    """Keeps the hidden row of every token that was drawn."""
+
+    max_nodes = 0
+
+    def __init__(self) -> None:
+        self.hidden: list[NDArray[np.float32]] = []
+
+    def propose(self, branches: list[Any], room: list[int]) -> list[Any]:
+        return []
+
+    def observe(self, branches: list[Any], commits: list[Commit], rows: StepRows) -> None:
+        assert rows.hidden is not None
+        self.hidden += [rows.hidden[commit.last_row].copy() for commit in commits if commit.tokens]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_the_equations(backend: str) -> None:
+    target = tiny_executable(MODEL, backend, KvConfig(2, BLOCK_SIZE[backend], "f32"))
+    x = np.random.default_rng(0).normal(0, 1, (5, SPEC.dim)).astype(np.float32)
+    tensors = head_tensors(SPEC, 2)
+    for i, head in enumerate(medusa_heads(target, SPEC, 2)):
+        w, b, out = (tensors[f"medusa.{i}.{name}"].dequantise() for name in ("0.linear.weight", "0.linear.bias", "1.weight"))
+        mixed = x @ w.T + b
+        expected = (x + mixed / (1 + np.exp(-mixed))) @ out.T
+        np.testing.assert_allclose(head.run(_input_rows(x)).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_heads_that_fit_the_model_are_right() -> None:
+    """Fitted by least squares to the model's own output; W = 0, so that a head is linear in the hidden row."""
+    watcher = Watcher()
+    target = tiny_executable(MODEL, "cpu", KvConfig(8, 32, "f32"))
+    hidden_program = target.program.keeping_hidden()
+    engine = tiny_engine(MODEL, "cpu", proposer=watcher, executable=target.beside(hidden_program, MODEL[1]), kv_dtype="f32")
+    (plain,) = run_all(engine, [([1, 2, 3], GREEDY)])
+    output = plain.outputs[0].token_ids
+    tensors = head_tensors(SPEC, 2)
+    for i in range(2):
+        ahead = np.array(output[i + 1 :])
+        weights = np.linalg.lstsq(np.array(watcher.hidden[: len(ahead)]), np.eye(SPEC.vocab_size)[ahead], rcond=1e-4)[0]
+        fitted = {"0.linear.weight": np.zeros((SPEC.dim, SPEC.dim)), "0.linear.bias": np.zeros(SPEC.dim), "1.weight": weights.T}
+        for part, values in fitted.items():
+            name = f"medusa.{i}.{part}"
+            data = np.ascontiguousarray(values, np.float32).view(np.uint8).reshape(-1)
+            tensors[name] = StoredTensor(name, FORMATS["F32"], values.shape, data)
+    guessing = target.beside(hidden_program, MODEL[1])
+    heads = [guessing.beside(trace(lambda g, i=i: head_forward(i, SPEC.dim, SPEC.vocab_size, g), tensors), tensors) for i in range(2)]
+    engine = tiny_engine(MODEL, "cpu", proposer=Medusa(heads, 2, 2), executable=guessing, kv_dtype="f32")
+    (result,) = run_all(engine, [([1, 2, 3], GREEDY)])
+    assert result.outputs[0].token_ids == output
+    stats = engine.stats()
+    assert stats.accepted > 0.5 * stats.steps and stats.proposer_failures == 0
+
+
+def test_the_tree_takes_the_likeliest_paths() -> None:
+    assert static_tree(3, 4) == [(0,), (0, 0), (1,), (0, 0, 0)]
+    for heads, nodes in ((1, 4), (4, 30)):
+        tree = static_tree(heads, nodes)
+        assert len(set(tree)) == len(tree) == nodes
+        assert all(len(path) <= heads and (len(path) == 1 or path[:-1] in tree[:i]) for i, path in enumerate(tree))
+    assert static_tree(0, 5) == []
+
+
+def test_what_is_kept_of_another_length_is_no_guess() -> None:
+    """A branch that went on without being observed, as after a fork, has no row to ask."""
+    engine, proposer = draft_engine(MODEL, "medusa", width=2)
+    assert isinstance(proposer, Medusa)
+    engine.add_request([1, 2], GREEDY)
+    engine.step()
+    (branch,) = engine._scheduler.running
+    assert proposer.propose([branch], [4])[0].tokens
+    branch.known.append(1)
+    assert not proposer.propose([branch], [4])[0].tokens
+    branch.known.pop()
+    engine.close()
