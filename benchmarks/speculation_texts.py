@@ -41,13 +41,30 @@ def edit(rng: random.Random) -> str:
             f"Rename `best` to `found` in this Python code. Give the complete code back and do not change read_{thing}s.",
         ]
     )
-    return (
-        f"{task}\n\n```python\ndef read_{thing}s(path):\n    {thing}s = []\n    with open(path) as file:\n        for line in file:\n"
-        f'            {field}, value = line.split(",")\n            {thing}s.append(({field}, float(value)))\n    return {thing}s\n\n\n'
-        f"def mean_{thing}({thing}s):\n    total = 0.0\n    for {field}, value in {thing}s:\n        total += value\n"
-        f"    return total / len({thing}s)\n\n\ndef highest_{thing}({thing}s):\n    best = {thing}s[0]\n    for {field}, value in {thing}s:\n"
-        f"        if value > best[1]:\n            best = ({field}, value)\n    return best\n```"
-    )
+    code = f"""def read_{thing}s(path):
+    {thing}s = []
+    with open(path) as file:
+        for line in file.readlines()[{rng.randint(1, 9)}:]:
+            {field}, value = line.split(",")
+            {thing}s.append(({field}, float(value)))
+    return {thing}s
+
+
+def mean_{thing}({thing}s):
+    total = 0.0
+    for {field}, value in {thing}s:
+        total += value
+    return total / len({thing}s)
+
+
+def highest_{thing}({thing}s):
+    best = {thing}s[0]
+    for {field}, value in {thing}s:
+        if value > best[1]:
+            best = ({field}, value)
+    return best
+"""
+    return f"{task}\n\n```python\n{code}```"
 
 
 def transform(rng: random.Random) -> str:
@@ -59,10 +76,10 @@ def transform(rng: random.Random) -> str:
             'Copy this JSON, but leave out "open".',
         ]
     )
-    rows = [
-        f'  {{"station": "{name}", "river": "{rng.choice(_RIVERS)}", "level_cm": {rng.randint(40, 400)}, "open": {rng.choice(["true", "false"])}}}'
-        for name in rng.sample(_NAMES, 5)
-    ]
+    rows = []
+    for name in rng.sample(_NAMES, 5):
+        river, level, is_open = rng.choice(_RIVERS), rng.randint(40, 400), rng.choice(["true", "false"])
+        rows.append(f'  {{"station": "{name}", "river": "{river}", "level_cm": {level}, "open": {is_open}}}')
     return f"{task}\n\n```json\n[\n" + ",\n".join(rows) + "\n]\n```"
 
 

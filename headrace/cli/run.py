@@ -45,7 +45,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; 0: as many as may be used")
     engine.add_argument("--kv-dtype", choices=get_args(KvDtype), default=EngineConfig.kv_dtype, help="number format of keys and values")
     engine.add_argument("--max-model-len", type=int, default=0, metavar="N", help="longest conversation in tokens; 0: all the model can")
-    engine.add_argument("--proposer", default="off", metavar="NAME", help="guess ahead: off or ngram; never changes a token")
+    engine.add_argument(
+        "--proposer",
+        default="off",
+        metavar="NAME",
+        help="guess ahead: off, auto, ngram, online, ...; never changes a token",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -89,7 +89,7 @@ class Guessing:
         controller = self._controller
         if controller:
             num_drawing = sum(part.draws for part in parts)
-            controller.begin(sum(part.forced for part in parts), num_drawing, sum(part.room for part in guessing))
+            controller.begin(sum(part.forced for part in parts), num_drawing)
         best: dict[Branch, Offer] = {}
         seconds: dict[str, float] = {}
         for name, guard in self._guards.items():
