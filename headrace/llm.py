@@ -27,6 +27,7 @@ Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`"""
 
 _CHOICES = {"backend": BACKENDS, "kv_dtype": get_args(KvDtype), "proposer": PROPOSERS}
+_FLAGS = ("guess_control",)
 _BOUNDS = {  # option: least, most
     "threads": (0, 1024),
     "kv_blocks": (0, 2**26),
@@ -56,6 +57,9 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     for name in options.keys() & _CHOICES.keys():
         if options[name] not in _CHOICES[name]:
             raise RequestError(f"{name} must be one of {', '.join(_CHOICES[name])}, not {options[name]!r}")
+    for name in options.keys() & set(_FLAGS):
+        if not isinstance(options[name], bool):
+            raise RequestError(f"{name} must be true or false, not {options[name]!r}")
     return EngineConfig(**checked)
 
 

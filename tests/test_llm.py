@@ -261,6 +261,8 @@ class TestOptions:
             ({"max_modle_len": 5}, "unknown option 'max_modle_len'; did you mean max_model_len?"),
             ({"backend": "cuda"}, "backend must be one of cpu, reference, not 'cuda'"),
             ({"proposer": "medusa"}, "proposer must be one of off, auto, ngram"),
+            ({"max_guess_nodes": 0}, "max_guess_nodes must be a whole number from 1"),
+            ({"guess_control": "no"}, "guess_control must be true or false, not 'no'"),
             ({"kv_dtype": "int3"}, "kv_dtype must be one of bf16, f32, int8, int4"),
             ({"backend": ["cpu"]}, "backend must be one of"),
             ({"max_num_seqs": 0}, "max_num_seqs must be a whole number from 1"),

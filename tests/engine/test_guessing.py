@@ -193,3 +193,23 @@ def test_a_proposer_that_hangs_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> 
     sleeper.wakes.set()
     assert tokens == expected
     assert stats.proposer_failures == 1 and 0 < stats.accepted < LENGTH
+
+
+def test_a_request_has_its_own_books() -> None:
+    engine = toy_engine(proposer=Oracle(lambda position: 0.8), max_model_len=60)
+    params = SamplingParams(temperature=0, max_tokens=40)
+    results = run_all(engine, [([1], params), ([2, 3], params), ([4], SamplingParams(temperature=0, max_tokens=1))])
+    total = engine.stats().guesses["test"]
+    first, second, third = (result.guesses for result in results)
+    assert third == {}  # the last token needs no guess
+    both = first["test"].plus(second["test"])
+    assert both[:3] == total[:3] and both.seconds_saved == pytest.approx(total.seconds_saved)
+    assert 0 < first["test"].accepted < first["test"].proposed and first != second
+
+
+def test_nodes_have_a_limit() -> None:
+    for most in (1, 3):
+        engine = toy_engine(proposer=Oracle(lambda position: 1.0), max_model_len=60, max_guess_nodes=most)
+        run_all(engine, [([1], SamplingParams(temperature=0, max_tokens=40))])
+        books = engine.stats().guesses["test"]
+        assert books.tokens_per_step == pytest.approx(1 + most, rel=0.1) and books.proposed <= most * books.steps
