@@ -1,6 +1,6 @@
 """How much to guess: as many nodes as give the most tokens per second, which is often none."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -53,6 +53,7 @@ class _Track:
 class _Method:
     """What is known of one way of guessing."""
 
+    needs_rows: bool
     acceptance: Acceptance = field(default_factory=Acceptance)
     seconds: float = 0.0
     """To ask it for one branch, and let it learn; decayed."""
@@ -62,9 +63,10 @@ class _Method:
 class Controller:
     """Weighs what guesses bring against what they cost. Timing decides how much is guessed, and never a token."""
 
-    def __init__(self, cost: StepCost, methods: Iterable[str]) -> None:
-        self._cost = cost
-        self._methods = {name: _Method() for name in methods}
+    def __init__(self, methods: Mapping[str, bool]) -> None:
+        """By the name of each way of guessing, whether it needs rows to learn."""
+        self._methods = {name: _Method(needs_rows) for name, needs_rows in methods.items()}
+        self._cost = StepCost()
         self._look_seconds = 0.0
         self._trial_seconds = 0.0
         self._num_trials = 0
@@ -80,8 +82,9 @@ class Controller:
         self._num_guessing = 0
         self._plain_every = _PLAIN_EVERY[0]
 
-    def begin(self, forced: int, num_drawing: int) -> None:
-        """A step of so many forced rows, in which some branches draw."""
+    def begin(self, cost: StepCost, forced: int, num_drawing: int) -> None:
+        """A step of so many forced rows, in which some branches draw; what such steps cost."""
+        self._cost = cost
         visits = self._cost.visits(forced)
         self._idle = visits < _FIRST_PLAIN or self._num_guessing >= min(self._plain_every, _VISITS_SPAN * visits)
         self._forced, self._extras = forced, [0.0]
@@ -153,7 +156,7 @@ class Controller:
 
     def _try(self, offers: dict[Branch, Offer], chosen: dict[Branch, list[int]]) -> None:
         """Run rows of a branch that are not expected to pay, for some steps on end, when enough time has been saved for that."""
-        idle = [branch for branch in offers if branch not in chosen]
+        idle = [b for b, offer in offers.items() if b not in chosen and self._methods[offer.method].needs_rows]
         if not idle or not self._token_seconds:
             return
         begun = [branch for branch in idle if branch.key == self._tried]

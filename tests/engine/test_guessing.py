@@ -170,6 +170,24 @@ def test_the_books_add_up() -> None:
     assert books.seconds_saved == pytest.approx(plain - seconds, rel=0.25, abs=0.02)
 
 
+class Learner(Oracle):
+    """Is right only where its last guess was in the step."""
+
+    needs_rows = True
+
+    def __init__(self) -> None:
+        super().__init__(lambda position: float(self.ran))
+        self.ran = False
+
+    def observe(self, branches: list[Any], commits: list[Commit], rows: StepRows) -> None:
+        self.ran = any(commit.guess.tokens for commit in commits)
+
+
+def test_what_learns_from_rows_is_given_some() -> None:
+    _, stats, _ = serve(STEP_MS["memory alone"], lambda clock: {"learner": Learner()})
+    assert stats.accepted > LENGTH
+
+
 class Sleeper(Oracle):
     """Hangs once it has been asked a few times."""
 
