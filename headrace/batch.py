@@ -105,7 +105,8 @@ class Proposer(Protocol):
     """A way of guessing. Guesses may be wrong in any way; they never change a token.
 
     One that has an attribute `bounded`, which is true, promises to be quick and is called in the engine's thread; any other
-    is called in a thread of its own, and left behind if it hangs.
+    is called in a thread of its own, and left behind if it hangs. One with `needs_rows` learns from the rows of its guesses,
+    and is given some now and then even if they are not expected to pay.
     """
 
     max_nodes: int

@@ -35,6 +35,7 @@ _CHOICES = {
     "acceptance": get_args(Acceptance),
     "batching": tuple(SCHEDULERS),
 }
+_FLAGS = ("guess_control", "prefix_cache")
 _BOUNDS = {  # option: least, most
     "threads": (0, 1024),
     "kv_blocks": (0, 2**26),
@@ -67,11 +68,12 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
         checked[name] = integer(name, options[name], *_BOUNDS[name])
     if "target_token_ms" in options:
         checked["target_token_ms"] = number("target_token_ms", options["target_token_ms"], 0.0, 1e6)
-    if not isinstance(options.get("prefix_cache", True), bool):
-        raise RequestError(f"prefix_cache must be true or false, not {options['prefix_cache']!r}")
     for name in options.keys() & _CHOICES.keys():
         if options[name] not in _CHOICES[name]:
             raise RequestError(f"{name} must be one of {', '.join(_CHOICES[name])}, not {options[name]!r}")
+    for name in options.keys() & set(_FLAGS):
+        if not isinstance(options[name], bool):
+            raise RequestError(f"{name} must be true or false, not {options[name]!r}")
     config = EngineConfig(**checked)
     check_guessing(config)
     return config

@@ -298,6 +298,8 @@ class TestOptions:
             ({"acceptance": "typical"}, "acceptance 'typical' is about guesses, and the proposer is 'off'"),
             ({"proposer": "ngram", "acceptance": "rejection"}, "is for chains of guesses drawn by a model"),
             ({"proposer": "self_draft", "draft_layers": 1, "draft_width": 2, "acceptance": "rejection"}, "draft_width 1"),
+            ({"max_guess_nodes": 0}, "max_guess_nodes must be a whole number from 1"),
+            ({"guess_control": "no"}, "guess_control must be true or false, not 'no'"),
             ({"kv_dtype": "int3"}, "kv_dtype must be one of bf16, f32, int8, int4"),
             ({"backend": ["cpu"]}, "backend must be one of"),
             ({"max_num_seqs": 0}, "max_num_seqs must be a whole number from 1"),

@@ -1,6 +1,6 @@
 """How much to guess: as many nodes as give the most tokens per second, which is often none."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -53,53 +53,48 @@ class _Track:
 class _Method:
     """What is known of one way of guessing."""
 
+    needs_rows: bool
     acceptance: Acceptance = field(default_factory=Acceptance)
     seconds: float = 0.0
     """To ask it for one branch, and let it learn; decayed."""
     tracks: WeakKeyDictionary[Branch, _Track] = field(default_factory=WeakKeyDictionary)
 
 
-class _Step(NamedTuple):
-    """What a step costs with guesses, in tokens that plain decoding would give in that time."""
-
-    token_seconds: float
-    """Of plain decoding, for one branch."""
-    extra: list[float]
-    """Of so many guess rows."""
-
-
 class Controller:
     """Weighs what guesses bring against what they cost. Timing decides how much is guessed, and never a token."""
 
-    def __init__(self, cost: StepCost, methods: Iterable[str]) -> None:
-        self._cost = cost
-        self._methods = {name: _Method() for name in methods}
+    def __init__(self, methods: Mapping[str, bool]) -> None:
+        """By the name of each way of guessing, whether it needs rows to learn."""
+        self._methods = {name: _Method(needs_rows) for name, needs_rows in methods.items()}
+        self._cost = StepCost()
         self._look_seconds = 0.0
         self._trial_seconds = 0.0
         self._num_trials = 0
         self._tried: tuple[int, int] | None = None
         """Key of the branch that a trial is made on."""
-        self._step = _Step(0.0, [])
+        self._forced = 0
+        self._token_seconds = 0.0
+        """Of plain decoding, for one branch of the next step."""
+        self._extras = [0.0]
+        """What so many guess rows cost in it, in tokens that plain decoding would give in that time; as far as was asked."""
         self._idle = True
         """Whether the next step is a plain one, whatever is offered."""
         self._num_guessing = 0
         self._plain_every = _PLAIN_EVERY[0]
 
-    def begin(self, forced: int, num_drawing: int, most_nodes: int) -> None:
-        """A step of so many forced rows, in which some branches draw."""
+    def begin(self, cost: StepCost, forced: int, num_drawing: int) -> None:
+        """A step of so many forced rows, in which some branches draw; what such steps cost."""
+        self._cost = cost
         visits = self._cost.visits(forced)
         self._idle = visits < _FIRST_PLAIN or self._num_guessing >= min(self._plain_every, _VISITS_SPAN * visits)
-        if visits:
-            plain, base = self._cost.seconds(num_drawing) / num_drawing, self._cost.seconds(forced)
-            self._step = _Step(plain, [(self._cost.seconds(forced + n) - base) / plain for n in range(most_nodes + 1)])
-        else:
-            self._step = _Step(0.0, [0.0] * (most_nodes + 1))
+        self._forced, self._extras = forced, [0.0]
+        self._token_seconds = self._cost.seconds(num_drawing) / num_drawing if visits else 0.0
 
     def asks(self, name: str, branch: Branch, rival: Offer | None) -> bool:
         """Whether to ask for a guess: where it should pay beyond what another has offered, or now and then."""
         method, track = self._methods[name], self._track(name, branch)
         worth = track.worth - (self._net(rival) if rival else 0.0)
-        return worth * self._step.token_seconds >= method.seconds or self._look_seconds > 0 or branch.key == self._tried
+        return worth * self._token_seconds >= method.seconds or self._look_seconds > 0 or branch.key == self._tried
 
     def offer(self, name: str, branch: Branch, guess: Guess) -> Offer:
         """The guess with its values."""
@@ -121,7 +116,6 @@ class Controller:
         self._num_guessing = 0 if self._idle else self._num_guessing
         if self._idle or not offers:
             return {}
-        extra = self._step.extra
         bundles: list[tuple[float, Branch, list[int]]] = []
         for branch, offer in offers.items():
             if offer.guess.whole:
@@ -134,9 +128,7 @@ class Controller:
         for i, (value, _, nodes) in enumerate(bundles):
             tokens += value * len(nodes)
             num_nodes += len(nodes)
-            if num_nodes >= len(extra):
-                break
-            gain = tokens / (num_drawing + extra[num_nodes])
+            gain = tokens / (num_drawing + self._extra(num_nodes))
             if gain > best:
                 best, taken = gain, i + 1
         self._plain_every = min(max(int((best - 1) / _PLAIN_SHARE), _PLAIN_EVERY[0]), _PLAIN_EVERY[1])
@@ -164,18 +156,16 @@ class Controller:
 
     def _try(self, offers: dict[Branch, Offer], chosen: dict[Branch, list[int]]) -> None:
         """Run rows of a branch that are not expected to pay, for some steps on end, when enough time has been saved for that."""
-        idle = [branch for branch in offers if branch not in chosen]
-        if not idle or not self._step.token_seconds:
+        idle = [b for b, offer in offers.items() if b not in chosen and self._methods[offer.method].needs_rows]
+        if not idle or not self._token_seconds:
             return
         begun = [branch for branch in idle if branch.key == self._tried]
         branch = begun[0] if begun else idle[self._num_trials % len(idle)]
         offer = offers[branch]
         nodes = list(range(len(offer.values) if offer.guess.whole else min(_TRIAL_NODES, len(offer.values))))
         before = sum(map(len, chosen.values()))
-        if before + len(nodes) >= len(self._step.extra):
-            return
-        tokens = self._step.extra[before + len(nodes)] - self._step.extra[before] - sum(offer.values[node] for node in nodes)
-        seconds = max(0.0, tokens * self._step.token_seconds)
+        tokens = self._extra(before + len(nodes)) - self._extra(before) - sum(offer.values[node] for node in nodes)
+        seconds = max(0.0, tokens * self._token_seconds)
         if self._trial_seconds >= seconds * (1 if begun else _TRIAL_STEPS):
             self._trial_seconds = min(self._trial_seconds, seconds * _TRIAL_STEPS) - seconds
             self._tried = branch.key
@@ -195,7 +185,10 @@ class Controller:
         return best
 
     def _extra(self, nodes: int) -> float:
-        return self._step.extra[min(nodes, len(self._step.extra) - 1)]
+        while len(self._extras) <= nodes:
+            more = self._cost.seconds(self._forced + len(self._extras)) - self._cost.seconds(self._forced)
+            self._extras.append(more / self._token_seconds if self._token_seconds else 0.0)
+        return self._extras[nodes]
 
     def _track(self, name: str, branch: Branch) -> _Track:
         method = self._methods[name]

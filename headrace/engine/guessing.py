@@ -1,5 +1,6 @@
 """Where the engine gets its guesses: it asks the proposers, decides how much of what they say to use, and keeps the books."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import NamedTuple
@@ -38,8 +39,9 @@ class Guessing:
         self.stats = {name: GuessStats() for name in proposers}
         self._guards = {name: Guard(proposer, vocab_size) for name, proposer in proposers.items()}
         self._nodes = {name: min(guard.max_nodes, config.max_guess_nodes) for name, guard in self._guards.items()}
-        self._cost = StepCost()
-        self._controller = Controller(self._cost, proposers) if config.guess_control else None
+        self._costs: defaultdict[int, StepCost] = defaultdict(StepCost)
+        """By the magnitude of the number of branches: the same rows take longer when they look back on more contexts."""
+        self._controller = Controller({n: guard.needs_rows for n, guard in self._guards.items()}) if config.guess_control else None
         self._clock = clock
         self._flight = _NOTHING
 
@@ -74,7 +76,7 @@ class Guessing:
         seconds = self._clock() - flight.started
         num_rows = sum(part.forced + len(part.guess.tokens) for part in parts)
         self._keep_books(parts, commits, flight)
-        self._cost.record(num_rows, seconds)
+        self._cost(parts).record(num_rows, seconds)
         if self._controller:
             self._controller.finish(seconds)
             for commit in commits:
@@ -90,11 +92,14 @@ class Guessing:
                 used = sum(method == name for method in flight.used.values())
                 self._controller.spend(name, flight.asked[name], self._clock() - start, used=used)
 
+    def _cost(self, parts: list[Part]) -> StepCost:
+        return self._costs[len(parts).bit_length()]
+
     def _ask(self, parts: list[Part], guessing: list[Part], flight: _Flight) -> None:
         controller = self._controller
         if controller:
             num_drawing = sum(part.draws for part in parts)
-            controller.begin(sum(part.forced for part in parts), num_drawing, sum(part.room for part in guessing))
+            controller.begin(self._cost(parts), sum(part.forced for part in parts), num_drawing)
         best: dict[Branch, Offer] = {}
         seconds: dict[str, float] = {}
         for name, guard in self._guards.items():
@@ -126,11 +131,11 @@ class Guessing:
         """Count, and estimate the time saved: that of the steps which accepted tokens spare, less that of the guess rows."""
         if not flight.used:
             return
-        forced = sum(part.forced for part in parts)
+        cost, forced = self._cost(parts), sum(part.forced for part in parts)
         num_drawing = sum(part.draws for part in parts)
         num_nodes = sum(len(part.guess.tokens) for part in parts)
-        token = self._cost.seconds(num_drawing) / num_drawing
-        row = (self._cost.seconds(forced + num_nodes) - self._cost.seconds(forced)) / num_nodes
+        token = cost.seconds(num_drawing) / num_drawing
+        row = (cost.seconds(forced + num_nodes) - cost.seconds(forced)) / num_nodes
         accepted = {commit.source: len(commit.path) for commit in commits}
         for source, part in enumerate(parts):
             if part.guess.tokens:

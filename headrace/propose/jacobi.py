@@ -13,6 +13,7 @@ class Jacobi:
     """Guesses by iteration; one look at the logits of each guess row."""
 
     bounded = True
+    needs_rows = True
 
     def __init__(self, max_nodes: int = 16) -> None:
         self.max_nodes = max_nodes

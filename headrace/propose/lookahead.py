@@ -26,6 +26,7 @@ class Lookahead:
     """Guesses by iteration, and remembers what came up."""
 
     bounded = True
+    needs_rows = True
 
     def __init__(self, max_nodes: int = 16) -> None:
         self.max_nodes = max_nodes

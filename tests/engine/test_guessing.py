@@ -170,6 +170,24 @@ def test_the_books_add_up() -> None:
     assert books.seconds_saved == pytest.approx(plain - seconds, rel=0.25, abs=0.02)
 
 
+class Learner(Oracle):
+    """Is right only where its last guess was in the step."""
+
+    needs_rows = True
+
+    def __init__(self) -> None:
+        super().__init__(lambda position: float(self.ran))
+        self.ran = False
+
+    def observe(self, branches: list[Any], commits: list[Commit], rows: StepRows) -> None:
+        self.ran = any(commit.guess.tokens for commit in commits)
+
+
+def test_what_learns_from_rows_is_given_some() -> None:
+    _, stats, _ = serve(STEP_MS["memory alone"], lambda clock: {"learner": Learner()})
+    assert stats.accepted > LENGTH
+
+
 class Sleeper(Oracle):
     """Hangs once it has been asked a few times."""
 
@@ -193,3 +211,23 @@ def test_a_proposer_that_hangs_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> 
     sleeper.wakes.set()
     assert tokens == expected
     assert stats.proposer_failures == 1 and 0 < stats.accepted < LENGTH
+
+
+def test_a_request_has_its_own_books() -> None:
+    engine = toy_engine(proposer=Oracle(lambda position: 0.8), max_model_len=60)
+    params = SamplingParams(temperature=0, max_tokens=40)
+    results = run_all(engine, [([1], params), ([2, 3], params), ([4], SamplingParams(temperature=0, max_tokens=1))])
+    total = engine.stats().guesses["test"]
+    first, second, third = (result.guesses for result in results)
+    assert third == {}  # the last token needs no guess
+    both = first["test"].plus(second["test"])
+    assert both[:3] == total[:3] and both.seconds_saved == pytest.approx(total.seconds_saved)
+    assert 0 < first["test"].accepted < first["test"].proposed and first != second
+
+
+def test_nodes_have_a_limit() -> None:
+    for most in (1, 3):
+        engine = toy_engine(proposer=Oracle(lambda position: 1.0), max_model_len=60, max_guess_nodes=most)
+        run_all(engine, [([1], SamplingParams(temperature=0, max_tokens=40))])
+        books = engine.stats().guesses["test"]
+        assert books.tokens_per_step == pytest.approx(1 + most, rel=0.1) and books.proposed <= most * books.steps

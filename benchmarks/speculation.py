@@ -1,0 +1,142 @@
+"""What guessing brings: four kinds of work with the default model, each way of guessing beside plain decoding, in turns.
+
+Every way of guessing has an engine of its own, with one copy of the model; in each round all of them answer the same new
+prompts, greedily, and a ratio is formed within the round. Output tokens per second count from the first token of the first
+answer to the end of the last. Tokens of all engines are compared: a different answer ends the program.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from speculation_texts import WORKLOADS, prompts
+
+from headrace import LLM, SamplingParams
+from headrace.request import RequestOutput
+
+METHODS = ("off", "ngram", "lookahead", "jacobi", "online", "auto")
+TOKENS_OF_SEQUENCE = 512
+_RUN = 4
+"""Tokens that an answer must have in common with its prompt to count as repeated."""
+
+
+class Turn(NamedTuple):
+    """What one engine made of one round."""
+
+    speed: float
+    """Output tokens per second."""
+    tokens: int
+    proposed: int
+    accepted: int
+    repeated: float
+    """Share of the output that its prompt has too."""
+
+
+def measure(llm: LLM, texts: list[str], max_tokens: int) -> tuple[Turn, list[list[int]]]:
+    """One turn, and the tokens of the answers."""
+    results = llm.chat([[{"role": "user", "content": text}] for text in texts], SamplingParams(temperature=0, max_tokens=max_tokens))
+    tokens = [result.outputs[0].token_ids for result in results]
+    num_tokens = sum(map(len, tokens))
+    first = min(result.timing.queue + result.timing.prefill for result in results)
+    end = max(sum((result.timing.queue, result.timing.prefill, result.timing.decode)) for result in results)
+    books = [books for result in results for books in result.guesses.values()]
+    accepted = sum(book.accepted for book in books)
+    repeated = sum(repeated_tokens(result) for result in results) / num_tokens
+    return Turn(num_tokens / (end - first), num_tokens, sum(book.proposed for book in books), accepted, repeated), tokens
+
+
+def repeated_tokens(result: RequestOutput) -> int:
+    """Output tokens that are part of a run which the prompt has."""
+    prompt, output = result.prompt_token_ids, result.outputs[0].token_ids
+    runs = {tuple(prompt[i : i + _RUN]) for i in range(len(prompt) - _RUN + 1)}
+    starts = [i for i in range(len(output) - _RUN + 1) if tuple(output[i : i + _RUN]) in runs]
+    return len({i + k for i in starts for k in range(_RUN)})
+
+
+def row(workload: str, batch: int, method: str, turns: list[Turn], plain: list[Turn]) -> dict[str, object]:
+    """A line of the result."""
+    ratios = [turn.speed / other.speed for turn, other in zip(turns, plain, strict=True)]
+    tokens, proposed, accepted = (sum(getattr(turn, name) for turn in turns) for name in ("tokens", "proposed", "accepted"))
+    return {
+        "workload": workload,
+        "batch": batch,
+        "method": method,
+        "ratio": {"median": median(ratios), "low": min(ratios), "high": max(ratios), "rounds": len(ratios)},
+        "tokens_per_second": median(turn.speed for turn in turns),
+        "tokens_per_step": tokens / max(1, tokens - accepted),
+        "proposed_per_token": proposed / tokens,
+        "acceptance": accepted / proposed if proposed else 0.0,
+        "repeated": sum(turn.repeated * turn.tokens for turn in turns) / tokens,
+    }
+
+
+def show(line: dict[str, object]) -> str:
+    ratio = line["ratio"]
+    assert isinstance(ratio, dict)
+    spread = f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
+    return (
+        f"{line['workload']:10}{line['batch']:>6}  {line['method']:10}{spread:>18}{line['tokens_per_second']:>9,.0f}"
+        f"{line['tokens_per_step']:>13.2f}{line['proposed_per_token']:>10.2f}{line['acceptance']:>12.0%}{line['repeated']:>10.0%}"
+    )
+
+
+HEADINGS = (
+    f"{'workload':10}{'batch':>6}  {'method':10}{'ratio to off':>18}{'tok/s':>9}{'tokens/step':>13}{'guessed':>10}{'acceptance':>12}"
+    f"{'repeated':>10}"
+)
+
+
+def run(engines: dict[str, LLM], workloads: Iterable[str], batches: list[int], rounds: int, max_tokens: int) -> Iterable[dict[str, object]]:
+    """The lines, as they come."""
+    variant = 0
+    for workload in workloads:
+        for batch in batches:
+            turns: dict[str, list[Turn]] = {method: [] for method in engines}
+            for turn in range(rounds + 1):  # the first round is not counted: engines learn what steps cost
+                texts = prompts(workload, variant, batch)
+                variant += batch
+                order = list(engines) if turn % 2 else list(engines)[::-1]
+                answers = {}
+                for method in order:
+                    result, answers[method] = measure(engines[method], texts, max_tokens)
+                    turns[method] += [result] if turn else []
+                if wrong := [method for method in engines if answers[method] != answers["off"]]:
+                    sys.exit(f"{', '.join(wrong)} answered otherwise than plain decoding")
+            for method in engines:
+                yield row(workload, batch, method, turns[method], turns["off"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--batches", type=lambda text: [int(word) for word in text.split(",")], default=[1, 8, 32])
+    parser.add_argument("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS), help=f"of {', '.join(WORKLOADS)}")
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS), help=f"of {', '.join(METHODS)}")
+    parser.add_argument("--json", type=Path, help="write the lines here too, as JSON")
+    parser.add_argument("--quick", action="store_true", help="little of everything: shows that it runs, and measures nothing")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.max_tokens, args.batches = 1, 12, [1, 2]
+    methods = ["off", *(method for method in args.methods if method != "off")]
+    blocks = max(args.batches) * TOKENS_OF_SEQUENCE // 32
+    engines = {method: LLM(args.model, proposer=method, threads=args.threads, kv_blocks=blocks, max_model_len=2048) for method in methods}
+    lines = []
+    print(HEADINGS, flush=True)
+    for line in run(engines, args.workloads, args.batches, args.rounds, args.max_tokens):
+        print(show(line), flush=True)
+        lines.append(line)
+    if args.json:
+        args.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for llm in engines.values():
+        llm.close()
+
+
+if __name__ == "__main__":
+    main()
