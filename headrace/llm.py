@@ -81,7 +81,7 @@ def load_engine(model: str, config: EngineConfig) -> Loaded:
     tokenizer = checkpoint.load_tokenizer()
     threads = config.threads or usable_cores()
     executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads)
-    limits = Limits(spec.vocab_size, max_model_len, kv, spec.widest_window)
+    limits = Limits(spec.vocab_size, max_model_len, kv, spec.widest_window, program.balance)
     config = replace(config, threads=threads)
     engine = Engine(executable, tokenizer, limits, config, make_proposer(config.proposer), name=model)
     return Loaded(engine, tokenizer, checkpoint)

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -46,6 +47,8 @@ class Limits:
     kv: KvConfig
     window: int = 0
     """How far back a row sees, itself included; 0: to the beginning."""
+    balance: float = inf
+    """Context with which attention takes a row as long as all the rest."""
 
 
 class Engine:
@@ -60,7 +63,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._pool = BlockPool(limits.kv.num_blocks, limits.kv.block_size)
         self._proposer = Guard(proposer, limits.vocab_size)
-        self._scheduler = SCHEDULERS[config.batching](self._pool, config, proposer.max_nodes, limits.window)
+        self._scheduler = SCHEDULERS[config.batching](self._pool, config, proposer.max_nodes, limits.window, limits.balance)
         self._stepper = Stepper(self._scheduler, self._proposer, executable, self._pool, tokenizer)
         self._plain = DrawAndDescend()
         self._requests: dict[str, Request] = {}

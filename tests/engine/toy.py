@@ -3,6 +3,7 @@
 Its logits are a hash of the tokens a row sees, so one wrong token, position or slot changes everything after it.
 """
 
+import math
 import zlib
 from typing import Any
 
@@ -79,10 +80,11 @@ def toy_engine(
     max_model_len: int = 40,
     broken: int = -1,
     threads: int = 2,
+    balance: float = math.inf,
     proposer: object = None,
     **config: Any,
 ) -> Engine:
-    limits = Limits(VOCAB, max_model_len, KvConfig(num_blocks, block_size))
+    limits = Limits(VOCAB, max_model_len, KvConfig(num_blocks, block_size), balance=balance)
     inner = proposer or make_proposer("off")
     return Engine(ToyExecutable(block_size, broken, threads), TinyVocabulary(VOCAB), limits, EngineConfig(**config), inner)
 
