@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any
@@ -51,6 +52,8 @@ class Limits:
     kv: KvConfig
     window: int = 0
     """How far back a row sees, itself included; 0: to the beginning."""
+    balance: float = inf
+    """Context with which attention takes a row as long as all the rest."""
 
 
 class Engine:
@@ -71,7 +74,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._pool = BlockPool(limits.kv.num_blocks, limits.kv.block_size)
         self._guessing = Guessing(proposers, config, limits.vocab_size)
-        self._scheduler = SCHEDULERS[config.batching](self._pool, config, self._guessing.max_nodes, limits.window)
+        self._scheduler = SCHEDULERS[config.batching](self._pool, config, self._guessing.max_nodes, limits.window, limits.balance)
         self._stepper = Stepper(self._scheduler, self._guessing, executable, self._pool, tokenizer)
         self._plain = Separately(RULES[config.acceptance])
         self._requests: dict[str, Request] = {}

@@ -25,6 +25,7 @@ from bisect import insort
 from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
+from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -74,19 +75,22 @@ class _Budget:
     """What is left of a step."""
 
     rows: int
-    chunk_rows: int
-    """Of those, for prompts and replays."""
+    chunk_work: float
+    """For prompts and replays, in rows at the beginning of a context."""
     logit_rows: int
     """Beyond the one that every branch may have."""
+    balance: float
+    """Context with which a row costs two such rows."""
 
     def take(self, branch: Branch, most: int) -> int:
         """As many of the branch's next `most` rows as there is room for."""
-        rows = min(most, self.rows, self.chunk_rows)
+        cost = 1 + branch.computed / self.balance
+        rows = min(most, self.rows, max(1, int(self.chunk_work / cost)) if self.chunk_work > 0 else 0)
         wanted = branch.prompt_rows(rows)
         if len(wanted) > self.logit_rows:
             rows, wanted = wanted.start - branch.computed + self.logit_rows, wanted[: self.logit_rows]
         self.rows -= rows
-        self.chunk_rows -= rows
+        self.chunk_work -= rows * cost
         self.logit_rows -= len(wanted)
         return rows
 
@@ -94,7 +98,7 @@ class _Budget:
 class Scheduler:
     """Continuous batching under a budget of rows, with a prefix cache and recompute preemption."""
 
-    def __init__(self, pool: BlockPool, config: EngineConfig, max_nodes: int, window: int = 0) -> None:
+    def __init__(self, pool: BlockPool, config: EngineConfig, max_nodes: int, window: int = 0, balance: float = inf) -> None:
         self.waiting: list[Branch] = []
         self.running: list[Branch] = []
         """Both by rank. A branch that runs has blocks for all its known tokens, and for those only that it computed KV."""
@@ -109,6 +113,7 @@ class Scheduler:
         self._config = config
         self._max_nodes = max_nodes
         self._window = window
+        self._balance = balance
         self._num_steps = 0
 
     def add(self, branch: Branch) -> None:
@@ -184,8 +189,9 @@ class Scheduler:
             if len(group) <= left - kept_free:
                 group.update(dict.fromkeys(group, 1))
                 left -= len(group)
-        chunk_rows = max(config.chunk_rows, config.max_step_rows - left) if decoding else left
-        budget = _Budget(left, chunk_rows, config.max_logit_rows)
+        budget = _Budget(left, left, config.max_logit_rows, inf)
+        if decoding:
+            budget.chunk_work, budget.balance = config.chunk_rows + config.max_step_rows - left, self._balance
         for group in chunked:
             last = 1 if len(group) > 1 else 0  # the row that draws waits until all can
             for branch in group:
@@ -230,7 +236,7 @@ class Scheduler:
 
     def _admit(self, plan: Plan, budget: _Budget) -> None:
         """Start waiting branches as long as the first of them fits."""
-        while self.waiting and budget.rows > 0 and budget.chunk_rows > 0:
+        while self.waiting and budget.rows > 0 and budget.chunk_work > 0:
             branch = self.waiting[0]
             node = self._find(branch)
             path = node.path() if node else []

@@ -7,6 +7,7 @@ no place for rows without a token. So the baseline is a little faster here than 
 """
 
 from dataclasses import replace
+from math import inf
 
 from headrace.config import EngineConfig
 from headrace.engine.branch import Branch
@@ -17,7 +18,7 @@ from headrace.kv.blocks import BlockPool
 class StaticScheduler(Scheduler):
     """Whole batches of waiting requests, first come, first served. Never changes a token."""
 
-    def __init__(self, pool: BlockPool, config: EngineConfig, max_nodes: int, window: int = 0) -> None:
+    def __init__(self, pool: BlockPool, config: EngineConfig, max_nodes: int, window: int = 0, balance: float = inf) -> None:
         # Prompts of a batch are not slowed for the sake of its other members: that would burden the baseline.
         super().__init__(pool, replace(config, chunk_rows=config.max_step_rows), max_nodes, window)
         self._batch: set[Branch] = set()

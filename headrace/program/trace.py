@@ -15,6 +15,7 @@ from headrace.program.ops import (
     Input,
     KvWrite,
     Linear,
+    Load,
     Norm,
     Op,
     Rope,
@@ -45,6 +46,17 @@ class Program:
         """(layers, KV heads, head dim) of the KV that the program reads and writes."""
         attention = [op for op in self.ops if isinstance(op, Attention)]
         return len(attention), attention[0].num_kv_heads, attention[0].head_dim
+
+    @property
+    def balance(self) -> float:
+        """Context with which attention takes a row of a prompt about as long as all the rest, before any window ends.
+
+        Attention computes in bf16, the rest mostly in int8, of which a processor does twice as many operations in the same time.
+        """
+        row = Load(((0, 1),), 0, 0)
+        attention = sum(op.flops(row) for op in self.ops if isinstance(op, Attention))
+        rest = sum(op.flops(row) for op in self.ops) - attention
+        return rest / (2 * attention)
 
     def last_use(self) -> dict[int, int]:
         """Index of the last op that reads each value (by id); what the program gives back outlives all ops."""

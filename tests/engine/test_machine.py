@@ -218,7 +218,7 @@ class Life(RuleBasedStateMachine):
         self._record(self._updates())
         after = self.engine.stats()
         if decoding and not self.with_guesses:
-            assert after.rows - before.rows <= decoding + max(decoding, self.config["chunk_rows"])
+            assert after.rows - before.rows <= 2 * decoding + self.config["chunk_rows"]
         rows, logit_rows, branches = self.engine._stepper.executable.largest
         assert rows <= self.config["max_step_rows"] and branches <= max(self.config["max_num_seqs"], 1)
         assert logit_rows <= self.config["max_num_seqs"] + self.config["max_logit_rows"]

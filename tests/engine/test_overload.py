@@ -84,7 +84,7 @@ def test_a_thousand_requests_in_64_blocks(prefix_cache: bool) -> None:
 
 def test_a_branch_draws_before_it_gives_way() -> None:
     """A prompt that takes many steps beside others that grow: they give way among themselves, though they came before it."""
-    engine = toy_engine(num_blocks=24, block_size=2, max_model_len=40, chunk_rows=1, prefix_cache=False)
+    engine = toy_engine(num_blocks=25, block_size=2, max_model_len=40, chunk_rows=1, balance=0.01, prefix_cache=False)
     counts = Preemptions(engine)
     for i, length in enumerate([2, 2, 2, 26, 2, 2]):
         engine.add_request([i] * length, SamplingParams(seed=i, max_tokens=14))

@@ -43,12 +43,20 @@ def test_a_long_prompt_has_few_rows_beside_tokens() -> None:
     assert step(engine) == [(0, 12, 0)]  # nobody decodes
     add(engine, 12)
     add(engine, 12)
-    assert step(engine) == [(0, 1, 0), (1, 2, 0)]
+    assert step(engine) == [(0, 1, 0), (1, 3, 0)]  # two, and one for each that decodes
     engine.add_request([9], SamplingParams(n=5, seed=1, max_tokens=20), service=Service(priority=-1))
-    for _ in range(5):
-        assert step(engine) == [(0, 1, 0), (1, 2, 0)]
-    assert step(engine) == [(0, 1, 0), (1, 1, 0), (3, 1, 0), (2, 1, 0)]
-    assert step(engine) == [*[(3, 1, 0)] * 5, (0, 1, 0), (1, 1, 0), (2, 7, 0)]  # seven decode
+    for _ in range(3):
+        assert step(engine) == [(0, 1, 0), (1, 3, 0)]
+    assert step(engine) == [(0, 1, 0), (1, 1, 0), (3, 1, 0), (2, 3, 0)]
+    assert step(engine) == [*[(3, 1, 0)] * 5, (0, 1, 0), (1, 1, 0), (2, 9, 0)]  # seven decode
+
+
+def test_a_prompt_has_fewer_rows_the_deeper_they_are() -> None:
+    engine = toy_engine(chunk_rows=7, balance=4)
+    add(engine, 1)
+    step(engine)
+    add(engine, 16)
+    assert [step(engine)[1] for _ in range(5)] == [(1, 8, 0), (1, 2, 0), (1, 2, 0), (1, 2, 0), (1, 1, 0)]
 
 
 def test_the_oldest_goes_on_whatever_the_others_do() -> None:

@@ -3,6 +3,7 @@
 Its logits are a hash of the tokens a row sees, so one wrong token, position or slot changes everything after it.
 """
 
+import math
 import zlib
 from typing import Any
 
@@ -79,10 +80,11 @@ def toy_engine(
     max_model_len: int = 40,
     broken: int = -1,
     threads: int = 2,
+    balance: float = math.inf,
     proposer: Proposer | None = None,
     **config: Any,
 ) -> Engine:
-    limits = Limits(VOCAB, max_model_len, KvConfig(num_blocks, block_size))
+    limits = Limits(VOCAB, max_model_len, KvConfig(num_blocks, block_size), balance=balance)
     defaults: dict[str, Any] = {"guess_control": False, "max_guess_nodes": 128}
     options = EngineConfig(**defaults | config)
     proposers = {"test": proposer} if proposer else make_proposers(options)
