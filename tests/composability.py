@@ -9,11 +9,8 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-from headrace.batch import Proposer
 from headrace.engine.engine import Stats
-from headrace.model.spec import ModelSpec
-from headrace.propose import PROPOSERS
-from tests.tiny import Tensors
+from headrace.propose import NEEDS, PROPOSERS
 
 PAGE = Path(__file__).parents[1] / "docs/composability.md"
 
@@ -25,16 +22,21 @@ class Method:
     title: str
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the engine."""
-    proposer: Callable[[ModelSpec, Tensors], Proposer] | None = None
-    """For one that is made from a model; otherwise `options` names it."""
+    draft: Mapping[str, Any] | None = None
+    """For one that guesses with a model: how `tests/drafting.py` makes its engine; otherwise `options` names it."""
     happened: Callable[[Stats], bool] = lambda stats: stats.guessed > 0
     """Whether it was at work at all."""
 
 
 TITLES = {"ngram": "n-gram", "online": "online table", "jacobi": "Jacobi", "lookahead": "lookahead", "auto": "auto"}
 METHODS = [
-    *(Method(TITLES[name], {"proposer": name, "guess_control": False}) for name in PROPOSERS if name in TITLES),
+    *(Method(TITLES[name], {"proposer": name, "guess_control": False}) for name in PROPOSERS if name not in NEEDS and name != "off"),
     Method("auto, controlled", {"proposer": "auto"}, happened=lambda stats: stats.steps > 0),
+    Method("draft model", draft={"how": "draft_model"}),
+    Method("first layers", draft={"how": "self_draft", "depth": 3, "width": 2}),
+    Method("Medusa heads", draft={"how": "medusa", "depth": 3, "width": 2}),
+    Method("auto with all of these", draft={"how": "auto", "depth": 3}),
+    Method("auto with all of these, controlled", {"guess_control": True}, {"how": "auto"}, happened=lambda stats: stats.steps > 0),
 ]
 
 
@@ -61,6 +63,7 @@ AXES: list[tuple[Option, Option]] = [
     (PLAIN, Option("n = 4", {"n": 4})),
     (PLAIN, Option("chunked prefill", engine={"max_step_rows": 7})),
     (PLAIN, Option("preemption", engine={"slots": 96})),
+    (Option("", engine={"prefix_cache": False}), Option("prefix cache", engine={"prefix_cache": True})),
     (PLAIN, Option("int8 KV", model={"kv_dtype": "int8"})),
     (PLAIN, Option("int4 weights", model={"format": "Q4_0"})),
 ]
@@ -114,14 +117,17 @@ def page() -> str:
         "is stale. In each case token ids, text and log-probabilities must be equal to the last bit to those of plain decoding: the",
         "request alone, in one piece, without guesses, with the same weights and KV format, on the `cpu` backend.",
         "",
-        f"Each method runs {len(CASES)} cases on a tiny model, in which every pair of options comes up, and {len(REAL_CASES)}",
-        "on the default model. A cell says in how many of them the option is.",
+        f"Each method runs {len(CASES)} cases on a tiny model, in which every pair of options comes up, and those that need no model of",
+        f"their own {len(REAL_CASES)} more on the default model (`tests/engine/test_drafts_real.py` has the others). A cell says in how",
+        "many the option is. With the prefix cache one request comes again. Each method also runs beside beam searches in one batch, and",
+        "neither changes what the other gives.",
         "",
         f"| method | {' | '.join(option.title for option in OPTIONS)} |",
         f"|---|{'---|' * len(OPTIONS)}",
     ]
     for method in METHODS:
-        counts = [sum(option in case for case in CASES) + sum(option.title in titles for _, titles in REAL_CASES) for option in OPTIONS]
+        real = [] if method.draft else REAL_CASES
+        counts = [sum(option in case for case in CASES) + sum(option.title in titles for _, titles in real) for option in OPTIONS]
         lines.append(f"| {method.title} | {' | '.join(str(count) for count in counts)} |")
     lines += ["", "The cases on the tiny model:"]
     lines += [f"* {title(case)}" for case in CASES]

@@ -7,15 +7,14 @@ import numpy as np
 
 from headrace.backend import Executable, compile_program
 from headrace.batch import Proposer
-from headrace.config import KvConfig, KvDtype
+from headrace.config import EngineConfig, KvConfig, KvDtype
 from headrace.engine.engine import Engine
 from headrace.kv.blocks import BlockPool
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program.trace import trace
-from headrace.propose.draft_model import DraftModel
-from headrace.propose.medusa import Medusa, head_forward
-from headrace.propose.self_draft import SelfDraft
+from headrace.propose import NEEDS, Draft, Materials, asked_for, make_proposers
+from headrace.propose.medusa import head_forward
 from headrace.quant.formats import FORMATS, StoredTensor
 from tests.tiny import BLOCK_SIZE, Tensors, tiny_engine
 
@@ -36,28 +35,33 @@ def draft_engine(
     longest: int = 0,
     kv_dtype: KvDtype = "f32",
     **config: Any,
-) -> tuple[Engine, Proposer]:
-    """An engine that guesses by `how`, a proposer's name, with the model itself as its draft unless there is another."""
+) -> tuple[Engine, dict[str, Proposer]]:
+    """An engine that guesses by `how`, a proposer's name or `auto` with all there are, and its proposers.
+
+    The model itself is its draft unless there is another.
+    """
     spec, tensors = model
     size = BLOCK_SIZE[backend]
     kv = KvConfig(-(-slots // size), size, kv_dtype)
+    needed = {option: 1 for method, option in NEEDS.items() if how in (method, "auto")}
+    given: dict[str, Any] = needed | {"proposer": how, "draft_depth": depth, "draft_width": width, "max_guess_nodes": 128}
+    wanted = EngineConfig(acceptance=config.get("acceptance", "descend"), **given)
+    methods = asked_for(wanted)
     program = trace_model(spec, tensors)
-    target = compile_program(backend, program.keeping_hidden() if how == "medusa" else program, tensors, kv, config.get("threads", 1))
-    probabilities = config.get("acceptance") == "rejection"
-    proposer: Proposer
-    if how == "draft_model":
+    target = compile_program(backend, program.keeping_hidden() if "medusa" in methods else program, tensors, kv, config.get("threads", 1))
+    materials = Materials(block_size=size)
+    if "draft_model" in methods:
         draft_spec, draft_tensors = draft or model
         own = replace(kv, num_blocks=-(-draft_slots // size) or kv.num_blocks)
         compiled = compile_program(backend, trace_model(draft_spec, draft_tensors), draft_tensors, own, target.pool)
-        pool = BlockPool(own.num_blocks, size)
-        proposer = DraftModel(compiled, pool, longest or spec.max_context, depth, width, probabilities=probabilities)
-    elif how == "self_draft":
+        materials = replace(materials, draft=Draft(compiled, BlockPool(own.num_blocks, size), longest or spec.max_context))
+    if "self_draft" in methods:
         short = trace_model(replace(spec, num_layers=layers, windows=spec.windows[:layers]), tensors)
-        proposer = SelfDraft(target.beside(short, tensors), size, depth, width, probabilities=probabilities)
-    else:
-        proposer = Medusa(medusa_heads(target, spec, depth), depth, width)
-    engine = tiny_engine(model, backend, proposer=proposer, executable=target, slots=slots, kv_dtype=kv_dtype, **config)
-    return engine, proposer
+        materials = replace(materials, short=target.beside(short, tensors))
+    if "medusa" in methods:
+        materials = replace(materials, heads=medusa_heads(target, spec, depth))
+    proposers = make_proposers(wanted, materials)
+    return tiny_engine(model, backend, proposer=proposers, executable=target, slots=slots, kv_dtype=kv_dtype, **config), proposers
 
 
 def medusa_heads(target: Executable, spec: ModelSpec, count: int, seed: int = 0) -> list[Executable]:

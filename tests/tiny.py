@@ -1,6 +1,7 @@
 """Tiny random models, a vocabulary for them, and engines over both: shared by all tests."""
 
 import codecs
+from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
@@ -122,7 +123,7 @@ def tiny_engine(
     model: tuple[ModelSpec, Tensors],
     backend: str = "reference",
     *,
-    proposer: Proposer | str = "off",
+    proposer: Proposer | Mapping[str, Proposer] | str = "off",
     executable: Executable | None = None,
     eos_ids: tuple[int, ...] = (),
     slots: int = 256,
@@ -132,7 +133,8 @@ def tiny_engine(
 ) -> Engine:
     """An engine over the model, with a pool of at least so many slots; `forgo`: what lies before all windows is let go."""
     spec, _ = model
-    name, own = (proposer, {}) if isinstance(proposer, str) else ("off", {"test": proposer})
+    name = proposer if isinstance(proposer, str) else "off"
+    own = proposer if isinstance(proposer, Mapping) else {} if isinstance(proposer, str) else {"test": proposer}
     defaults: dict[str, Any] = {"proposer": name, "guess_control": False, "max_guess_nodes": 128 if own else 16}
     options = EngineConfig(backend=backend, **defaults | config)
     block_size = BLOCK_SIZE[backend]

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.backend import compile_program
 from headrace.batch import StepRows
-from headrace.config import KvConfig
+from headrace.config import KvConfig, KvDtype
 from headrace.model import trace_model
 from headrace.quant.formats import StoredTensor
 from tests.backend.test_cpu_program import BLOCKS, random_steps
@@ -18,13 +18,15 @@ KV = KvConfig(BLOCKS, 32, "f32")
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("format", ["F32", "Q4_0"])
-def test_first_layers(backend: str, format: str) -> None:
+@pytest.mark.parametrize("kv_dtype", ["f32", "int8", "int4"])
+def test_first_layers(backend: str, format: str, kv_dtype: KvDtype) -> None:
     """They see the KV that the whole program wrote, and write what it would."""
+    kv = KvConfig(BLOCKS, 32, kv_dtype)
     spec, tensors = tiny_model(7, layers=3, format=format)
     short_spec = replace(spec, num_layers=2)
-    whole = compile_program(backend, trace_model(spec, tensors), tensors, KV, 1)
+    whole = compile_program(backend, trace_model(spec, tensors), tensors, kv, 1)
     short = whole.beside(trace_model(short_spec, tensors), tensors)
-    alone = compile_program(backend, trace_model(short_spec, tensors), tensors, KV, 1)
+    alone = compile_program(backend, trace_model(short_spec, tensors), tensors, kv, 1)
     for i, batch in enumerate(random_steps(np.random.default_rng(0), spec.vocab_size, trees=True)):
         expected = alone.run(batch).logits.copy()
         if i % 2:

@@ -7,14 +7,18 @@ from typing import Any
 import pytest
 
 from headrace.backend import Executable, compile_program
+from headrace.engine.engine import Engine
 from headrace.model import trace_model
 from headrace.request import RequestOutput, SamplingParams
 from tests.composability import CASES, METHODS, OPTIONS, PAGE, REAL_CASES, Case, Method, page, title
+from tests.drafting import draft_engine
 from tests.engine.test_promise import same
 from tests.engine.test_promise_real import KV, checkpoint, engine_on
 from tests.tiny import Tensors, run_all, tiny_engine, tiny_model
 
-PROMPTS = [[7, 8, 9] * 5, [3], [*range(1, 30), 1, 2, 3], [2, 4] * 7]
+PROMPTS = [[7, 8, 9] * 5, [2, 4] * 9, [*range(1, 30), *range(1, 12)], [3]]
+LONGEST = 2
+"""Of these: longer than a block, and so a hit when it comes again."""
 MAX_TOKENS = 44
 ROOMY = 3200
 
@@ -47,15 +51,39 @@ def plain(case: Case) -> list[RequestOutput]:
 def test_tiny_model(method: Method, case: Case) -> None:
     made, requests, options = parts(case)
     options = {"slots": ROOMY, **options, **method.options, **merged(case, "engine")}
-    if method.proposer:
-        options["proposer"] = method.proposer(*made)
-    engine = tiny_engine(made, "cpu", **options)
-    for result, expected in zip(run_all(engine, requests), plain(case), strict=True):
-        same(result, expected, exact=True)
+    engine = engine_of(method, made, options)
+    rounds = [range(len(PROMPTS))] + [range(LONGEST, LONGEST + 1)] * (2 * options["prefix_cache"])
+    for which in rounds:
+        for i, result in zip(which, run_all(engine, [requests[i] for i in which]), strict=True):
+            same(result, plain(case)[i], exact=True)
     stats = engine.stats()
     assert method.happened(stats) and stats.proposer_failures == 0
     assert stats.blocks_free == stats.blocks_total
     assert bool(stats.preemptions) == (options["slots"] < ROOMY)
+    scored = requests[0][1].prompt_logprobs is not None  # the rows that give them cannot come from the cache
+    assert scored or bool(stats.cached_tokens) == options["prefix_cache"]
+
+
+def engine_of(method: Method, made: tuple[Any, Tensors], options: dict[str, Any]) -> Engine:
+    """With the method at work."""
+    if method.draft:
+        return draft_engine(made, **{"kv_dtype": "bf16", **options, **method.draft})[0]
+    return tiny_engine(made, "cpu", **options)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.title)
+def test_beams_beside_it(method: Method) -> None:
+    """A search and requests that guess, in one batch: each gives what it gives alone."""
+    made = model("Q4_0")
+    params = [SamplingParams(beam_width=4, n=4, max_tokens=20), SamplingParams(seed=5, max_tokens=MAX_TOKENS, logprobs=1)]
+    requests = [(prompt, each) for prompt in PROMPTS for each in params]
+    expected = [run_all(tiny_engine(made, "cpu"), [request])[0] for request in requests]
+    engine = engine_of(method, made, {"slots": ROOMY, **method.options})
+    for result, other in zip(run_all(engine, requests), expected, strict=True):
+        same(result, other, exact=True)
+        assert not (result.guesses and len(result.outputs) > 1), "a search was given guesses"
+    stats = engine.stats()
+    assert method.happened(stats) and stats.proposer_failures == 0 and stats.blocks_free == stats.blocks_total
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +108,14 @@ def real_requests(prompt: str, titles: list[str]) -> list[tuple[list[int], Sampl
 
 
 @pytest.mark.parametrize(("prompt", "titles"), REAL_CASES, ids=[", ".join(titles) for _, titles in REAL_CASES])
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.title)
+@pytest.mark.parametrize("method", [method for method in METHODS if not method.draft], ids=lambda method: method.title)
 def test_default_model(
     executable: Executable, plain_real: dict[str, list[RequestOutput]], method: Method, prompt: str, titles: list[str]
 ) -> None:
-    if method.proposer:
-        pytest.skip("made from a tiny model")
     rows = {"max_step_rows": 7} if "chunked prefill" in titles else {}
-    engine = engine_on(executable, num_blocks=10 if "preemption" in titles else KV.num_blocks, **rows, **method.options)
+    # Equal requests would share their blocks, and nobody would have to give way.
+    blocks: dict[str, Any] = {"num_blocks": 10, "prefix_cache": False} if "preemption" in titles else {}
+    engine = engine_on(executable, **blocks, **rows, **method.options)
     for _ in range(2):  # the second time some methods know the answer
         for result in run_all(engine, real_requests(prompt, titles)):
             same(result, plain_real[prompt][0], exact=True)

@@ -74,7 +74,8 @@ def test_a_wrong_model_costs_no_step(params: SamplingParams) -> None:
 
 @pytest.mark.parametrize("draft_slots", [64, 0])
 def test_what_a_draft_holds_it_gives_back(draft_slots: int) -> None:
-    engine, proposer = draft_engine(MODEL, "draft_model", slots=160, draft_slots=draft_slots, max_num_seqs=4, max_step_rows=16)
+    engine, proposers = draft_engine(MODEL, "draft_model", slots=160, draft_slots=draft_slots, max_num_seqs=4, max_step_rows=16)
+    proposer = proposers["draft_model"]
     assert isinstance(proposer, DraftModel)
     lowest = proposer.pool.num_free
     for prompt, params in [*((p, SEVERAL) for p in PROMPTS), *((p, GREEDY) for p in PROMPTS)]:

@@ -19,7 +19,7 @@ DRAFTS = {"itself": None, "another": tiny_model(50, layers=1, dim=16, heads=2, k
     which=st.integers(0, 2),
     order=st.lists(st.integers(0, len(REQUESTS) - 1), min_size=1, max_size=10),
     kv_dtype=st.sampled_from(get_args(KvDtype)),
-    how=st.sampled_from(["draft_model", "self_draft", "medusa"]),
+    how=st.sampled_from(["draft_model", "self_draft", "medusa", "auto"]),
     draft=st.sampled_from(list(DRAFTS)),
     depth=st.integers(1, 6),
     width=st.integers(1, 3),
@@ -29,11 +29,13 @@ DRAFTS = {"itself": None, "another": tiny_model(50, layers=1, dim=16, heads=2, k
     max_logit_rows=st.sampled_from([4, 64]),
     slots=st.sampled_from([42, 80, 800]),
     stagger=st.integers(0, 3),
+    prefix_cache=st.booleans(),
+    guess_control=st.booleans(),
     threads=st.integers(1, 2),
 )
 def test_same_request_same_tokens(which: int, order: list[int], kv_dtype: str, draft: str, stagger: int, **options: Any) -> None:
     expected = alone("cpu", which, kv_dtype)
-    engine, proposer = draft_engine(model(which), draft=DRAFTS[draft], kv_dtype=kv_dtype, eos_ids=EOS, **options)
+    engine, proposers = draft_engine(model(which), draft=DRAFTS[draft], kv_dtype=kv_dtype, eos_ids=EOS, **options)
     updates, ids = [], []
     for request in order:
         ids.append(engine.add_request(*REQUESTS[request]))
@@ -46,5 +48,6 @@ def test_same_request_same_tokens(which: int, order: list[int], kv_dtype: str, d
     stats = engine.stats()
     assert stats.blocks_free == stats.blocks_total
     assert stats.proposer_failures == 0
+    proposer = proposers.get("draft_model")
     if isinstance(proposer, DraftModel):
         assert proposer.pool.num_free == proposer.pool.num_blocks

@@ -85,7 +85,8 @@ def test_the_tree_takes_the_likeliest_paths() -> None:
 
 def test_what_is_kept_of_another_length_is_no_guess() -> None:
     """A branch that went on without being observed, as after a fork, has no row to ask."""
-    engine, proposer = draft_engine(MODEL, "medusa", width=2)
+    engine, proposers = draft_engine(MODEL, "medusa", width=2)
+    proposer = proposers["medusa"]
     assert isinstance(proposer, Medusa)
     engine.add_request([1, 2], GREEDY)
     engine.step()
