@@ -29,6 +29,8 @@ _MARGIN = 1.03
 """Gain in tokens per second below which guessing is not worth it: the figures are not better than that."""
 _WORTH_AT_FIRST = 0.5
 """Tokens that a way of guessing is expected to gain before it was asked."""
+_RISE, _FALL, _SLOWLY = 0.5, 0.2, 0.05
+"""How quickly such expectations follow what is seen."""
 
 
 class Offer(NamedTuple):
@@ -45,7 +47,7 @@ class _Track:
     """What is known of one way of guessing on one branch."""
 
     acceptance: Acceptance
-    worth: float = _WORTH_AT_FIRST
+    worth: float
     """Tokens that it gains when it is asked, less what its rows cost, decayed."""
 
 
@@ -57,6 +59,8 @@ class _Method:
     acceptance: Acceptance = field(default_factory=Acceptance)
     seconds: float = 0.0
     """To ask it for one branch, and let it learn; decayed."""
+    worth: float = _WORTH_AT_FIRST
+    """As of a branch, of all branches; where new ones start."""
     tracks: WeakKeyDictionary[Branch, _Track] = field(default_factory=WeakKeyDictionary)
 
 
@@ -98,13 +102,11 @@ class Controller:
 
     def offer(self, name: str, branch: Branch, guess: Guess) -> Offer:
         """The guess with its values."""
-        track = self._track(name, branch)
-        if not guess.tokens:
-            track.worth *= 0.9
-            return Offer(name, guess, [])
-        offer = Offer(name, guess, track.acceptance.values(guess))
+        method, track = self._methods[name], self._track(name, branch)
+        offer = Offer(name, guess, track.acceptance.values(guess) if guess.tokens else [])
         net = self._net(offer)
-        track.worth += (net - track.worth) * (0.5 if net > track.worth else 0.1)
+        track.worth += (net - track.worth) * (_RISE if net > track.worth else _FALL)
+        method.worth += (net - method.worth) * _SLOWLY
         return offer
 
     def better(self, one: Offer, other: Offer) -> Offer:
@@ -194,5 +196,5 @@ class Controller:
         method = self._methods[name]
         track = method.tracks.get(branch)
         if track is None:
-            track = method.tracks[branch] = _Track(Acceptance(method.acceptance))
+            track = method.tracks[branch] = _Track(Acceptance(method.acceptance), method.worth)
         return track

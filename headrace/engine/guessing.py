@@ -79,12 +79,12 @@ class Guessing:
         self._cost(parts).record(num_rows, seconds)
         if self._controller:
             self._controller.finish(seconds)
-            for commit in commits:
+            for commit in commits if flight.offers else ():
                 branch = parts[commit.source].branch
                 for offer in flight.offers.get(branch, ()):
                     self._controller.learn(branch, offer, commit.tokens)
         branches: list[BranchView] = [part.branch for part in parts]
-        seen = [commit._replace(row=parts[commit.source].first_draw, guess=parts[commit.source].guess) for commit in commits]
+        seen = [Commit(*commit[:4], parts[commit.source].first_draw, parts[commit.source].guess) for commit in commits]
         for name, guard in self._guards.items():
             start = self._clock()
             guard.observe(branches, seen, rows)

@@ -63,10 +63,15 @@ class Online:
     def _learn(self, before: list[int], tokens: list[int]) -> None:
         line = before + tokens
         for position in range(len(before), len(line)):
+            token = line[position]
             for size in _SIZES:
                 if size <= position:
                     run = tuple(line[position - size : position])
-                    others = [token for token in self._followers.pop(run, ()) if token != line[position]]
-                    self._followers[run] = [line[position], *others[: _FOLLOWERS - 1]]
+                    followers = self._followers.pop(run, None)
+                    if followers is None:
+                        followers = [token]
+                    elif followers[0] != token:
+                        followers = [token, *(other for other in followers if other != token)][:_FOLLOWERS]
+                    self._followers[run] = followers
         while len(self._followers) > self._max_runs:
             del self._followers[next(iter(self._followers))]
