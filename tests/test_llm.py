@@ -323,6 +323,11 @@ class TestOptions:
     def test_defaults(self) -> None:
         assert engine_config({}) == EngineConfig()
 
+    def test_chunks_for_whole_results(self) -> None:
+        for options, chunk_rows in (({}, 512), ({"max_step_rows": 64}, 64), ({"chunk_rows": 7}, 7)):
+            with LLM("smollm2", max_model_len=64, max_num_seqs=1, **options) as llm:
+                assert llm.config.chunk_rows == chunk_rows
+
 
 class TestKvSize:
     SPEC = tiny_model(0, context=1000)[0]
