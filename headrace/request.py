@@ -191,7 +191,7 @@ class GuessStats(NamedTuple):
     accepted: int = 0
     """Those that were right: tokens beyond the one that a step gives anyway."""
     seconds_saved: float = 0.0
-    """Estimated: the plain steps that were not needed, less what the guess rows took; below 0 where guessing lost time."""
+    """Estimated: the plain steps that were not needed, less what guess rows took, and to find them; below 0 where guessing lost time."""
 
     def plus(self, other: "GuessStats") -> "GuessStats":
         """Both together."""

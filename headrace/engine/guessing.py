@@ -25,9 +25,11 @@ class _Flight(NamedTuple):
     """Whose guess is in the step."""
     asked: dict[str, int]
     """For how many branches."""
+    seconds: dict[str, float]
+    """That asking took."""
 
 
-_NOTHING = _Flight(0.0, {}, {}, {})
+_NOTHING = _Flight(0.0, {}, {}, {}, {})
 
 
 class Guessing:
@@ -62,7 +64,7 @@ class Guessing:
 
     def guess(self, parts: list[Part]) -> None:
         """Give each part that has room a guess, or none."""
-        flight = _Flight(0.0, {}, {}, {})
+        flight = _Flight(0.0, {}, {}, {}, {})
         guessing = [part for part in parts if part.room]
         if guessing and self._guards:
             self._ask(parts, guessing, flight)
@@ -101,7 +103,6 @@ class Guessing:
             num_drawing = sum(part.draws for part in parts)
             controller.begin(self._cost(parts), sum(part.forced for part in parts), num_drawing)
         best: dict[Branch, Offer] = {}
-        seconds: dict[str, float] = {}
         for name, guard in self._guards.items():
             asked = [part for part in guessing if not controller or controller.asks(name, part.branch, best.get(part.branch))]
             if not asked:
@@ -114,7 +115,7 @@ class Guessing:
                 if guess.tokens:
                     flight.offers.setdefault(branch, []).append(offer)
                     best[branch] = controller.better(best[branch], offer) if controller and branch in best else best.get(branch, offer)
-            seconds[name] = self._clock() - start
+            flight.seconds[name] = self._clock() - start
             flight.asked[name] = len(asked)
         chosen = controller.choose(best, num_drawing) if controller else {b: list(range(len(o.guess.tokens))) for b, o in best.items()}
         for part in guessing:
@@ -122,13 +123,13 @@ class Guessing:
                 offer = best[part.branch]
                 part.guess = prune(offer.guess, nodes)
                 flight.used[part.branch] = offer.method
-        for name, taken in seconds.items():
+        for name, taken in flight.seconds.items():
             if controller:
                 used = sum(method == name for method in flight.used.values())
                 controller.spend(name, flight.asked[name], taken, used=used)
 
     def _keep_books(self, parts: list[Part], commits: list[Commit], flight: _Flight) -> None:
-        """Count, and estimate the time saved: that of the steps which accepted tokens spare, less that of the guess rows."""
+        """Count, and estimate the time saved: that of the steps which accepted tokens spare, less that of guess rows and to find them."""
         if not flight.used:
             return
         cost, forced = self._cost(parts), sum(part.forced for part in parts)
@@ -140,7 +141,8 @@ class Guessing:
         for source, part in enumerate(parts):
             if part.guess.tokens:
                 name, right, nodes = flight.used[part.branch], accepted.get(source, 0), len(part.guess.tokens)
-                news = GuessStats(1, nodes, right, right * token - nodes * row)
+                asking = flight.seconds[name] / flight.asked[name]
+                news = GuessStats(1, nodes, right, right * token - nodes * row - asking)
                 self.stats[name] = self.stats[name].plus(news)
                 request = part.branch.request
                 request.guesses[name] = request.guesses.get(name, GuessStats()).plus(news)

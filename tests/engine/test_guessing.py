@@ -160,8 +160,12 @@ def test_the_better_of_two_is_used() -> None:
     assert stats.guesses["good"].seconds_saved > 0
 
 
-def test_the_books_add_up() -> None:
-    seconds, stats, tokens = serve(STEP_MS["135M on two cores"], lambda clock: {"oracle": Oracle(lambda position: 0.9)}, warm=False)
+@pytest.mark.parametrize("asking", [0.0, 0.0005])
+def test_the_books_add_up(asking: float) -> None:
+    def make(clock: Clock) -> dict[str, Any]:
+        return {"oracle": Oracle(lambda position: 0.9, clock, asking)}
+
+    seconds, stats, tokens = serve(STEP_MS["135M on two cores"], make, warm=False)
     (books,) = stats.guesses.values()
     assert (books.proposed, books.accepted) == (stats.guessed, stats.accepted)
     assert stats.steps >= len(tokens[0]) - books.accepted and 0 < books.acceptance < 1
