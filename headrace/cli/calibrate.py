@@ -129,7 +129,8 @@ def _try(args: argparse.Namespace, best: "Candidate") -> dict[str, Any]:
     }
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
     ratios = []
-    with LLM(args.model, **common) as plain, LLM(args.model, **common, **options) as guessing:
+    every = options | {"guess_control": False}  # the depth is to be measured, and control would change it
+    with LLM(args.model, **common) as plain, LLM(args.model, **common, **every) as guessing:
         for turn in range(_RUNS + 1):
             _tell(f"{best.name} beside plain decoding, turn {turn + 1} of {_RUNS + 1}")
             times = []

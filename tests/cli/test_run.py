@@ -87,7 +87,7 @@ class TestRefusal:
             (("--threads", "-1"), "threads"),
             (("--proposer", "ngrams"), "proposer must be one of"),
             (("--proposer", "draft_model"), "needs a smaller model with the same vocabulary"),
-            (("--draft-model", "smollm2"), "draft_model is for proposer 'draft_model', and the proposer is 'off'"),
+            (("--draft-model", "smollm2"), "draft_model is for proposer 'draft_model' or 'auto', and the proposer is 'off'"),
             (("--proposer", "self_draft", "--draft-layers", "30"), "draft_layers is 30, and must be 1 to 29"),
             (("--acceptance", "rejection", "--proposer", "ngram"), "acceptance 'rejection' is for chains of guesses drawn by a model"),
         ],
