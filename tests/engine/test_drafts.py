@@ -6,7 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.engine.guessing import Guessing
+from headrace.engine.scheduler import Part
 from headrace.kv.blocks import BlockPool
+from headrace.propose import prune
 from headrace.propose.draft_model import DraftModel
 from headrace.request import SamplingParams
 from tests.accept.test_rejection import is_drawn_from, softmax
@@ -133,10 +136,24 @@ def test_other_rules_of_acceptance(how: str, options: dict[str, Any], acceptance
     assert stats.guessed == stats.accepted > 0 and stats.proposer_failures == 0
 
 
-def test_rejection_in_the_engine_keeps_the_distribution() -> None:
+class EveryOther(Guessing):
+    """Runs a part of each chain, as long as the step's number says: as the controller does, it does not look at the tokens."""
+
+    num_steps = 0
+
+    def guess(self, parts: list[Part]) -> None:
+        super().guess(parts)
+        self.num_steps += 1
+        for part in parts:
+            part.guess = prune(part.guess, list(range(min(len(part.guess.tokens), 1 + self.num_steps % 3))))
+
+
+@pytest.mark.parametrize("guessing", [Guessing, EveryOther])
+def test_rejection_in_the_engine_keeps_the_distribution(guessing: type[Guessing]) -> None:
     """The second and third token of many short texts, over several steps, with a draft that is wrong about half of them."""
     draft = DraftModel(HalfRight(4), BlockPool(400, 4), 40, 3, 1, probabilities=True)
     engine = toy_engine(num_blocks=400, proposer=draft, acceptance="rejection")
+    engine._guessing = engine._stepper.guessing = guessing({"test": draft}, engine.config, VOCAB)
     results = run_all(engine, [([1], SamplingParams(max_tokens=5)) for _ in range(5000)])
     after = [softmax(toy_logits([1, first])) for first in range(VOCAB)]
     first = softmax(toy_logits([1]))
