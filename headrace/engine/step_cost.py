@@ -53,22 +53,23 @@ class StepCost:
         error = log(seconds) - self._pace - self._shape_at(rows)
         small = min(max(error, -_LARGEST_ERROR), _LARGEST_ERROR)
         trust = 1.0
-        for place, weight in ((knot, 1 - after), (knot + 1, after)):
-            if weight:
-                visits = self._visits[place]
-                used = small if visits else min(max(error, -_FIRST_ERROR), _FIRST_ERROR)
-                trust = min(trust, visits / (visits + 2))
-                self._shape[place] += weight * used * max(_SHAPE, 1 / (visits + _FIRST_VISIT))
-                self._visits[place] += weight
+        moved = [(place, weight) for place, weight in ((knot, 1 - after), (knot + 1, after)) if weight]
+        for place, weight in moved:
+            visits = self._visits[place]
+            used = small if visits else min(max(error, -_FIRST_ERROR), _FIRST_ERROR)
+            trust = min(trust, visits / (visits + 2))
+            self._shape[place] += weight * used * max(_SHAPE, 1 / (visits + _FIRST_VISIT))
+            self._visits[place] += weight
         self._pace += min(max(_PACE * trust * small, -_MOST_PACE), _MOST_PACE)
-        self._draw(knot)
+        self._draw([place for place, _ in moved])
 
-    def _draw(self, moved: int) -> None:
-        """Make the other knots give way to one that has moved, and draw the curve where nothing has been seen."""
+    def _draw(self, moved: list[int]) -> None:
+        """Make the other knots give way to those that have moved, ascending, and draw the curve where nothing has been seen."""
         shape, first = self._shape, self._first
         seen = [knot for knot, visits in enumerate(self._visits) if visits]
-        for knot in seen:
-            shape[knot] = min(shape[knot], shape[moved]) if knot < moved else max(shape[knot], shape[moved])
+        for place in moved:
+            for knot in seen:
+                shape[knot] = min(shape[knot], shape[place]) if knot < place else max(shape[knot], shape[place])
         left = seen[0]
         for knot in range(left):
             shape[knot] = shape[left] + first[knot] - first[left]

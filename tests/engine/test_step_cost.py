@@ -5,7 +5,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.engine.step_cost import StepCost
@@ -51,6 +51,7 @@ def test_before_anything_is_measured() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 5000), st.floats(1e-6, 1e3)), min_size=1, max_size=40))
+@example([(513, 1.0), (1, 1.0), (57, 3.0), (76, 8.0)])
 def test_more_rows_never_cost_less(steps: list[tuple[int, float]]) -> None:
     cost = StepCost()
     for rows, seconds in steps:
