@@ -41,7 +41,7 @@ class EngineConfig:
     """Row budget of a step: decode rows first, then prompt chunks."""
     chunk_rows: int = 16
     """Rows for prompts in a step that also decodes, beside one for each decoding branch; deep in a context fewer, as attention costs
-    more there. So a long prompt stretches the time between tokens of others no further than to about three times. Large values
+    more there. So a long prompt stretches the time between tokens of others to about three times. Large values
     favour throughput: `LLM` sets it to `max_step_rows` unless told otherwise."""
     max_logit_rows: int = 64
     """Most rows of one branch with logits in one step (prompt log-probabilities are computed in chunks of this size)."""
