@@ -151,6 +151,7 @@ void bind_ops(nb::class_<Plan>& c) {
 
 nb::ndarray<nb::numpy, float, nb::ndim<2>> floats_of(Plan& plan, int id, int rows) {
   const Buffer& b = plan.buffer(id);
+  if (!b.floats) throw std::invalid_argument("a packed buffer, or one of a plan that has not run, has no float rows");
   const size_t shape[] = {static_cast<size_t>(rows), static_cast<size_t>(b.width)};
   return {b.row(0), 2, shape, nb::find(plan)};
 }

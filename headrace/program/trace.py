@@ -37,8 +37,9 @@ class Program:
     """What the logits are computed from, where it is to be kept."""
 
     def keeping_hidden(self) -> "Program":
-        """The same program, which also gives back the rows before its head."""
+        """The same program, which also gives back the rows before its head. Not of one that was fused: there they are packed."""
         head = next(op for op in self.ops if isinstance(op, Linear) and op.out == self.logits)
+        assert not head.x.packed, "a fused program has no such rows: ask for them before"
         return replace(self, hidden=head.x)
 
     @property

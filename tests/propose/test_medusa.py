@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from headrace.batch import Commit, StepRows
 from headrace.config import KvConfig
+from headrace.model import trace_model
 from headrace.program.trace import trace
 from headrace.propose.medusa import Medusa, _input_rows, head_forward, static_tree
 from headrace.quant.formats import FORMATS, StoredTensor
@@ -52,7 +53,7 @@ def test_heads_that_fit_the_model_are_right() -> None:
     """Fitted by least squares to the model's own output; W = 0, so that a head is linear in the hidden row."""
     watcher = Watcher()
     target = tiny_executable(MODEL, "cpu", KvConfig(8, 32, "f32"))
-    hidden_program = target.program.keeping_hidden()
+    hidden_program = trace_model(*MODEL).keeping_hidden()
     engine = tiny_engine(MODEL, "cpu", proposer=watcher, executable=target.beside(hidden_program, MODEL[1]), kv_dtype="f32")
     (plain,) = run_all(engine, [([1, 2, 3], GREEDY)])
     output = plain.outputs[0].token_ids
@@ -71,7 +72,7 @@ def test_heads_that_fit_the_model_are_right() -> None:
     (result,) = run_all(engine, [([1, 2, 3], GREEDY)])
     assert result.outputs[0].token_ids == output
     stats = engine.stats()
-    assert stats.accepted > 0.5 * stats.steps and stats.proposer_failures == 0
+    assert stats.accepted > 1.5 * stats.steps and stats.proposer_failures == 0
 
 
 def test_the_tree_takes_the_likeliest_paths() -> None:
