@@ -18,7 +18,9 @@ from speculation_texts import WORKLOADS, prompts
 from headrace import LLM, SamplingParams
 from headrace.request import RequestOutput
 
-METHODS = ("off", "ngram", "lookahead", "jacobi", "online", "auto")
+METHODS = ("off", "again", "ngram", "lookahead", "jacobi", "online", "auto")
+TWIN = "again"
+"""A second engine without guesses: what its ratio is besides 1 is noise, and so is as much of the others'."""
 TOKENS_OF_SEQUENCE = 512
 _RUN = 4
 """Tokens that an answer must have in common with its prompt to count as repeated."""
@@ -126,7 +128,8 @@ def main() -> None:
         args.rounds, args.max_tokens, args.batches = 1, 12, [1, 2]
     methods = ["off", *(method for method in args.methods if method != "off")]
     blocks = max(args.batches) * TOKENS_OF_SEQUENCE // 32
-    engines = {method: LLM(args.model, proposer=method, threads=args.threads, kv_blocks=blocks, max_model_len=2048) for method in methods}
+    options = {"threads": args.threads, "kv_blocks": blocks, "max_model_len": 2048}
+    engines = {method: LLM(args.model, proposer="off" if method == TWIN else method, **options) for method in methods}
     lines = []
     print(HEADINGS, flush=True)
     for line in run(engines, args.workloads, args.batches, args.rounds, args.max_tokens):

@@ -6,7 +6,7 @@ Each scheduled branch contributes `forced` rows, decided tokens that have no KV 
 Shapes: T rows, B branches, R rows that need logits.
 """
 
-from collections.abc import MutableSequence
+from collections.abc import Hashable, MutableSequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -98,15 +98,16 @@ class BranchView(Protocol):
     @property
     def table(self) -> MutableSequence[int]: ...  # the blocks of their slots, and of those of the room for guesses
     @property
+    def scope(self) -> Hashable: ...  # what one scope holds is not to be guessed from by others
+    @property
     def sampler(self) -> Any: ...  # a native Sampler; a clone of it draws with the branch's own noise, and leaves no trace
 
 
 class Proposer(Protocol):
     """A way of guessing. Guesses may be wrong in any way; they never change a token.
 
-    One that has an attribute `bounded`, which is true, promises to be quick and is called in the engine's thread; any other
-    is called in a thread of its own, and left behind if it hangs. One with `needs_rows` learns from the rows of its guesses,
-    and is given some now and then even if they are not expected to pay.
+    One with `bounded` is quick and called in the engine's thread; others have their own. One with `needs_rows` learns from its
+    rows, and has some now and then that should not pay. One with a `width`, nodes at each depth, takes time for each of these.
     """
 
     max_nodes: int
@@ -115,4 +116,4 @@ class Proposer(Protocol):
         """A tree of at most `room[i]` nodes below the end of each branch."""
 
     def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:
-        """See what became of the step; `branches[commit.source]` already carries the new tokens."""
+        """See what became of a step that it was asked for, or the last before; `branches[commit.source]` has the new tokens."""

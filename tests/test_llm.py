@@ -297,6 +297,7 @@ class TestOptions:
             ({"acceptance": "likely"}, "acceptance must be one of descend, rejection, typical"),
             ({"acceptance": "typical"}, "acceptance 'typical' is about guesses, and the proposer is 'off'"),
             ({"proposer": "ngram", "acceptance": "rejection"}, "is for chains of guesses drawn by a model"),
+            ({"proposer": "auto", "acceptance": "rejection"}, "is for chains of guesses drawn by a model"),
             ({"proposer": "self_draft", "draft_layers": 1, "draft_width": 2, "acceptance": "rejection"}, "draft_width 1"),
             ({"max_guess_nodes": 0}, "max_guess_nodes must be a whole number from 1"),
             ({"guess_control": "no"}, "guess_control must be true or false, not 'no'"),

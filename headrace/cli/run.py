@@ -22,7 +22,10 @@ _SHARED_PARAMS = ("presence_penalty", "seed", "max_tokens")
 _DRAW_PARAMS = ("temperature", "top_p", "top_k", "min_p")
 _BEAM_PARAMS = ("beam_width", "length_penalty")
 _ENGINE_OPTIONS = ("threads", "kv_dtype", "max_model_len")
-_GUESS_OPTIONS = ("proposer", "draft_model", "draft_layers", "medusa_heads", "draft_depth", "draft_width", "acceptance")
+_GUESS_OPTIONS = (
+    *("proposer", "max_guess_nodes", "guess_control", "acceptance"),
+    *("draft_model", "draft_layers", "medusa_heads", "draft_depth", "draft_width"),
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +64,13 @@ def _add_guessing(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         default=default.proposer,
         help="off, auto, ngram, online, jacobi, lookahead, draft_model, self_draft or medusa",
+    )
+    group.add_argument("--max-guess-nodes", type=int, metavar="N", default=default.max_guess_nodes, help="most guesses in a step")
+    group.add_argument(
+        "--guess-control",
+        action=argparse.BooleanOptionalAction,
+        default=default.guess_control,
+        help="guess as much as pays; with --no-guess-control as much as there is room for",
     )
     group.add_argument("--draft-model", metavar="MODEL", default="", help="for draft_model: a smaller model with the same vocabulary")
     group.add_argument(

@@ -38,8 +38,7 @@ class Acceptance:
         """Probability of each node that it is accepted if it is in the step; never more than its parent's."""
         rates: dict[_Key, float] = {}
         values: list[float] = []
-        for (depth, rank), parent in zip(_places(guess), guess.parents, strict=True):
-            key = (guess.confidence, depth, rank)
+        for key, parent in zip(_places(guess), guess.parents, strict=True):
             rate = rates.get(key)
             if rate is None:
                 rate = rates[key] = self.rate(key)
@@ -58,7 +57,7 @@ class Acceptance:
             if not children:
                 return
             for child in children:
-                self._count((guess.confidence, *places[child]), guess.tokens[child] == token)
+                self._count(places[child], guess.tokens[child] == token)
             node = next((child for child in children if guess.tokens[child] == token), -2)  # -2 is no parent
 
     def _count(self, key: _Key, right: bool) -> None:
@@ -68,14 +67,18 @@ class Acceptance:
             self._general._count(key, right)
 
 
-def _places(guess: Guess) -> list[tuple[int, int]]:
-    """Depth and rank of each node."""
+def place(confidence: int, depth: int, rank: int) -> _Key:
+    """What a node counts as."""
+    return confidence, min(depth, _DEEPEST), min(rank, _LAST_RANK)
+
+
+def _places(guess: Guess) -> list[_Key]:
     depths: list[int] = []
     ranks: dict[int, int] = {}
-    places: list[tuple[int, int]] = []
+    places: list[_Key] = []
     for parent in guess.parents:
         depth = 1 if parent < 0 else depths[parent] + 1
         rank = ranks[parent] = ranks.get(parent, -1) + 1
         depths.append(depth)
-        places.append((min(depth, _DEEPEST), min(rank, _LAST_RANK)))
+        places.append(place(guess.confidence, depth, rank))
     return places

@@ -143,6 +143,11 @@ class Branch:
         return len(self.known) > self.num_admitted
 
     @property
+    def scope(self) -> Scope:
+        """Who may see that its tokens were here before."""
+        return self.request.scope
+
+    @property
     def prompt_len(self) -> int:
         return len(self.request.prompt_token_ids)
 

@@ -6,13 +6,17 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from headrace.batch import Guess
-from headrace.engine.acceptance import Acceptance
+from headrace.engine.acceptance import Acceptance, place
 from headrace.engine.branch import Branch
 from headrace.engine.step_cost import StepCost
 
+_SHARE = 0.01
+"""Share of all time that guessing may take beyond what it is known to have saved."""
+_SAVINGS, _DEBT = 2, 4
+"""Steps whose time is the most that can be saved up for that, or owed: if more, the machine was busy with something else."""
 _LOOK_SHARE = 0.005
-"""Share of all time for asking where it has not paid of late, to see whether it would now."""
-_TRIAL_SHARE = 0.01
+"""Share of a branch's time for asking where it has not paid of late, to see whether it would now."""
+_TRIAL_SHARE = 0.005
 """Share of all time for rows that are not expected to pay: some ways of guessing learn only from their rows."""
 _TRIAL_STEPS = 6
 """Steps of a trial, for which time is saved before it begins."""
@@ -31,6 +35,8 @@ _WORTH_AT_FIRST = 0.5
 """Tokens that a way of guessing is expected to gain before it was asked."""
 _RISE, _FALL, _SLOWLY = 0.5, 0.2, 0.05
 """How quickly such expectations follow what is seen."""
+_PRICE = 0.1
+"""How quickly what it takes to ask follows what is seen."""
 
 
 class Offer(NamedTuple):
@@ -49,6 +55,8 @@ class _Track:
     acceptance: Acceptance
     worth: float
     """Tokens that it gains when it is asked, less what its rows cost, decayed."""
+    look_at: float = 0.0
+    """Time to ask it again even so."""
 
 
 @dataclass
@@ -56,49 +64,88 @@ class _Method:
     """What is known of one way of guessing."""
 
     needs_rows: bool
+    width: int
+    """Nodes at each depth, if each depth takes time of its own; else 0."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     seconds: float = 0.0
     """To ask it for one branch, and let it learn; decayed."""
+    seconds_by_node: float = 0.0
     worth: float = _WORTH_AT_FIRST
     """As of a branch, of all branches; where new ones start."""
     tracks: WeakKeyDictionary[Branch, _Track] = field(default_factory=WeakKeyDictionary)
 
 
 class Controller:
-    """Weighs what guesses bring against what they cost. Timing decides how much is guessed, and never a token."""
+    """Weighs what guesses bring against what they cost. Timing decides how much is guessed, and never a token.
 
-    def __init__(self, methods: Mapping[str, bool]) -> None:
-        """By the name of each way of guessing, whether it needs rows to learn."""
-        self._methods = {name: _Method(needs_rows) for name, needs_rows in methods.items()}
+    It keeps an account of time. A small share of all time comes in, and all that guesses have saved; out goes what it takes to
+    look for something to guess, to weigh it and to learn from it. While it is in debt, guessing rests. The rows of guesses are not
+    in it: how often these are right decides about them.
+    """
+
+    def __init__(self, methods: Mapping[str, tuple[bool, int]]) -> None:
+        """By the name of each way of guessing, whether it needs rows to learn, and `width` of a `_Method`."""
+        self._methods = {name: _Method(needs_rows, width) for name, (needs_rows, width) in methods.items()}
         self._cost = StepCost()
-        self._look_seconds = 0.0
+        self._now = 0.0
+        """Time of all steps so far."""
+        self._account = 0.0
         self._trial_seconds = 0.0
         self._num_trials = 0
         self._tried: tuple[int, int] | None = None
-        """Key of the branch that a trial is made on."""
-        self._forced = 0
+        """Key of the branch that a trial is being made on."""
+        self._trying: tuple[int, int] | None = None
+        """The same, before the step."""
+        self._forced = self._num_drawing = 1
         self._token_seconds = 0.0
         """Of plain decoding, for one branch of the next step."""
         self._extras = [0.0]
         """What so many guess rows cost in it, in tokens that plain decoding would give in that time; as far as was asked."""
         self._idle = True
-        """Whether the next step is a plain one, whatever is offered."""
+        """Whether the next step is a plain one, whatever could be guessed."""
         self._num_guessing = 0
         self._plain_every = _PLAIN_EVERY[0]
 
+    @property
+    def rests(self) -> bool:
+        """Whether the next step is to be a plain one, and nothing learned from it."""
+        return self._account < 0 and self._tried is None
+
     def begin(self, cost: StepCost, forced: int, num_drawing: int) -> None:
         """A step of so many forced rows, in which some branches draw; what such steps cost."""
-        self._cost = cost
-        visits = self._cost.visits(forced)
+        self._cost, self._forced, self._num_drawing, self._extras = cost, forced, num_drawing, [0.0]
+        visits = cost.visits(forced)
         self._idle = visits < _FIRST_PLAIN or self._num_guessing >= min(self._plain_every, _VISITS_SPAN * visits)
-        self._forced, self._extras = forced, [0.0]
-        self._token_seconds = self._cost.seconds(num_drawing) / num_drawing if visits else 0.0
+        self._token_seconds = cost.seconds(num_drawing) / num_drawing
+        if self._idle:
+            self._num_guessing = 0
+        else:
+            self._trying, self._tried = self._tried, None
 
-    def asks(self, name: str, branch: Branch, rival: Offer | None) -> bool:
+    def asks(self, name: str, branch: Branch, rival: Offer | None = None) -> bool:
         """Whether to ask for a guess: where it should pay beyond what another has offered, or now and then."""
+        if self._idle:
+            return False
         method, track = self._methods[name], self._track(name, branch)
         worth = track.worth - (self._net(rival) if rival else 0.0)
-        return worth * self._token_seconds >= method.seconds or self._look_seconds > 0 or branch.key == self._tried
+        return worth * self._token_seconds >= method.seconds or track.look_at <= self._now or branch.key == self._trying
+
+    def room(self, name: str, branch: Branch, most: int) -> int:
+        """Nodes to ask for: fewer than `most` where each depth takes time, and the deeper ones should not pay."""
+        method = self._methods[name]
+        if not method.width:
+            return most
+        acceptance, reached, nodes = self._track(name, branch).acceptance, 1.0, 0
+        while nodes < most:
+            width = min(method.width, most - nodes)
+            rates = [acceptance.rate(place(0, nodes // method.width + 1, rank)) for rank in range(width)]
+            rows = self._extra((nodes + width) * self._num_drawing) - self._extra(nodes * self._num_drawing)
+            price = rows / self._num_drawing + width * method.seconds_by_node / self._token_seconds
+            if nodes and reached * sum(rates) < price:
+                break
+            nodes += width
+            reached *= rates[0]
+        return nodes
 
     def offer(self, name: str, branch: Branch, guess: Guess) -> Offer:
         """The guess with its values."""
@@ -107,17 +154,16 @@ class Controller:
         net = self._net(offer)
         track.worth += (net - track.worth) * (_RISE if net > track.worth else _FALL)
         method.worth += (net - method.worth) * _SLOWLY
+        track.look_at = self._now + method.seconds * self._num_drawing / _LOOK_SHARE
         return offer
 
     def better(self, one: Offer, other: Offer) -> Offer:
         """That which gains more; of equals the first."""
         return other if self._net(other) > self._net(one) else one
 
-    def choose(self, offers: dict[Branch, Offer], num_drawing: int) -> dict[Branch, list[int]]:
+    def choose(self, offers: dict[Branch, Offer]) -> dict[Branch, list[int]]:
         """The nodes to run of each offer, parents with their children, ascending."""
-        self._num_guessing = 0 if self._idle else self._num_guessing
-        if self._idle or not offers:
-            return {}
+        num_drawing = self._num_drawing
         bundles: list[tuple[float, Branch, list[int]]] = []
         for branch, offer in offers.items():
             if offer.guess.whole:
@@ -141,16 +187,21 @@ class Controller:
         self._num_guessing += bool(chosen)
         return {branch: sorted(nodes) for branch, nodes in chosen.items()}
 
-    def spend(self, name: str, num_branches: int, seconds: float, *, used: int = 0) -> None:
-        """Asking one way of guessing for so many branches has taken so long; the guesses of `used` of them are in the step."""
+    def spend(self, name: str, num_branches: int, num_nodes: int, seconds: float) -> None:
+        """To ask one way of guessing for so many branches and nodes, and to let it learn, has taken so long."""
         method = self._methods[name]
-        method.seconds += (seconds / num_branches - method.seconds) * 0.1
-        self._look_seconds -= seconds * (num_branches - used) / num_branches
+        method.seconds += (seconds / num_branches - method.seconds) * _PRICE
+        method.seconds_by_node += (seconds / num_nodes - method.seconds_by_node) * _PRICE
 
-    def finish(self, seconds: float) -> None:
-        """A step has taken so long."""
-        self._look_seconds = min(self._look_seconds + _LOOK_SHARE * seconds, seconds)
+    def finish(self, seconds: float, saved: float) -> None:
+        """A step has taken so long, after guesses that have saved so much."""
+        self._now += seconds
+        self._account = min(max(self._account, -_DEBT * seconds) + _SHARE * seconds + saved, _SAVINGS * seconds)
         self._trial_seconds += _TRIAL_SHARE * seconds
+
+    def charge(self, seconds: float) -> None:
+        """What belongs to guessing has taken so long, all told."""
+        self._account -= seconds
 
     def learn(self, branch: Branch, offer: Offer, tokens: list[int]) -> None:
         """These tokens have followed."""
@@ -159,9 +210,9 @@ class Controller:
     def _try(self, offers: dict[Branch, Offer], chosen: dict[Branch, list[int]]) -> None:
         """Run rows of a branch that are not expected to pay, for some steps on end, when enough time has been saved for that."""
         idle = [b for b, offer in offers.items() if b not in chosen and self._methods[offer.method].needs_rows]
-        if not idle or not self._token_seconds:
+        if not idle:
             return
-        begun = [branch for branch in idle if branch.key == self._tried]
+        begun = [branch for branch in idle if branch.key == self._trying]
         branch = begun[0] if begun else idle[self._num_trials % len(idle)]
         offer = offers[branch]
         nodes = list(range(len(offer.values) if offer.guess.whole else min(_TRIAL_NODES, len(offer.values))))
@@ -173,8 +224,6 @@ class Controller:
             self._tried = branch.key
             self._num_trials += not begun
             chosen[branch] = nodes
-        else:
-            self._tried = None
 
     def _net(self, offer: Offer) -> float:
         """Tokens that an offer gains at best, less those that its rows cost."""
@@ -189,7 +238,7 @@ class Controller:
     def _extra(self, nodes: int) -> float:
         while len(self._extras) <= nodes:
             more = self._cost.seconds(self._forced + len(self._extras)) - self._cost.seconds(self._forced)
-            self._extras.append(more / self._token_seconds if self._token_seconds else 0.0)
+            self._extras.append(more / self._token_seconds)
         return self._extras[nodes]
 
     def _track(self, name: str, branch: Branch) -> _Track:

@@ -74,7 +74,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._pool = BlockPool(limits.kv.num_blocks, limits.kv.block_size)
         self._guessing = Guessing(proposers, config, limits.vocab_size)
-        self._scheduler = SCHEDULERS[config.batching](self._pool, config, self._guessing.max_nodes, limits.window, limits.balance)
+        self._scheduler = SCHEDULERS[config.batching](self._pool, config, limits.window, limits.balance)
         self._stepper = Stepper(self._scheduler, self._guessing, executable, self._pool, tokenizer)
         self._plain = Separately(RULES[config.acceptance])
         self._requests: dict[str, Request] = {}

@@ -2,8 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import NamedTuple
 
 from headrace.batch import BranchView, Commit, Proposer, StepRows
 from headrace.config import EngineConfig
@@ -15,21 +15,22 @@ from headrace.propose import Guard, prune
 from headrace.request import GuessStats
 
 
-class _Flight(NamedTuple):
+@dataclass
+class _Flight:
     """What there is to learn from a step."""
 
-    started: float
-    offers: dict[Branch, list[Offer]]
+    begun: float
+    """When the engine turned to guessing."""
+    asked: dict[str, dict[Part, int]] = field(default_factory=dict)
+    """Who is to be asked, about which branches, and for how many nodes."""
+    offers: dict[Branch, list[Offer]] = field(default_factory=dict)
     """All that was said, whether or not it is in the step."""
-    used: dict[Branch, str]
+    used: dict[Branch, str] = field(default_factory=dict)
     """Whose guess is in the step."""
-    asked: dict[str, int]
-    """For how many branches."""
-    seconds: dict[str, float]
+    seconds: dict[str, float] = field(default_factory=dict)
     """That asking took."""
-
-
-_NOTHING = _Flight(0.0, {}, {}, {}, {})
+    started: float = 0.0
+    """When the step itself began."""
 
 
 class Guessing:
@@ -43,14 +44,12 @@ class Guessing:
         self._nodes = {name: min(guard.max_nodes, config.max_guess_nodes) for name, guard in self._guards.items()}
         self._costs: defaultdict[int, StepCost] = defaultdict(StepCost)
         """By the magnitude of the number of branches: the same rows take longer when they look back on more contexts."""
-        self._controller = Controller({n: guard.needs_rows for n, guard in self._guards.items()}) if config.guess_control else None
+        methods = {name: (guard.needs_rows, guard.width) for name, guard in self._guards.items()}
+        self._controller = Controller(methods) if config.guess_control else None
         self._clock = clock
-        self._flight = _NOTHING
-
-    @property
-    def max_nodes(self) -> int:
-        """Most guess nodes that a branch can use."""
-        return max(self._nodes.values(), default=0)
+        self._flight: _Flight | None = None
+        """None: guessing rests."""
+        self._started = 0.0
 
     @property
     def failures(self) -> int:
@@ -62,87 +61,125 @@ class Guessing:
         for guard in self._guards.values():
             guard.close()
 
-    def guess(self, parts: list[Part]) -> None:
-        """Give each part that has room a guess, or none."""
-        flight = _Flight(0.0, {}, {}, {}, {})
-        guessing = [part for part in parts if part.room]
-        if guessing and self._guards:
-            self._ask(parts, guessing, flight)
-        self._flight = flight._replace(started=self._clock())
+    def ask(self, parts: list[Part]) -> list[Part]:
+        """Those to guess for, each with the room that it could use."""
+        controller = self._controller
+        self._flight = None
+        if not self._guards or (controller and controller.rests):
+            return []
+        flight = self._flight = _Flight(self._clock())
+        able = [part for part in parts if part.may_guess]
+        if controller and able:
+            controller.begin(self._cost(parts), sum(part.forced for part in parts), sum(part.draws for part in parts))
+        for name, most in self._nodes.items():
+            if controller:
+                nodes = {part: controller.room(name, part.branch, most) for part in able if controller.asks(name, part.branch)}
+            else:
+                nodes = dict.fromkeys(able, most)
+            if nodes:
+                flight.asked[name] = nodes
+            for part, room in nodes.items():
+                part.room = max(part.room, room)
+        return [part for part in able if part.room]
+
+    def guess(self) -> None:
+        """Give each of them a guess, or none, within the room that there was."""
+        if self._flight:
+            self._collect(self._flight)
+        self._started = self._clock()
 
     def observe(self, parts: list[Part], commits: list[Commit], rows: StepRows) -> None:
         """See what became of the step."""
         if not self._guards:
             return
-        flight, self._flight = self._flight, _NOTHING
-        seconds = self._clock() - flight.started
-        num_rows = sum(part.forced + len(part.guess.tokens) for part in parts)
-        self._keep_books(parts, commits, flight)
-        self._cost(parts).record(num_rows, seconds)
-        if self._controller:
-            self._controller.finish(seconds)
-            for commit in commits if flight.offers else ():
-                branch = parts[commit.source].branch
-                for offer in flight.offers.get(branch, ()):
-                    self._controller.learn(branch, offer, commit.tokens)
+        controller, flight, self._flight = self._controller, self._flight, None
+        ended, saved = self._clock(), 0.0
+        seconds = ended - self._started
+        if flight:
+            saved = self._keep_books(parts, commits, flight)
+            self._cost(parts).record(sum(part.forced + len(part.guess.tokens) for part in parts), seconds)
+        if controller:
+            controller.finish(seconds, max(0.0, saved))
+            if flight:
+                controller.charge(self._started - flight.begun)
+                self._learn(controller, parts, commits, flight)
+        if not controller or not controller.rests or (flight and flight.asked):
+            self._tell(parts, commits, rows, flight)
+        if controller:
+            controller.charge(self._clock() - ended)
+
+    def _cost(self, parts: list[Part]) -> StepCost:
+        return self._costs[len(parts).bit_length()]
+
+    def _collect(self, flight: _Flight) -> None:
+        """Ask, and choose from what was said."""
+        controller = self._controller
+        best: dict[Branch, Offer] = {}
+        rooms: dict[Branch, Part] = {}
+        for name, nodes in flight.asked.items():
+            asked = [part for part in nodes if part.room]
+            if controller and best:
+                asked = [part for part in asked if part.branch not in best or controller.asks(name, part.branch, best[part.branch])]
+            flight.asked[name] = {part: nodes[part] for part in asked}
+            if not asked:
+                continue
+            start = self._clock()
+            guesses = self._guards[name].propose([part.branch for part in asked], [min(part.room, nodes[part]) for part in asked])
+            flight.seconds[name] = self._clock() - start
+            for part, guess in zip(asked, guesses, strict=True):
+                branch = part.branch
+                offer = controller.offer(name, branch, guess) if controller else Offer(name, guess, [])
+                if guess.tokens:
+                    rooms[branch] = part
+                    flight.offers.setdefault(branch, []).append(offer)
+                    rival = best.get(branch, offer)
+                    best[branch] = controller.better(rival, offer) if controller else max(rival, offer, key=_num_nodes)
+        chosen = controller.choose(best) if controller and best else {b: list(range(len(o.guess.tokens))) for b, o in best.items()}
+        for branch, kept in chosen.items():
+            rooms[branch].guess = prune(best[branch].guess, kept)
+            flight.used[branch] = best[branch].method
+
+    def _learn(self, controller: Controller, parts: list[Part], commits: list[Commit], flight: _Flight) -> None:
+        """See which of all that was said was right."""
+        for commit in commits if flight.offers else ():
+            branch = parts[commit.source].branch
+            for offer in flight.offers.get(branch, ()):
+                controller.learn(branch, offer, commit.tokens)
+
+    def _tell(self, parts: list[Part], commits: list[Commit], rows: StepRows, flight: _Flight | None) -> None:
+        """Let the proposers see what became of the step."""
         branches: list[BranchView] = [part.branch for part in parts]
         seen = [Commit(*commit[:4], parts[commit.source].first_draw, parts[commit.source].guess) for commit in commits]
         for name, guard in self._guards.items():
             start = self._clock()
             guard.observe(branches, seen, rows)
-            if self._controller and flight.asked.get(name):
-                used = sum(method == name for method in flight.used.values())
-                self._controller.spend(name, flight.asked[name], self._clock() - start, used=used)
+            if self._controller and flight and name in flight.seconds:
+                nodes = flight.asked[name]
+                self._controller.spend(name, len(nodes), sum(nodes.values()), flight.seconds[name] + self._clock() - start)
 
-    def _cost(self, parts: list[Part]) -> StepCost:
-        return self._costs[len(parts).bit_length()]
-
-    def _ask(self, parts: list[Part], guessing: list[Part], flight: _Flight) -> None:
-        controller = self._controller
-        if controller:
-            num_drawing = sum(part.draws for part in parts)
-            controller.begin(self._cost(parts), sum(part.forced for part in parts), num_drawing)
-        best: dict[Branch, Offer] = {}
-        for name, guard in self._guards.items():
-            asked = [part for part in guessing if not controller or controller.asks(name, part.branch, best.get(part.branch))]
-            if not asked:
-                continue
-            start = self._clock()
-            guesses = guard.propose([part.branch for part in asked], [min(part.room, self._nodes[name]) for part in asked])
-            for part, guess in zip(asked, guesses, strict=True):
-                branch = part.branch
-                offer = controller.offer(name, branch, guess) if controller else Offer(name, guess, [])
-                if guess.tokens:
-                    flight.offers.setdefault(branch, []).append(offer)
-                    best[branch] = controller.better(best[branch], offer) if controller and branch in best else best.get(branch, offer)
-            flight.seconds[name] = self._clock() - start
-            flight.asked[name] = len(asked)
-        chosen = controller.choose(best, num_drawing) if controller else {b: list(range(len(o.guess.tokens))) for b, o in best.items()}
-        for part in guessing:
-            if nodes := chosen.get(part.branch):
-                offer = best[part.branch]
-                part.guess = prune(offer.guess, nodes)
-                flight.used[part.branch] = offer.method
-        for name, taken in flight.seconds.items():
-            if controller:
-                used = sum(method == name for method in flight.used.values())
-                controller.spend(name, flight.asked[name], taken, used=used)
-
-    def _keep_books(self, parts: list[Part], commits: list[Commit], flight: _Flight) -> None:
-        """Count, and estimate the time saved: that of the steps which accepted tokens spare, less that of guess rows and to find them."""
+    def _keep_books(self, parts: list[Part], commits: list[Commit], flight: _Flight) -> float:
+        """Count, and estimate the seconds saved: those of the steps that accepted tokens spare, less those of guess rows."""
         if not flight.used:
-            return
+            return 0.0
         cost, forced = self._cost(parts), sum(part.forced for part in parts)
         num_drawing = sum(part.draws for part in parts)
         num_nodes = sum(len(part.guess.tokens) for part in parts)
         token = cost.seconds(num_drawing) / num_drawing
         row = (cost.seconds(forced + num_nodes) - cost.seconds(forced)) / num_nodes
         accepted = {commit.source: len(commit.path) for commit in commits}
+        total = 0.0
         for source, part in enumerate(parts):
             if part.guess.tokens:
                 name, right, nodes = flight.used[part.branch], accepted.get(source, 0), len(part.guess.tokens)
-                asking = flight.seconds[name] / flight.asked[name]
-                news = GuessStats(1, nodes, right, right * token - nodes * row - asking)
+                saved = right * token - nodes * row
+                asking = flight.seconds[name] / len(flight.asked[name])
+                news = GuessStats(1, nodes, right, saved - asking)
                 self.stats[name] = self.stats[name].plus(news)
                 request = part.branch.request
                 request.guesses[name] = request.guesses.get(name, GuessStats()).plus(news)
+                total += saved
+        return total
+
+
+def _num_nodes(offer: Offer) -> int:
+    return len(offer.guess.tokens)

@@ -39,7 +39,7 @@ from headrace.kv.prefix import Node, PrefixCache
 STEPS_PER_PRIORITY = 1000
 """How many steps later a request must have come to be as urgent as one of the next level of priority."""
 
-_RANK = attrgetter("rank")
+_RANK, _ROOM = attrgetter("rank"), attrgetter("room")
 
 
 @dataclass(slots=True, eq=False)
@@ -48,10 +48,11 @@ class Part:
 
     branch: Branch
     forced: int
-    """Rows of decided tokens. Their slots are reserved, and those of `room` guess nodes after them."""
+    """Rows of decided tokens. Their slots are reserved."""
     draws: bool
     """Whether they reach the end of what is known, so that the next token can be drawn."""
     room: int = 0
+    """Guess nodes that it may have, below them: first as many as it could use, then those for which slots are reserved."""
     guess: Guess = NO_GUESS
     first_logit: int = 0
     """Index of its first row among the step's rows with logits: first those that score the prompt, then those that draw."""
@@ -61,6 +62,11 @@ class Part:
     def forks(self) -> bool:
         """Whether the branch's siblings go their own ways after these rows."""
         return bool(self.branch.siblings) and self.forced == self.branch.due
+
+    @property
+    def may_guess(self) -> bool:
+        """Whether a guess is of use: not where the branch may fork, since its draws go different ways, nor for the last token."""
+        return self.draws and not self.branch.may_fork and len(self.branch.known) + 1 < self.branch.request.limit
 
 
 class Plan(NamedTuple):
@@ -98,7 +104,7 @@ class _Budget:
 class Scheduler:
     """Continuous batching under a budget of rows, with a prefix cache and recompute preemption."""
 
-    def __init__(self, pool: BlockPool, config: EngineConfig, max_nodes: int, window: int = 0, balance: float = inf) -> None:
+    def __init__(self, pool: BlockPool, config: EngineConfig, window: int = 0, balance: float = inf) -> None:
         self.waiting: list[Branch] = []
         self.running: list[Branch] = []
         """Both by rank. A branch that runs has blocks for all its known tokens, and for those only that it computed KV."""
@@ -111,10 +117,11 @@ class Scheduler:
         self._pool = pool
         self._cache = PrefixCache(pool) if config.prefix_cache else None
         self._config = config
-        self._max_nodes = max_nodes
         self._window = window
         self._balance = balance
         self._num_steps = 0
+        self._left = _Budget(0, 0, 0, inf)
+        """Of the step that was planned last."""
 
     def add(self, branch: Branch) -> None:
         """Queue the first branch of a request."""
@@ -167,12 +174,29 @@ class Scheduler:
             self._preempt(self.running[-1])
         plan = Plan([], [])
         budget, groups = self._share_rows()
+        self._left = budget
         for rows in groups:
             if next(iter(rows)).table:  # else they have given way
                 self._place(plan, rows)
         self._admit(plan, budget)
-        self._give_room(plan, budget)
         return plan
+
+    def make_room(self, parts: list[Part]) -> list[BlockCopy]:
+        """Share what is left of the step among parts that could use it for guesses: never at the cost of a branch.
+
+        Returns the block copies to make.
+        """
+        copies: list[BlockCopy] = []
+        left = min(self._left.rows, self._left.logit_rows)
+        for part in parts:
+            part.room = min(part.room, part.branch.request.limit - len(part.branch.known) - 1)  # the last token needs no guess
+        for i, part in enumerate(sorted(parts, key=_ROOM)):  # what one leaves goes to those that could use more
+            branch, end = part.branch, part.branch.computed + part.forced
+            slots = (len(branch.table) + self._pool.num_free) * self._pool.block_size - end
+            part.room = max(0, min(part.room, left // (len(parts) - i), slots))
+            copies += self._pool.reserve(branch.table, end, part.room) or ()
+            left -= part.room
+        return copies
 
     def _share_rows(self) -> tuple[_Budget, list[dict[Branch, int]]]:
         """What is left of the step, and the forced rows of the running branches, by rank, those that draw together in one group.
@@ -291,22 +315,6 @@ class Scheduler:
         self._remember(branch)
         self._pool.free(branch.table)
         branch.node = None
-
-    def _give_room(self, plan: Plan, budget: _Budget) -> None:
-        """Share what is left among the branches that draw, for guesses: never at the cost of a branch.
-
-        A branch that is about to fork gets none, since its draws go different ways; a beam may fork at any draw.
-        """
-        guessing = [part for part in plan.parts if part.draws and not part.branch.may_fork] if self._max_nodes else []
-        for i, part in enumerate(guessing):
-            branch, end = part.branch, part.branch.computed + part.forced
-            share = min(budget.rows, budget.logit_rows) // (len(guessing) - i)
-            slots = (len(branch.table) + self._pool.num_free) * self._pool.block_size - end
-            useful = branch.request.limit - len(branch.known) - 1  # the last token needs no guess
-            part.room = max(0, min(share, slots, useful, self._max_nodes))
-            plan.copies.extend(self._pool.reserve(branch.table, end, part.room) or ())
-            budget.rows -= part.room
-            budget.logit_rows -= part.room
 
 
 def _common_length(branches: list[Branch]) -> int:

@@ -18,9 +18,9 @@ from headrace.kv.blocks import BlockPool
 class StaticScheduler(Scheduler):
     """Whole batches of waiting requests, first come, first served. Never changes a token."""
 
-    def __init__(self, pool: BlockPool, config: EngineConfig, max_nodes: int, window: int = 0, balance: float = inf) -> None:
+    def __init__(self, pool: BlockPool, config: EngineConfig, window: int = 0, balance: float = inf) -> None:
         # Prompts of a batch are not slowed for the sake of its other members: that would burden the baseline.
-        super().__init__(pool, replace(config, chunk_rows=config.max_step_rows), max_nodes, window)
+        super().__init__(pool, replace(config, chunk_rows=config.max_step_rows), window)
         self._batch: set[Branch] = set()
         self._padded = 0
         """Slots of each member."""

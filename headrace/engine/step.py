@@ -45,8 +45,9 @@ class Stepper:
         parts, copies = self.scheduler.schedule()
         if not parts:
             return None
+        copies += self.scheduler.make_room(self.guessing.ask(parts))
         self._move(self.pool.slots_of(copies))  # before a proposer writes to the new blocks
-        self.guessing.guess(parts)
+        self.guessing.guess()
         batch = build(parts, self.pool)
         self.num_steps += 1
         self.num_rows += len(batch.tokens)

@@ -1,10 +1,11 @@
 """What a step costs by its number of rows, learned from the steps themselves."""
 
+from bisect import bisect_left, insort
 from math import exp, log, log2
 
 _PER_OCTAVE = 2
 """Knots between a number of rows and its double."""
-_NUM_KNOTS = 12 * _PER_OCTAVE + 1
+_LAST_KNOT = 12 * _PER_OCTAVE
 _ROW_AT_FIRST = 0.1
 """What a row costs beside the fixed part of a step, before anything is measured."""
 _LARGEST_ERROR = 0.5
@@ -30,63 +31,78 @@ class StepCost:
 
     def __init__(self) -> None:
         self._pace: float | None = None  # logarithms, all of them
-        self._first = [log(1 + _ROW_AT_FIRST * 2 ** (knot / _PER_OCTAVE)) for knot in range(_NUM_KNOTS)]
-        self._shape = list(self._first)
-        self._visits = [0.0] * _NUM_KNOTS
+        self._shape: dict[int, float] = {}
+        """At each knot that has been seen."""
+        self._seen: list[int] = []
+        """Those knots, ascending."""
+        self._visits = [0.0] * (_LAST_KNOT + 1)
 
     def visits(self, rows: int) -> float:
         """How many steps of about so many rows have been measured."""
-        knot, after = self._place(rows)
-        return self._visits[knot] + self._visits[min(knot + 1, _NUM_KNOTS - 1)] * bool(after)
+        place = _place(rows)
+        knot = int(place)
+        return self._visits[knot] + (self._visits[knot + 1] if place > knot else 0.0)
 
     def seconds(self, rows: int) -> float:
         """The time of a step, not counting the time to guess; 0 as long as nothing has been measured."""
-        return 0.0 if self._pace is None or not rows else exp(self._pace + self._shape_at(rows))
+        return 0.0 if self._pace is None or not rows else exp(self._pace + self._shape_at(_place(rows)))
 
     def record(self, rows: int, seconds: float) -> None:
         """A step has taken so long."""
         if rows <= 0 or seconds <= 0:
             return
-        knot, after = self._place(rows)
+        place = _place(rows)
+        shape, now = self._shape_at(place), log(seconds)
         if self._pace is None:
-            self._pace = log(seconds) - self._shape_at(rows)
-        error = log(seconds) - self._pace - self._shape_at(rows)
+            self._pace = now - shape
+        error = now - self._pace - shape
         small = min(max(error, -_LARGEST_ERROR), _LARGEST_ERROR)
+        knot, after = int(place), place - int(place)
         trust = 1.0
-        moved = [(place, weight) for place, weight in ((knot, 1 - after), (knot + 1, after)) if weight]
-        for place, weight in moved:
-            visits = self._visits[place]
+        for moved, weight in ((knot, 1 - after), (knot + 1, after)) if after else ((knot, 1.0),):
+            visits = self._visits[moved]
             used = small if visits else min(max(error, -_FIRST_ERROR), _FIRST_ERROR)
             trust = min(trust, visits / (visits + 2))
-            self._shape[place] += weight * used * max(_SHAPE, 1 / (visits + _FIRST_VISIT))
-            self._visits[place] += weight
+            self._move(moved, weight * used * max(_SHAPE, 1 / (visits + _FIRST_VISIT)))
+            self._visits[moved] += weight
         self._pace += min(max(_PACE * trust * small, -_MOST_PACE), _MOST_PACE)
-        self._draw([place for place, _ in moved])
 
-    def _draw(self, moved: list[int]) -> None:
-        """Make the other knots give way to those that have moved, ascending, and draw the curve where nothing has been seen."""
-        shape, first = self._shape, self._first
-        seen = [knot for knot, visits in enumerate(self._visits) if visits]
-        for place in moved:
-            for knot in seen:
-                shape[knot] = min(shape[knot], shape[place]) if knot < place else max(shape[knot], shape[place])
-        left = seen[0]
-        for knot in range(left):
-            shape[knot] = shape[left] + first[knot] - first[left]
-        for right in seen[1:]:
-            for knot in range(left + 1, right):
-                shape[knot] = shape[left] + (shape[right] - shape[left]) * (knot - left) / (right - left)
-            left = right
-        for knot in range(left + 1, _NUM_KNOTS):
-            shape[knot] = shape[left] + first[knot] - first[left]
+    def _move(self, knot: int, change: float) -> None:
+        """Move the curve at a knot; the others give way."""
+        shape, seen = self._shape, self._seen
+        if knot not in shape:
+            shape[knot] = self._shape_at(knot)
+            insort(seen, knot)
+        height = shape[knot] = shape[knot] + change
+        at = seen.index(knot)
+        for other in seen[at + 1 :]:
+            if shape[other] >= height:
+                break
+            shape[other] = height
+        for other in reversed(seen[:at]):
+            if shape[other] <= height:
+                break
+            shape[other] = height
 
-    def _shape_at(self, rows: int) -> float:
-        knot, after = self._place(rows)
-        if after == 0:
-            return self._shape[knot]
-        return (1 - after) * self._shape[knot] + after * self._shape[knot + 1]
+    def _shape_at(self, place: float) -> float:
+        seen, shape = self._seen, self._shape
+        at = bisect_left(seen, place)
+        if at < len(seen) and seen[at] == place:
+            return shape[seen[at]]
+        if 0 < at < len(seen):
+            left, right = seen[at - 1], seen[at]
+            return shape[left] + (shape[right] - shape[left]) * (place - left) / (right - left)
+        if not seen:
+            return _first(place)
+        nearest = seen[min(at, len(seen) - 1)]
+        return shape[nearest] + _first(place) - _first(nearest)
 
-    def _place(self, rows: int) -> tuple[int, float]:
-        """The knot at or below a number of rows, and how far it is from there to the next."""
-        at = min(_PER_OCTAVE * log2(rows), _NUM_KNOTS - 1 - 1e-9)
-        return int(at), at - int(at)
+
+def _place(rows: int) -> float:
+    """Where a number of rows is among the knots."""
+    return min(_PER_OCTAVE * log2(rows), _LAST_KNOT)
+
+
+def _first(place: float) -> float:
+    """The curve as long as nothing has been seen."""
+    return log(1 + _ROW_AT_FIRST * 2 ** (place / _PER_OCTAVE))

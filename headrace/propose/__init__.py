@@ -117,8 +117,8 @@ def check_guessing(config: EngineConfig) -> None:
             )
     if acceptance != "descend" and proposer == "off":
         raise RequestError(f"acceptance {acceptance!r} is about guesses, and the proposer is 'off': set proposer, or leave acceptance out")
-    if acceptance == "rejection" and (proposer not in _DRAWN or config.draft_width > 1):
+    if acceptance == "rejection" and (config.draft_width > 1 or not set(_DRAWN).intersection(asked_for(config))):
         raise RequestError(
-            f"acceptance 'rejection' is for chains of guesses drawn by a model (proposer {' or '.join(_DRAWN)}, draft_width 1); "
-            "'descend' takes any guesses"
+            "acceptance 'rejection' is for chains of guesses drawn by a model (proposer draft_model or self_draft, or auto with one of "
+            "them, draft_width 1); 'descend' takes any guesses"
         )

@@ -53,7 +53,7 @@ class DraftModel:
         self._executable = executable
         self._longest = longest  # what the draft was trained for
         self._depth = depth
-        self._width = width
+        self.width = width
         self._probabilities = probabilities
         self._drafts: WeakKeyDictionary[BranchView, _Draft] = WeakKeyDictionary()
 
@@ -62,7 +62,7 @@ class DraftModel:
         behind: list[tuple[_Draft, Run]] = []
         rows, begun = _CATCH_UP_ROWS, set[int]()
         for i, branch in enumerate(branches):
-            nodes = min(room[i], (self._longest - len(branch.known)) * self._width)
+            nodes = min(room[i], (self._longest - len(branch.known)) * self.width)
             draft = self._drafts.get(branch) or self._begin(branch, begun)
             if nodes <= 0 or draft is None:
                 continue
@@ -77,7 +77,7 @@ class DraftModel:
             else:
                 behind.append((draft, Run(branch.known[draft.agreed : draft.agreed + num_rows], draft.agreed, draft.table)))
         self._catch_up(behind)
-        grow(self._executable, list(chains.values()), self._width, self.pool.block_size)
+        grow(self._executable, list(chains.values()), self.width, self.pool.block_size)
         for i, grown in chains.items():  # the last token of a chain has no KV
             self._drafts[branches[i]].tokens[:] = branches[i].known + grown.path[:-1]
         return [chains[i].guess if i in chains else NO_GUESS for i in range(len(branches))]

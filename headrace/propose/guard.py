@@ -25,6 +25,7 @@ class Guard:
     def __init__(self, proposer: Proposer, vocab_size: int, patience: float = PATIENCE) -> None:
         self.max_nodes = proposer.max_nodes
         self.needs_rows = bool(getattr(proposer, "needs_rows", False))
+        self.width = int(getattr(proposer, "width", 0))
         self.failures = 0
         self.hung = False
         """Whether it took too long once, and was left behind."""

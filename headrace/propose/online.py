@@ -1,8 +1,12 @@
-"""A table of what followed what in the outputs of all requests: it learns while the engine serves.
+"""A table of what followed what in the outputs of requests that it guessed for: it learns while the engine serves.
 
-Where requests are alike, and answers repeat across them, it guesses what no single prompt holds. It is shared by all requests
-of an engine: how fast an answer comes then hints at what others were answered, as with any cache that requests share.
+Where requests are alike, and answers repeat across them, it guesses what no single prompt holds. What one request taught it is for
+those of the same cache salt only: how fast an answer comes hints at what others were answered, as with any cache that is shared.
 """
+
+from collections import deque
+from collections.abc import Hashable
+from weakref import WeakKeyDictionary, finalize
 
 from headrace.batch import NO_GUESS, BranchView, Commit, Guess, StepRows
 from headrace.propose.trees import merge
@@ -21,57 +25,78 @@ class Online:
     def __init__(self, max_nodes: int = 16, max_runs: int = 1 << 16) -> None:
         self.max_nodes = max_nodes
         self._max_runs = max_runs
-        self._followers: dict[tuple[int, ...], list[int]] = {}  # in the order of last use
+        self._followers: dict[tuple[Hashable, ...], list[int]] = {}  # in the order of last use
+        self._lines: WeakKeyDictionary[BranchView, _Line] = WeakKeyDictionary()
+        self._ended = deque[_Line]()
 
     def propose(self, branches: list[BranchView], room: list[int]) -> list[Guess]:
-        return [self._guess(branch.known, nodes) for branch, nodes in zip(branches, room, strict=True)]
+        # Learning waits until there is something to ask: many tokens at once take far less time than one by one between steps.
+        while self._ended:
+            self._learn(self._ended.popleft())
+        return [self._guess(self._follow(branch), nodes) for branch, nodes in zip(branches, room, strict=True)]
 
     def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:
-        for commit in commits:
-            if commit.tokens:
-                # Forks of a branch have one token each, in the place of the one that `known` has.
-                known = branches[commit.source].known
-                before = known[max(0, len(known) - len(commit.tokens) - _SIZES[0]) : len(known) - len(commit.tokens)]
-                self._learn(before, commit.tokens)
+        pass  # it reads what is known when it is asked, or when a branch has ended
 
-    def _guess(self, known: list[int], room: int) -> Guess:
-        tail = known[-_SIZES[0] :]
-        found = self._look_up(tail)
+    def _follow(self, branch: BranchView) -> "_Line":
+        """What there is of a branch, all of it learned."""
+        line = self._lines.get(branch)
+        if line is None:
+            line = self._lines[branch] = _Line(branch)
+            finalize(branch, self._ended.append, line).atexit = False
+        self._learn(line)
+        return line
+
+    def _guess(self, line: "_Line", room: int) -> Guess:
+        tail = line.known[-_SIZES[0] :]
+        found = self._look_up(line.scope, tail)
         if found is None:
             return NO_GUESS
         size, followers = found
-        chains = [[token, *self._walk([*tail, token], room - 1)] for token in followers]
+        chains = [[token, *self._walk(line.scope, [*tail, token], room - 1)] for token in followers]
         return merge(chains, room, confidence=_SIZES[::-1].index(size))
 
-    def _walk(self, tokens: list[int], length: int) -> list[int]:
+    def _walk(self, scope: Hashable, tokens: list[int], length: int) -> list[int]:
         """The likeliest way on, as far as it is known."""
         chain: list[int] = []
-        while len(chain) < length and (found := self._look_up(tokens)):
+        while len(chain) < length and (found := self._look_up(scope, tokens)):
             chain.append(found[1][0])
             tokens = [*tokens[-_SIZES[0] + 1 :], chain[-1]]
         return chain
 
-    def _look_up(self, tokens: list[int]) -> tuple[int, list[int]] | None:
+    def _look_up(self, scope: Hashable, tokens: list[int]) -> tuple[int, list[int]] | None:
         """The longest run that ends these tokens and is known: its length, and what followed."""
         for size in _SIZES:
-            run = tuple(tokens[-size:])
-            if len(run) == size and (followers := self._followers.get(run)):
+            run = (scope, *tokens[-size:])
+            if len(run) == 1 + size and (followers := self._followers.get(run)):
                 self._followers[run] = self._followers.pop(run)
                 return size, followers
         return None
 
-    def _learn(self, before: list[int], tokens: list[int]) -> None:
-        line = before + tokens
-        for position in range(len(before), len(line)):
-            token = line[position]
+    def _learn(self, line: "_Line") -> None:
+        known, table = line.known, self._followers
+        for position in range(line.learned, len(known)):
+            token = known[position]
             for size in _SIZES:
                 if size <= position:
-                    run = tuple(line[position - size : position])
-                    followers = self._followers.pop(run, None)
+                    run = (line.scope, *known[position - size : position])
+                    followers = table.pop(run, None)
                     if followers is None:
                         followers = [token]
                     elif followers[0] != token:
                         followers = [token, *(other for other in followers if other != token)][:_FOLLOWERS]
-                    self._followers[run] = followers
-        while len(self._followers) > self._max_runs:
-            del self._followers[next(iter(self._followers))]
+                    table[run] = followers
+        line.learned = len(known)
+        while len(table) > self._max_runs:
+            del table[next(iter(table))]
+
+
+class _Line:
+    """What there is to learn from a branch; lives on when the branch has ended."""
+
+    def __init__(self, branch: BranchView) -> None:
+        self.scope = branch.scope
+        self.known = branch.known
+        """The branch's own list, which grows."""
+        self.learned = branch.prompt_len
+        """Tokens that the table has: only outputs teach it."""

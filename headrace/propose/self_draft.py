@@ -23,7 +23,7 @@ class SelfDraft:
         self.max_nodes = depth * width
         self._executable = executable
         self._block_size = block_size
-        self._width = width
+        self.width = width
         self._probabilities = probabilities
 
     def propose(self, branches: list[BranchView], room: list[int]) -> list[Guess]:
@@ -32,7 +32,7 @@ class SelfDraft:
             for i, (branch, nodes) in enumerate(zip(branches, room, strict=True))
             if nodes > 0 and len(branch.known) - branch.computed <= _MOST_ROWS
         }
-        grow(self._executable, list(chains.values()), self._width, self._block_size)
+        grow(self._executable, list(chains.values()), self.width, self._block_size)
         return [chains[i].guess if i in chains else NO_GUESS for i in range(len(branches))]
 
     def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:

@@ -58,6 +58,7 @@ class TestAnswer:
 
         assert answer("--seed", "5") == answer("--seed", "5", "--threads", "1") == answer("--seed", "5", "--proposer", "ngram")
         assert answer("--seed", "5") == answer("--seed", "5", "--proposer", "self_draft", "--draft-layers", "20", "--draft-width", "2")
+        assert answer("--seed", "5") == answer("--seed", "5", "--proposer", "ngram", "--no-guess-control", "--max-guess-nodes", "5")
         assert len({answer("--seed", str(seed)) for seed in range(4)}) > 1
 
     def test_beams_find_a_likelier_answer_than_greedy(self, headrace) -> None:
@@ -86,6 +87,7 @@ class TestRefusal:
             (("--max-model-len", "16"), "the prompt has"),
             (("--threads", "-1"), "threads"),
             (("--proposer", "ngrams"), "proposer must be one of"),
+            (("--proposer", "ngram", "--max-guess-nodes", "0"), "max_guess_nodes must be a whole number from 1"),
             (("--proposer", "draft_model"), "needs a smaller model with the same vocabulary"),
             (("--draft-model", "smollm2"), "draft_model is for proposer 'draft_model' or 'auto', and the proposer is 'off'"),
             (("--proposer", "self_draft", "--draft-layers", "30"), "draft_layers is 30, and must be 1 to 29"),

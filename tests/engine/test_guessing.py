@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import pytest
@@ -71,7 +72,6 @@ def serve(
     made = proposers(clock)
     guessing = Guessing(made, engine.config, VOCAB, clock)
     engine._guessing = engine._stepper.guessing = guessing
-    engine._scheduler._max_nodes = guessing.max_nodes
     executable = engine._stepper.executable
     run = executable.run
 
@@ -149,6 +149,61 @@ def test_a_slow_proposer_is_asked_rarely() -> None:
     plain, _, _ = serve(step_ms, lambda clock: {})
     seconds, _, _ = serve(step_ms, make)
     assert plain / seconds > 0.93 and 0 < slow[0].calls < 2 * LENGTH // 8
+
+
+class Busy(Oracle):
+    """Is always wrong, and takes time for every step that it sees."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(lambda position: 0.0, clock, seconds=0.0001)
+        self.seen = 0
+
+    def observe(self, branches: list[Any], commits: list[Commit], rows: StepRows) -> None:
+        self.seen += 1
+        assert self._clock
+        self._clock.now += 0.0001
+
+
+@pytest.mark.parametrize("branches", [1, 8])
+def test_guessing_rests_while_it_does_not_pay(branches: int) -> None:
+    busy: list[Busy] = []
+
+    def make(clock: Clock) -> dict[str, Any]:
+        busy.append(Busy(clock))
+        return {"busy": busy[0]}
+
+    step_ms = STEP_MS["135M on two cores"]
+    plain, _, _ = serve(step_ms, lambda clock: {}, branches=branches)
+    seconds, _, _ = serve(step_ms, make, branches=branches)
+    assert plain / seconds > 0.985 and 5 < busy[0].seen < 2 * LENGTH
+
+
+class Deep(Oracle):
+    """Takes half a millisecond for each depth."""
+
+    width = 1
+
+    def __init__(self, right: float, clock: Clock) -> None:
+        super().__init__(lambda position: right)
+        self.rooms: list[int] = []
+        self._wall = clock
+
+    def propose(self, branches: list[Any], room: list[int]) -> list[Guess]:
+        self.rooms += room
+        self._wall.now += 0.0005 * max(room)
+        return super().propose(branches, room)
+
+
+@pytest.mark.parametrize(("right", "depths"), [(0.3, range(1, 3)), (0.95, range(6, 9))])
+def test_a_model_drafts_as_deep_as_should_pay(right: float, depths: range) -> None:
+    deep: list[Deep] = []
+
+    def make(clock: Clock) -> dict[str, Any]:
+        deep.append(Deep(right, clock))
+        return {"deep": deep[0]}
+
+    serve(STEP_MS["memory alone"], make)
+    assert int(median(deep[0].rooms)) in depths
 
 
 def test_the_better_of_two_is_used() -> None:

@@ -108,10 +108,21 @@ def test_guesses_share_rows_and_stop_at_the_end() -> None:
     add(engine, 1)
     add(engine, 1, max_tokens=3)
     add(engine, 1, n=2)
-    assert step(engine) == [(0, 1, 3), (1, 1, 2), (2, 1, 0)]
+    assert step(engine) == [(0, 1, 5), (1, 1, 2), (2, 1, 0)]  # what the second cannot use goes to the first
     engine = toy_engine(max_logit_rows=3, proposer=proposer)
     add(engine, 1)
     assert step(engine) == [(0, 1, 3)]
+
+
+def test_room_goes_to_those_that_ask_for_it() -> None:
+    engine = toy_engine(max_step_rows=12)
+    for _ in range(4):
+        add(engine, 1)
+    parts, _ = engine._scheduler.schedule()
+    for part, wanted in zip(parts, [6, 0, 1, 3], strict=True):
+        part.room = wanted
+    engine._scheduler.make_room([part for part in parts if part.room])
+    assert [part.room for part in parts] == [4, 0, 1, 3]
 
 
 def test_prompt_logprobs_come_in_chunks() -> None:

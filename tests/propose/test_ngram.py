@@ -14,6 +14,7 @@ class View:
     known: list[int]
     key: tuple[int, int] = (0, 0)
     prompt_len: int = field(default=1)
+    scope: str = ""
 
 
 def guess(known: list[int], room: int = 4) -> Guess:

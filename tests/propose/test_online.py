@@ -1,20 +1,19 @@
 """The table that learns while serving."""
 
-from headrace.batch import NO_GUESS, Commit, Guess, StepRows
+import gc
+
+from headrace.batch import NO_GUESS, Guess
 from headrace.propose.online import Online
 from headrace.request import SamplingParams
 from tests.engine.toy import toy_engine
 from tests.propose.test_ngram import View
 from tests.tiny import run_all
 
-ROWS = StepRows(None, None)  # type: ignore[arg-type]
-
 
 def taught(*lines: list[int], max_runs: int = 1000) -> Online:
     table = Online(max_runs=max_runs)
     for line in lines:
-        for end in range(2, len(line) + 1):
-            table.observe([View(line[:end])], [Commit(0, [], line[end - 1 : end], [])], ROWS)
+        table.propose([View(line)], [1])
     return table
 
 
@@ -32,19 +31,32 @@ def test_the_latest_goes_first_and_the_one_before_beside_it() -> None:
     assert guess[:2] == ([5, 3, 6, 4], [-1, -1, 0, 1])
 
 
-def test_several_tokens_at_once_and_forks() -> None:
+def test_a_branch_teaches_as_it_grows_and_once_more_when_it_ends() -> None:
+    table, view = Online(), View([1, 2, 3, 4])
+    assert table.propose([view, View([2, 3])], [4, 4])[1].tokens == [4]
+    view.known += [5, 6]
+    assert table.propose([View([3, 4])], [4]) == [NO_GUESS]  # nobody has asked for the first since
+    del view
+    gc.collect()
+    assert table.propose([View([3, 4])], [4])[0].tokens == [5, 6]
+
+
+def test_prompts_teach_nothing() -> None:
     table = Online()
-    table.observe([View([1, 2, 3, 4])], [Commit(0, [], [3, 4], [])], ROWS)
-    assert table.propose([View([1, 2])], [4])[0].tokens == [3, 4]
-    table.observe([View([7, 8, 9])], [Commit(0, [], [9], []), Commit(0, [], [5], [])], ROWS)
-    assert set(table.propose([View([7, 8])], [4])[0].tokens) == {9, 5}
+    table.propose([View([1, 2, 3, 4], prompt_len=4)], [4])
+    assert table.propose([View([1, 2])], [4]) == [NO_GUESS]
+
+
+def test_what_one_scope_holds_is_not_for_others() -> None:
+    table = Online()
+    table.propose([View([1, 2, 3, 4], scope="a")], [4])
+    assert table.propose([View([1, 2], scope="b"), View([1, 2], scope="a")], [4, 4]) == [NO_GUESS, Guess([3, 4], [-1, 0])]
 
 
 def test_memory_is_bounded_and_what_is_used_stays() -> None:
     table = taught([1, 2, 3], max_runs=20)
     for start in range(10, 200, 2):
-        table.observe([View([start, start + 1, start + 2])], [Commit(0, [], [start + 2], [])], ROWS)
-        assert table.propose([View([1, 2])], [1])[0].tokens == [3]
+        assert table.propose([View([start, start + 1, start + 2]), View([1, 2])], [1, 1])[1].tokens == [3]
     assert len(table._followers) == 20
 
 
