@@ -1,33 +1,36 @@
 """What guessing brings: four kinds of work with the default model, each way of guessing beside plain decoding, in turns.
 
-Every way of guessing has an engine of its own, with one copy of the model; in each round all of them answer the same new
-prompts, greedily, and a ratio is formed within the round. Output tokens per second count from the first token of the first
-answer to the end of the last. Tokens of all engines are compared: a different answer ends the program.
+All ways take turns in one engine: two copies of a model differ in speed by some hundredths for as long as they live, by where their
+memory lies. In each round all of them answer the same new prompts, greedily, and a ratio is formed within the round. Output tokens per
+second count from the first token of the first answer to the end of the last. A different answer ends the program.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from speculation_texts import WORKLOADS, prompts
 
 from headrace import LLM, SamplingParams
+from headrace.engine.guessing import Guessing
+from headrace.propose import METHODS, NEEDS, Materials, asked_for
 from headrace.request import RequestOutput
 
-METHODS = ("off", "again", "ngram", "lookahead", "jacobi", "online", "auto")
+WAYS = ("off", "again", "ngram", "lookahead", "jacobi", "online", "auto")
 TWIN = "again"
-"""A second engine without guesses: what its ratio is besides 1 is noise, and so is as much of the others'."""
+"""No guesses once more: what its ratio is besides 1 is noise, and so is as much of the others'."""
 TOKENS_OF_SEQUENCE = 512
 _RUN = 4
 """Tokens that an answer must have in common with its prompt to count as repeated."""
 
 
 class Turn(NamedTuple):
-    """What one engine made of one round."""
+    """What one way made of one round."""
 
     speed: float
     """Output tokens per second."""
@@ -92,24 +95,35 @@ HEADINGS = (
 )
 
 
-def run(engines: dict[str, LLM], workloads: Iterable[str], batches: list[int], rounds: int, max_tokens: int) -> Iterable[dict[str, object]]:
+def run(llm: LLM, ways: dict[str, Guessing], args: argparse.Namespace) -> Iterable[dict[str, object]]:
     """The lines, as they come."""
     variant = 0
-    for workload in workloads:
-        for batch in batches:
-            turns: dict[str, list[Turn]] = {method: [] for method in engines}
-            for turn in range(rounds + 1):  # the first round is not counted: engines learn what steps cost
+    for workload in args.workloads:
+        for batch in args.batches:
+            turns: dict[str, list[Turn]] = {method: [] for method in ways}
+            for turn in range(args.rounds + 1):  # the first round is not counted: what steps cost must be learned
                 texts = prompts(workload, variant, batch)
                 variant += batch
-                order = list(engines) if turn % 2 else list(engines)[::-1]
+                order = list(ways) if turn % 2 else list(ways)[::-1]
                 answers = {}
                 for method in order:
-                    result, answers[method] = measure(engines[method], texts, max_tokens)
+                    llm._engine._guessing = llm._engine._stepper.guessing = ways[method]
+                    result, answers[method] = measure(llm, texts, args.max_tokens)
                     turns[method] += [result] if turn else []
-                if wrong := [method for method in engines if answers[method] != answers["off"]]:
+                if wrong := [method for method in ways if answers[method] != answers["off"]]:
                     sys.exit(f"{', '.join(wrong)} answered otherwise than plain decoding")
-            for method in engines:
+            for method in ways:
                 yield row(workload, batch, method, turns[method], turns["off"])
+
+
+def guessing(llm: LLM, method: str) -> Guessing:
+    """A way of guessing for this engine, which has been made with all the models that are needed."""
+    engine = llm._engine
+    models = {name: guard._proposer for name, guard in engine._guessing._guards.items() if name in NEEDS}
+    named: dict[str, Any] = {"proposer": "off" if method == TWIN else method}
+    config = replace(engine.config, **named)
+    proposers = {name: models.get(name) or METHODS[name](config, Materials()) for name in asked_for(config)}
+    return Guessing(proposers, config, engine.limits.vocab_size)
 
 
 def main() -> None:
@@ -120,7 +134,10 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--batches", type=lambda text: [int(word) for word in text.split(",")], default=[1, 8, 32])
     parser.add_argument("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS), help=f"of {', '.join(WORKLOADS)}")
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS), help=f"of {', '.join(METHODS)}")
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(WAYS), help=f"of {', '.join((*WAYS, *NEEDS))}")
+    parser.add_argument("--draft-model", metavar="MODEL", help="for draft_model, and auto")
+    parser.add_argument("--draft-layers", type=int, metavar="N", help="for self_draft, and auto")
+    parser.add_argument("--medusa-heads", metavar="FILE", help="for medusa, and auto")
     parser.add_argument("--json", type=Path, help="write the lines here too, as JSON")
     parser.add_argument("--quick", action="store_true", help="little of everything: shows that it runs, and measures nothing")
     args = parser.parse_args()
@@ -129,16 +146,17 @@ def main() -> None:
     methods = ["off", *(method for method in args.methods if method != "off")]
     blocks = max(args.batches) * TOKENS_OF_SEQUENCE // 32
     options = {"threads": args.threads, "kv_blocks": blocks, "max_model_len": 2048}
-    engines = {method: LLM(args.model, proposer="off" if method == TWIN else method, **options) for method in methods}
+    models = {option: value for option in NEEDS.values() if (value := getattr(args, option))}
+    llm = LLM(args.model, proposer="auto", prefix_cache=False, **options, **models)
+    ways = {method: guessing(llm, method) for method in methods}
     lines = []
     print(HEADINGS, flush=True)
-    for line in run(engines, args.workloads, args.batches, args.rounds, args.max_tokens):
+    for line in run(llm, ways, args):
         print(show(line), flush=True)
         lines.append(line)
     if args.json:
         args.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for llm in engines.values():
-        llm.close()
+    llm.close()
 
 
 if __name__ == "__main__":

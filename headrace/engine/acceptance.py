@@ -16,10 +16,10 @@ _Key = tuple[int, int, int]
 """Confidence, depth, rank among the children of its parent."""
 
 
-class Acceptance:
+class AcceptanceRates:
     """How often a node follows when its parent does, by confidence, depth and rank: of one way of guessing, or of it on one branch."""
 
-    def __init__(self, general: "Acceptance | None" = None) -> None:
+    def __init__(self, general: "AcceptanceRates | None" = None) -> None:
         self._general = general
         self._decay = _DECAY if general is None else _BRANCH_DECAY
         self._counts: dict[_Key, tuple[float, float]] = {}  # followed, seen

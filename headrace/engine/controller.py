@@ -6,11 +6,11 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from headrace.batch import Guess
-from headrace.engine.acceptance import Acceptance, place
+from headrace.engine.acceptance import AcceptanceRates, place
 from headrace.engine.branch import Branch
 from headrace.engine.step_cost import StepCost
 
-_SHARE = 0.01
+_SHARE = 0.006
 """Share of all time that guessing may take beyond what it is known to have saved."""
 _SAVINGS, _DEBT = 2, 4
 """Steps whose time is the most that can be saved up for that, or owed: if more, the machine was busy with something else."""
@@ -29,8 +29,9 @@ _FIRST_PLAIN = 3
 """Plain steps before the first guess."""
 _VISITS_SPAN = 2
 """The first plain steps come close to each other: after so many times as many with guesses as there have been plain ones."""
-_MARGIN = 1.03
-"""Gain in tokens per second below which guessing is not worth it: the figures are not better than that."""
+_MARGIN = 1.05
+"""Gain in tokens per second below which guessing is not worth it: the figures are not better than that, and more tokens a step are
+more work between steps."""
 _WORTH_AT_FIRST = 0.5
 """Tokens that a way of guessing is expected to gain before it was asked."""
 _RISE, _FALL, _SLOWLY = 0.5, 0.2, 0.05
@@ -52,7 +53,7 @@ class Offer(NamedTuple):
 class _Track:
     """What is known of one way of guessing on one branch."""
 
-    acceptance: Acceptance
+    acceptance: AcceptanceRates
     worth: float
     """Tokens that it gains when it is asked, less what its rows cost, decayed."""
     look_at: float = 0.0
@@ -66,7 +67,7 @@ class _Method:
     needs_rows: bool
     width: int
     """Nodes at each depth, if each depth takes time of its own; else 0."""
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    acceptance: AcceptanceRates = field(default_factory=AcceptanceRates)
     seconds: float = 0.0
     """To ask it for one branch, and let it learn; decayed."""
     seconds_by_node: float = 0.0
@@ -245,5 +246,5 @@ class Controller:
         method = self._methods[name]
         track = method.tracks.get(branch)
         if track is None:
-            track = method.tracks[branch] = _Track(Acceptance(method.acceptance), method.worth)
+            track = method.tracks[branch] = _Track(AcceptanceRates(method.acceptance), method.worth)
         return track

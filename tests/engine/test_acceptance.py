@@ -5,18 +5,18 @@ import random
 import pytest
 
 from headrace.batch import Guess
-from headrace.engine.acceptance import Acceptance
+from headrace.engine.acceptance import AcceptanceRates
 
 CHAIN = Guess([1, 2, 3], [-1, 0, 1])
 
 
 def test_nothing_known_is_half() -> None:
-    assert Acceptance().values(CHAIN) == [0.5, 0.25, 0.125]
-    assert Acceptance().values(Guess([1, 2], [-1, -1])) == [0.5, 0.125]
+    assert AcceptanceRates().values(CHAIN) == [0.5, 0.25, 0.125]
+    assert AcceptanceRates().values(Guess([1, 2], [-1, -1])) == [0.5, 0.125]
 
 
 def test_rates_by_depth_are_found() -> None:
-    acceptance, rng = Acceptance(), random.Random(0)
+    acceptance, rng = AcceptanceRates(), random.Random(0)
     for _ in range(3000):
         tokens = [1 if rng.random() < 0.8 else 9, 2 if rng.random() < 0.4 else 9, 3]
         acceptance.record(CHAIN, tokens)
@@ -25,7 +25,7 @@ def test_rates_by_depth_are_found() -> None:
 
 
 def test_confidence_and_rank_are_apart() -> None:
-    acceptance = Acceptance()
+    acceptance = AcceptanceRates()
     fork = Guess([1, 2], [-1, -1], confidence=1)
     for _ in range(50):
         acceptance.record(fork, [2])
@@ -35,7 +35,7 @@ def test_confidence_and_rank_are_apart() -> None:
 
 
 def test_what_is_not_decided_is_not_counted() -> None:
-    acceptance = Acceptance()
+    acceptance = AcceptanceRates()
     acceptance.record(CHAIN, [])
     assert acceptance.values(CHAIN) == [0.5, 0.25, 0.125]
     acceptance.record(CHAIN, [1])
@@ -44,8 +44,8 @@ def test_what_is_not_decided_is_not_counted() -> None:
 
 
 def test_a_branch_starts_from_all_and_becomes_its_own() -> None:
-    general = Acceptance()
-    other, mine = Acceptance(general), Acceptance(general)
+    general = AcceptanceRates()
+    other, mine = AcceptanceRates(general), AcceptanceRates(general)
     for _ in range(100):
         other.record(CHAIN, [1, 2, 3])
     assert mine.values(CHAIN)[0] > 0.9
@@ -55,7 +55,7 @@ def test_a_branch_starts_from_all_and_becomes_its_own() -> None:
 
 
 def test_no_node_is_likelier_than_its_parent() -> None:
-    acceptance, rng = Acceptance(), random.Random(1)
+    acceptance, rng = AcceptanceRates(), random.Random(1)
     guess = Guess([1, 2, 1, 2, 3], [-1, -1, 0, 0, 2])
     for _ in range(200):
         acceptance.record(guess, [rng.choice([1, 2]), rng.choice([1, 2, 3]), 3])
