@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--batches", type=lambda text: [int(word) for word in text.split(",")], default=[1, 8, 32])
     parser.add_argument("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS), help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--methods", type=lambda text: text.split(","), default=list(WAYS), help=f"of {', '.join((*WAYS, *NEEDS))}")
+    parser.add_argument("--no-control", action="store_true", help="use all guesses, whether or not they pay")
     parser.add_argument("--draft-model", metavar="MODEL", help="for draft_model, and auto")
     parser.add_argument("--draft-layers", type=int, metavar="N", help="for self_draft, and auto")
     parser.add_argument("--medusa-heads", metavar="FILE", help="for medusa, and auto")
@@ -147,7 +148,7 @@ def main() -> None:
     blocks = max(args.batches) * TOKENS_OF_SEQUENCE // 32
     options = {"threads": args.threads, "kv_blocks": blocks, "max_model_len": 2048}
     models = {option: value for option in NEEDS.values() if (value := getattr(args, option))}
-    llm = LLM(args.model, proposer="auto", prefix_cache=False, **options, **models)
+    llm = LLM(args.model, proposer="auto", prefix_cache=False, guess_control=not args.no_control, **options, **models)
     ways = {method: guessing(llm, method) for method in methods}
     lines = []
     print(HEADINGS, flush=True)

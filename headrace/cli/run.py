@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; 0: as many as may be used")
     engine.add_argument("--kv-dtype", choices=get_args(KvDtype), default=EngineConfig.kv_dtype, help="number format of keys and values")
     engine.add_argument("--max-model-len", type=int, default=0, metavar="N", help="longest conversation in tokens; 0: all the model can")
-    _add_guessing(parser.add_argument_group("guessing ahead", "Guesses never change a token, unless acceptance is other than descend."))
+    _add_guessing(parser.add_argument_group("guessing ahead", "As far as it pays. Never changes a token, unless acceptance says so."))
 
 
 def _add_guessing(group: argparse._ArgumentGroup) -> None:
@@ -62,8 +62,8 @@ def _add_guessing(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--proposer",
         metavar="NAME",
-        default=default.proposer,
-        help="off, auto, ngram, online, jacobi, lookahead, draft_model, self_draft or medusa",
+        default="auto",  # answers often quote; where they do not it rests
+        help="auto, off, ngram, online, jacobi, lookahead, draft_model, self_draft or medusa",
     )
     group.add_argument("--max-guess-nodes", type=int, metavar="N", default=default.max_guess_nodes, help="most guesses in a step")
     group.add_argument(

@@ -16,7 +16,7 @@ from headrace.cli import main as cli
 from headrace.cli import run as verb
 
 HEADRACE = [sys.executable, "-m", "headrace"]
-CLOSING = re.compile(r"^\[(\d+) in, [\d,]+ tok/s · (\d+) out(, [\d,]+ tok/s · limit [\d,]+ tok/s, \d+ %)?\]$")
+CLOSING = re.compile(r"^\[(\d+) in, [\d,]+ tok/s · (\d+) out(, [\d,]+ tok/s · limit [\d,]+ tok/s, \d+ %)?(?: · [\d,]+ guessed)?\]$")
 CAPITAL = "What is the capital city of France? Answer in one word."
 SHORT = ("--max-tokens", "12", "--temperature", "0")
 
@@ -56,7 +56,7 @@ class TestAnswer:
         def answer(*flags: str) -> str:
             return headrace("run", "smollm2", "Name an animal.", "--temperature", "1", "--max-tokens", "12", *flags).stdout
 
-        assert answer("--seed", "5") == answer("--seed", "5", "--threads", "1") == answer("--seed", "5", "--proposer", "ngram")
+        assert answer("--seed", "5") == answer("--seed", "5", "--threads", "1") == answer("--seed", "5", "--proposer", "off")
         assert answer("--seed", "5") == answer("--seed", "5", "--proposer", "self_draft", "--draft-layers", "20", "--draft-width", "2")
         assert answer("--seed", "5") == answer("--seed", "5", "--proposer", "ngram", "--no-guess-control", "--max-guess-nodes", "5")
         assert len({answer("--seed", str(seed)) for seed in range(4)}) > 1
@@ -89,7 +89,7 @@ class TestRefusal:
             (("--proposer", "ngrams"), "proposer must be one of"),
             (("--proposer", "ngram", "--max-guess-nodes", "0"), "max_guess_nodes must be a whole number from 1"),
             (("--proposer", "draft_model"), "needs a smaller model with the same vocabulary"),
-            (("--draft-model", "smollm2"), "draft_model is for proposer 'draft_model' or 'auto', and the proposer is 'off'"),
+            (("--draft-model", "smollm2", "--proposer", "off"), "is for proposer 'draft_model' or 'auto', and the proposer is 'off'"),
             (("--proposer", "self_draft", "--draft-layers", "30"), "draft_layers is 30, and must be 1 to 29"),
             (("--acceptance", "rejection", "--proposer", "ngram"), "acceptance 'rejection' is for chains of guesses drawn by a model"),
         ],

@@ -68,6 +68,18 @@ def searching(draw: st.DrawFn) -> SamplingParams:
     )
 
 
+SHAPES: dict[str, st.SearchStrategy[Any]] = {
+    "num_blocks": st.integers(4, 30),
+    "block_size": st.sampled_from([1, 3, 4]),
+    "max_num_seqs": st.integers(1, 6),
+    "max_step_rows": st.integers(1, 25),
+    "max_logit_rows": st.integers(1, 12),
+    "chunk_rows": st.integers(1, 12),
+    "prefix_cache": st.booleans(),
+}
+"""Of an engine: small, so that everything runs out."""
+
+
 class Life(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -77,16 +89,10 @@ class Life(RuleBasedStateMachine):
         self.prompt_lens: list[int] = []
 
     @initialize(
-        num_blocks=st.integers(4, 30),
-        block_size=st.sampled_from([1, 3, 4]),
-        max_num_seqs=st.integers(1, 6),
-        max_step_rows=st.integers(1, 25),
-        max_logit_rows=st.integers(1, 12),
-        chunk_rows=st.integers(1, 12),
-        prefix_cache=st.booleans(),
         target_token_ms=st.sampled_from([0, 0, 0, 1e-6, 0.2]),
         seed=st.integers(0, 99),
         max_nodes=st.sampled_from([0, 6, 70]),
+        **SHAPES,
     )
     def start(self, seed: int, max_nodes: int, **config: Any) -> None:
         self.begin(Unruly(seed, VOCAB, self.truth, max_nodes), **config)

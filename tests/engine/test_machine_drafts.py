@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from headrace.batch import RaggedBatch
 from headrace.kv.blocks import BlockPool
 from headrace.propose.draft_model import DraftModel
-from tests.engine.test_machine import MAX_MODEL_LEN, Life
+from tests.engine.test_machine import MAX_MODEL_LEN, SHAPES, Life
 from tests.engine.toy import ToyExecutable
 
 
@@ -25,16 +25,10 @@ class HalfRight(ToyExecutable):
 
 class DraftedLife(Life):
     @initialize(
-        num_blocks=st.integers(4, 30),
-        block_size=st.sampled_from([1, 3, 4]),
-        max_num_seqs=st.integers(1, 6),
-        max_step_rows=st.integers(1, 25),
-        max_logit_rows=st.integers(1, 12),
-        chunk_rows=st.integers(1, 12),
-        prefix_cache=st.booleans(),
         draft_blocks=st.integers(3, 40),
         depth=st.integers(1, 5),
         width=st.integers(1, 3),
+        **SHAPES,
     )
     def start(self, draft_blocks: int, depth: int, width: int, **config: int) -> None:  # type: ignore[override]
         pool = BlockPool(draft_blocks, config["block_size"])
