@@ -14,6 +14,8 @@ _SHARE = 0.006
 """Share of all time that guessing may take beyond what it is known to have saved."""
 _SAVINGS, _DEBT = 2, 4
 """Steps whose time is the most that can be saved up for that, or owed: if more, the machine was busy with something else."""
+_CREDIT = 0.02
+"""Seconds of it that a new engine begins with, so that its first answer may be guessed."""
 _LOOK_SHARE = 0.005
 """Share of a branch's time for asking where it has not paid of late, to see whether it would now."""
 _TRIAL_SHARE = 0.005
@@ -90,7 +92,7 @@ class Controller:
         self._cost = StepCost()
         self._now = 0.0
         """Time of all steps so far."""
-        self._account = 0.0
+        self._account = _CREDIT
         self._trial_seconds = 0.0
         self._num_trials = 0
         self._tried: tuple[int, int] | None = None
