@@ -45,6 +45,9 @@ class EngineConfig:
     favour throughput: `LLM` sets it to `max_step_rows` unless told otherwise."""
     max_logit_rows: int = 64
     """Most rows of one branch with logits in one step (prompt log-probabilities are computed in chunks of this size)."""
+    ahead_ms: float = 10
+    """Steps of plain decoding are run in a row for about so long before anybody hears of their tokens, or can join; 0: one at a time.
+    `LLM` sets it to 50 unless told otherwise. Never changes a token."""
     proposer: Literal["off", "auto", "ngram", "jacobi", "lookahead", "online", "draft_model", "self_draft", "medusa"] = "off"
     """Where guesses come from; `auto`: from the n-gram index, the online table, and those of the last three that are configured.
     Never changes a token, unless `acceptance` says so."""

@@ -35,6 +35,8 @@ _CHOICES = {
     "acceptance": get_args(Acceptance),
     "batching": tuple(SCHEDULERS),
 }
+_AHEAD_MS = 50.0
+"""Of `LLM`: whole results come soonest so, and a text that is shown as it comes still flows."""
 _FLAGS = ("guess_control", "prefix_cache")
 _BOUNDS = {  # option: least, most
     "threads": (0, 1024),
@@ -66,8 +68,8 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     checked = dict(options)
     for name in options.keys() & _BOUNDS.keys():
         checked[name] = integer(name, options[name], *_BOUNDS[name])
-    if "target_token_ms" in options:
-        checked["target_token_ms"] = number("target_token_ms", options["target_token_ms"], 0.0, 1e6)
+    for name in options.keys() & {"target_token_ms", "ahead_ms"}:
+        checked[name] = number(name, options[name], 0.0, 1e6)
     for name in options.keys() & _CHOICES.keys():
         if options[name] not in _CHOICES[name]:
             raise RequestError(f"{name} must be one of {', '.join(_CHOICES[name])}, not {options[name]!r}")
@@ -145,6 +147,8 @@ class LLM:
         self.config = engine_config(options)
         if "chunk_rows" not in options:  # whole results come soonest with large chunks, and nobody watches the time between two tokens
             self.config = replace(self.config, chunk_rows=self.config.max_step_rows)
+        if "ahead_ms" not in options:
+            self.config = replace(self.config, ahead_ms=_AHEAD_MS)
         self._model = model
         self._engine, self._tokenizer, self._checkpoint = load_engine(model, self.config)
         self._inboxes: dict[str, list[Update]] = {}

@@ -135,7 +135,7 @@ def tiny_engine(
     spec, _ = model
     name = proposer if isinstance(proposer, str) else "off"
     own = proposer if isinstance(proposer, Mapping) else {} if isinstance(proposer, str) else {"test": proposer}
-    defaults: dict[str, Any] = {"proposer": name, "guess_control": False, "max_guess_nodes": 128 if own else 16}
+    defaults: dict[str, Any] = {"ahead_ms": 0, "proposer": name, "guess_control": False, "max_guess_nodes": 128 if own else 16}
     options = EngineConfig(backend=backend, **defaults | config)
     block_size = BLOCK_SIZE[backend]
     kv = KvConfig(-(-slots // block_size), block_size, options.kv_dtype)

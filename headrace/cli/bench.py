@@ -111,7 +111,7 @@ def _measure(args: argparse.Namespace, settings: dict[str, Any]) -> "Iterator[Ro
 
     longest, most = _longest(args.kind, settings), max(settings.get("concurrency", (1,)))
     options = {"threads": args.threads, "kv_dtype": args.kv_dtype, "max_model_len": longest, "max_num_seqs": most}
-    options["chunk_rows"] = EngineConfig.max_step_rows  # as `LLM` has it
+    options |= {"chunk_rows": EngineConfig.max_step_rows, "ahead_ms": 50}  # as `LLM` has them
     config = engine_config(options)
     checkpoint = open_checkpoint(resolve(args.model))
     if longest > checkpoint.spec.max_context:

@@ -70,7 +70,9 @@ class Bench:
             updates, now = engine.step(), perf_counter() - start
             rows.append((engine.stats().rows - rows_before, now))
             for update in updates:
-                tokens[update.request_id] += [now] * len(update.token_ids)
+                times, count = tokens[update.request_id], len(update.token_ids)
+                before = times[-1] if times else now
+                times += [before + (now - before) * (i + 1) / count for i in range(count)]  # those that come together, as if evenly
                 if update.result and update.result.error:
                     raise update.result.error
         return Run(list(tokens.values()), rows)

@@ -110,9 +110,9 @@ class Controller:
         self._plain_every = _PLAIN_EVERY[0]
 
     @property
-    def rests(self) -> bool:
-        """Whether the next step is to be a plain one, and nothing learned from it."""
-        return self._account < 0 and self._tried is None
+    def rest(self) -> float:
+        """Seconds for which steps are to be plain, and nothing is learned from them."""
+        return max(0.0, -self._account / _SHARE) if self._tried is None else 0.0
 
     def begin(self, cost: StepCost, forced: int, num_drawing: int) -> None:
         """A step of so many forced rows, in which some branches draw; what such steps cost."""

@@ -19,6 +19,7 @@ from headrace.backend import Executable
 from headrace.batch import Proposer
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine import survey
+from headrace.engine.ahead import Ahead
 from headrace.engine.branch import Branch, Request
 from headrace.engine.guessing import Guessing
 from headrace.engine.meter import Meter
@@ -75,7 +76,8 @@ class Engine:
         self._pool = BlockPool(limits.kv.num_blocks, limits.kv.block_size)
         self._guessing = Guessing(proposers, config, limits.vocab_size)
         self._scheduler = SCHEDULERS[config.batching](self._pool, config, limits.window, limits.balance)
-        self._stepper = Stepper(self._scheduler, self._guessing, executable, self._pool, tokenizer)
+        ahead = Ahead(self._scheduler, executable, limits.kv.block_size, config)
+        self._stepper = Stepper(self._scheduler, self._guessing, executable, self._pool, tokenizer, ahead)
         self._plain = Separately(RULES[config.acceptance])
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, int, str]] = []
@@ -135,7 +137,7 @@ class Engine:
         return known
 
     def step(self) -> list[Update]:
-        """Run one step; empty when there is nothing to do, or nothing to say yet."""
+        """Run one step, or several of plain decoding; empty when there is nothing to do, or nothing to say yet."""
         self._check_open()
         begun, num_tokens = perf_counter(), 0
         updates = self._expire()
@@ -148,8 +150,8 @@ class Engine:
                 self._forget(update.request_id)
         if flight:
             now = perf_counter()
-            self._scheduler.pace.record(now - begun)
-            self._meter.step(begun, now, num_tokens, self._stepper.num_rows)
+            self._scheduler.pace.record((now - begun) / flight.num_steps)
+            self._meter.step(begun, now, num_tokens, self._stepper.num_rows, flight.num_steps)
             self._publisher.tick(now, last=not self._requests)
         return updates
 

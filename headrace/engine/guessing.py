@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from time import perf_counter
 
 from headrace.batch import BranchView, Commit, Proposer, StepRows
@@ -52,6 +53,13 @@ class Guessing:
         self._started = 0.0
 
     @property
+    def rest(self) -> float:
+        """Seconds from the step under way on in which nothing is guessed or learned."""
+        if self._flight:
+            return 0.0
+        return self._controller.rest if self._guards and self._controller else inf
+
+    @property
     def failures(self) -> int:
         """Calls of proposers that failed, and guesses that were rubbish."""
         return sum(guard.failures for guard in self._guards.values())
@@ -65,7 +73,7 @@ class Guessing:
         """Those to guess for, each with the room that it could use."""
         controller = self._controller
         self._flight = None
-        if not self._guards or (controller and controller.rests):
+        if not self._guards or (controller and controller.rest):
             return []
         flight = self._flight = _Flight(self._clock())
         able = [part for part in parts if part.may_guess]
@@ -103,7 +111,7 @@ class Guessing:
             if flight:
                 controller.charge(self._started - flight.begun)
                 self._learn(controller, parts, commits, flight)
-        if not controller or not controller.rests or (flight and flight.asked):
+        if not controller or not controller.rest or (flight and flight.asked):
             self._tell(parts, commits, rows, flight)
         if controller:
             controller.charge(self._clock() - ended)

@@ -31,13 +31,13 @@ class Meter:
         self.latest = Mark(now, 0, 0)
         self._marks = deque([self.latest], maxlen=round((HISTORY + WINDOW) / _SPACING) + 1)
 
-    def step(self, begun: float, ended: float, tokens: int, rows: int) -> None:
-        """A step brought `tokens` output tokens, and `rows` have been computed since the engine was made."""
+    def step(self, begun: float, ended: float, tokens: int, rows: int, num_steps: int = 1) -> None:
+        """A step, or so many, brought `tokens` output tokens, and `rows` have been computed since the engine was made."""
         before = self.latest
         if begun - self._marks[-1].time >= _SPACING:
             self._marks.append(Mark(begun, before.tokens, before.rows))
-        self.rows_last = rows - before.rows
-        self.step_seconds = ended - begun
+        self.rows_last = (rows - before.rows) // num_steps
+        self.step_seconds = (ended - begun) / num_steps
         self.latest = Mark(ended, before.tokens + tokens, rows)
 
     def rates(self, now: float) -> tuple[float, float]:

@@ -41,7 +41,8 @@ class Output:
         self.cumulative_logprob = None if params.logprobs is None else 0.0
         self._params = params
         self._tokenizer = tokenizer
-        self._end_ids = end_ids(params, tokenizer)
+        self.end_ids = end_ids(params, tokenizer)
+        """Tokens that end it, if there are enough before."""
         self._max_tokens = max_tokens
         self._decoder = tokenizer.decoder(params.skip_special_tokens, continues=True)
         self._finder = StopFinder(patterns)
@@ -69,7 +70,7 @@ class Output:
             self.logprobs.append(describe(self._tokenizer, token, logprobs))
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprobs.logprob
         armed = len(self.token_ids) > self._params.min_tokens
-        if armed and token in self._end_ids:
+        if armed and token in self.end_ids:
             if self._params.include_stop_str_in_output:
                 self._fresh += self._decoder.push(token)
             self.finish("stop", token if token in (self._params.stop_token_ids or ()) else None)

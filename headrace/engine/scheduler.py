@@ -64,6 +64,12 @@ class Part:
         return bool(self.branch.siblings) and self.forced == self.branch.due
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is one row, without a guess, from which one token is drawn."""
+        alone = self.forced == 1 and self.draws and not self.room and not self.branch.may_fork
+        return alone and self.branch.output.finish_reason is None
+
+    @property
     def may_guess(self) -> bool:
         """Whether a guess is of use: not where the branch may fork, since its draws go different ways, nor for the last token."""
         return self.draws and not self.branch.may_fork and len(self.branch.known) + 1 < self.branch.request.limit
@@ -197,6 +203,22 @@ class Scheduler:
             copies += self._pool.reserve(branch.table, end, part.room) or ()
             left -= part.room
         return copies
+
+    def reserve_ahead(self, parts: list[Part], most: int) -> int:
+        """Reserve slots for as many steps in a row, up to `most`, as there are blocks for; one step has its slots already.
+
+        What is left over is given back with the room for guesses, of which such parts have none.
+        """
+        pool = self._pool
+        while most > 1:
+            ends = [part.branch.computed + most for part in parts]
+            if sum(max(0, pool.blocks_for(end) - len(part.branch.table)) for end, part in zip(ends, parts, strict=True)) <= pool.num_free:
+                for part in parts:
+                    part.room = most - 1
+                    pool.reserve(part.branch.table, part.branch.computed, most)
+                break
+            most //= 2
+        return most
 
     def _share_rows(self) -> tuple[_Budget, list[dict[Branch, int]]]:
         """What is left of the step, and the forced rows of the running branches, by rank, those that draw together in one group.

@@ -5,16 +5,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.accept import Acceptor
 from headrace.backend import Executable
 from headrace.batch import Commit, StepRows
+from headrace.engine.ahead import Ahead
 from headrace.engine.branch import Branch, Request
 from headrace.engine.build import build
 from headrace.engine.guessing import Guessing
-from headrace.engine.landing import Drawing, Landing, land
+from headrace.engine.landing import land, land_plain
 from headrace.engine.output import TokenizerView
 from headrace.engine.scheduler import Part, Scheduler
-from headrace.errors import NonFiniteLogitsError
 from headrace.kv.blocks import BlockPool
 from headrace.request import FinishReason, Update
 
@@ -24,6 +23,9 @@ class Flight(NamedTuple):
 
     parts: list[Part]
     rows: StepRows
+    commits: list[Commit | None] | None = None
+    """Of plain decoding, for each part; None: its logits were not finite."""
+    num_steps: int = 1
 
 
 @dataclass
@@ -35,6 +37,7 @@ class Stepper:
     executable: Executable
     pool: BlockPool
     tokenizer: TokenizerView
+    ahead: Ahead
     num_steps: int = 0
     num_rows: int = 0
     num_guessed: int = 0
@@ -48,36 +51,22 @@ class Stepper:
         copies += self.scheduler.make_room(self.guessing.ask(parts))
         self._move(self.pool.slots_of(copies))  # before a proposer writes to the new blocks
         self.guessing.guess()
+        most = self.ahead.plan(parts, self.guessing.rest)
         batch = build(parts, self.pool)
-        self.num_steps += 1
-        self.num_rows += len(batch.tokens)
+        flight = Flight(parts, *self.ahead.run(parts, batch, most)) if most else Flight(parts, self.executable.run(batch))
+        self.num_steps += flight.num_steps
+        self.num_rows += len(batch.tokens) * flight.num_steps
         self.num_guessed += sum(len(part.guess.tokens) for part in parts)
-        return Flight(parts, self.executable.run(batch))
+        return flight
 
     def finish(self, flight: Flight) -> list[Update]:
         """Keep what the step got right, and say what is new."""
-        landing: list[Landing] = []
-        drawing: dict[Acceptor, list[Drawing]] = {}
-        logits = flight.rows.logits
-        for source, part in enumerate(flight.parts):
-            if part.branch.output.finish_reason:  # aborted in flight
-                continue
-            try:
-                part.branch.score_prompt(part.forced, logits, part.first_logit, self.tokenizer)
-            except Exception as error:  # a request can end itself, never the engine
-                self._fail(part.branch.request, error)
-                continue
-            for branch in self.scheduler.fork(part.branch) if part.forks else (part.branch,):
-                if part.draws:
-                    draw = branch.draw(source, part.first_draw, part.guess)
-                    drawing.setdefault(branch.request.acceptor, []).append(Drawing(branch, part, draw))
-                else:
-                    landing.append(Landing(branch, part, Commit(source, [], [], [])))
-        for acceptor, together in drawing.items():
-            landed, failed = land(acceptor, together, logits, self.executable.pool, self.scheduler)
-            landing += landed
-            for request in failed:
-                self._fail(request, NonFiniteLogitsError("the model produced non-finite logits"))
+        if flight.commits is None:
+            landing, failed = land(flight.parts, flight.rows.logits, self.executable.pool, self.scheduler, self.tokenizer)
+        else:
+            landing, failed = land_plain(flight.parts, flight.commits)
+        for request, error in failed:
+            self._fail(request, error)
         kept = [one for one in landing if one.branch.output.finish_reason is None]  # or its request has failed
         self._move([move for one in kept for move in self._commit(*one)])
         self.guessing.observe(flight.parts, [commit for _, _, commit in kept], flight.rows)

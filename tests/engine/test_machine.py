@@ -75,6 +75,7 @@ SHAPES: dict[str, st.SearchStrategy[Any]] = {
     "max_step_rows": st.integers(1, 25),
     "max_logit_rows": st.integers(1, 12),
     "chunk_rows": st.integers(1, 12),
+    "ahead_ms": st.sampled_from([0, 1e6]),
     "prefix_cache": st.booleans(),
 }
 """Of an engine: small, so that everything runs out."""

@@ -89,6 +89,7 @@ LOADS: dict[str, st.SearchStrategy[Any]] = {
     "max_num_seqs": st.sampled_from([1, 2, 5, 32]),
     "max_logit_rows": st.sampled_from([1, 4, 64]),
     "chunk_rows": st.sampled_from([1, 3, 32]),
+    "ahead_ms": st.sampled_from([0, 1e6]),
     "slots": st.sampled_from([42, 56, 80, 800]),
     "threads": st.integers(1, 2),
     "prefix_cache": st.booleans(),

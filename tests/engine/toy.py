@@ -85,7 +85,7 @@ def toy_engine(
     **config: Any,
 ) -> Engine:
     limits = Limits(VOCAB, max_model_len, KvConfig(num_blocks, block_size), balance=balance)
-    defaults: dict[str, Any] = {"guess_control": False, "max_guess_nodes": 128}
+    defaults: dict[str, Any] = {"ahead_ms": 0, "guess_control": False, "max_guess_nodes": 128}
     options = EngineConfig(**defaults | config)
     proposers = {"test": proposer} if proposer else make_proposers(options)
     return Engine(ToyExecutable(block_size, broken, threads), TinyVocabulary(VOCAB), limits, options, proposers)

@@ -1,0 +1,95 @@
+"""Plain decoding, several steps in a row with next to nothing between them.
+
+Most steps of most engines are alike: every branch gives one row and draws one token, nobody joins or forks, and nothing is guessed.
+What the engine does between two of them, with memory caches that the weights have just been through, takes as long as a tenth of a
+small model's step. So it is done for several at once: a token that was drawn goes straight into the next step, and all are committed
+together at the end. Each step is the one that would have come anyway, so nothing changes but when the tokens are told.
+"""
+
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+
+from headrace.accept.sampler import Drawn, draw_all
+from headrace.backend import Executable
+from headrace.batch import Commit, Ints, RaggedBatch, StepRows, TokenLogprobs
+from headrace.config import EngineConfig
+from headrace.engine.scheduler import Part, Scheduler
+from headrace.kv.rows import ints
+
+_MOST = 16
+"""Steps in a row: nobody can join, or be told anything, until they have ended."""
+
+
+class Result(NamedTuple):
+    """What came of some steps."""
+
+    rows: StepRows
+    """Of the last."""
+    commits: list[Commit | None]
+    """For each part all its tokens; None: not even the first could be drawn, its logits were not finite."""
+    num_steps: int
+
+
+class Ahead:
+    """Runs such steps, as many as take `ahead_ms`."""
+
+    def __init__(self, scheduler: Scheduler, executable: Executable, block_size: int, config: EngineConfig) -> None:
+        self._scheduler = scheduler
+        self._executable = executable
+        self._block_size = block_size
+        self._plain_rule = config.acceptance == "descend"
+        self._target = config.ahead_ms / 1000
+        self._step_seconds = 0.0
+        """Of the last steps; 0: there were none."""
+
+    def plan(self, parts: list[Part], rest: float) -> int:
+        """How many steps to run, with slots reserved for them; 0: these parts need more than plain decoding.
+
+        `rest`: seconds for which there will be no guesses.
+        """
+        if not rest or not self._plain_rule or not all(part.is_plain for part in parts):
+            return 0
+        wanted = min(_MOST, int(min(self._target, rest) / self._step_seconds)) if self._step_seconds else 1
+        for part in parts:
+            branch = part.branch  # a first token is told at once
+            wanted = min(wanted, branch.request.limit - len(branch.known) if branch.output.token_ids else 1)
+        return self._scheduler.reserve_ahead(parts, max(1, wanted))
+
+    def run(self, parts: list[Part], batch: RaggedBatch, most: int) -> Result:
+        """Run steps that begin with this batch: `most` of them, or until a branch ends."""
+        begun = perf_counter()
+        positions, slots = self._places(batch, most)
+        branches = [part.branch for part in parts]
+        samplers = [(branch.sampler, len(branch.known), branch.num_logprobs) for branch in branches]
+        ends = [branch.output.end_ids for branch in branches]
+        lines: list[list[Drawn]] = [[] for _ in parts]
+        over, step = False, -1
+        while not over:
+            step += 1
+            if step:
+                tokens = ints([line[-1][0] for line in lines])
+                batch = batch._replace(tokens=tokens, positions=positions[step], context_len=positions[step], slots=slots[step])
+            rows = self._executable.run(batch)
+            draws = [(sampler, row, known + step, count) for row, (sampler, known, count) in enumerate(samplers)]
+            over = step == most - 1
+            for line, end_ids, drawn in zip(lines, ends, draw_all(self._executable.pool, rows.logits, draws), strict=True):
+                if drawn:
+                    line.append(drawn)
+                over = over or not drawn or drawn[0] in end_ids
+        for part, line in zip(parts, lines, strict=True):
+            part.forced = len(line) or 1  # where logits were not finite after some steps, the next one will tell
+        self._step_seconds = (perf_counter() - begun) / (step + 1)
+        return Result(rows, [_commit(source, line) if line else None for source, line in enumerate(lines)], step + 1)
+
+    def _places(self, batch: RaggedBatch, most: int) -> tuple[Ints, Ints]:  # [steps, branches] both
+        """Positions and slots of the rows of all steps."""
+        positions = batch.positions + np.arange(most, dtype=np.int32)[:, None]
+        blocks, index = np.divmod(positions, self._block_size)
+        return positions, batch.block_table[np.arange(len(batch.positions)), blocks] * self._block_size + index
+
+
+def _commit(source: int, line: list[Drawn]) -> Commit:
+    logprobs = [TokenLogprobs(*logprobs) for _, logprobs in line if logprobs is not None]
+    return Commit(source, [], [token for token, _ in line], logprobs)

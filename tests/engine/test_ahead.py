@@ -1,0 +1,109 @@
+"""Several steps of plain decoding in a row: as many as there may be, and the same tokens."""
+
+import pytest
+
+from headrace.engine.engine import Engine
+from headrace.request import RequestOutput, SamplingParams
+from tests.engine.test_promise import same
+from tests.engine.toy import plain_decoding, toy_engine
+from tests.random_trees import RandomTrees
+from tests.tiny import run_all, tiny_engine, tiny_model
+
+ALWAYS = 1e6
+MOST = 16
+
+
+def add(engine: Engine, prompt: list[int], **params: object) -> str:
+    return engine.add_request(prompt, SamplingParams(**({"temperature": 0, "max_tokens": 30, "ignore_eos": True} | params)))  # type: ignore[arg-type]
+
+
+def tokens_by_step(engine: Engine) -> list[int]:
+    counts = []
+    while engine.has_work:
+        counts.append(sum(len(update.token_ids) for update in engine.step()))
+    return counts
+
+
+def test_tokens_come_several_at_a_time_up_to_the_last() -> None:
+    engine = toy_engine(ahead_ms=ALWAYS)
+    add(engine, [1, 2])
+    assert tokens_by_step(engine) == [1, 1, MOST, 12]  # the prompt; one to see how long a step takes
+    stats = engine.stats()
+    assert (stats.steps, stats.rows, stats.rows_last) == (30, 31, 1)
+
+
+def test_one_at_a_time_where_steps_are_longer_or_it_is_switched_off() -> None:
+    for ahead_ms in (0, 1e-6):
+        engine = toy_engine(ahead_ms=ahead_ms)
+        add(engine, [1, 2], max_tokens=5)
+        assert tokens_by_step(engine) == [1] * 5
+
+
+def test_they_end_with_the_first_branch_that_ends() -> None:
+    free = plain_decoding([4], SamplingParams(temperature=0, max_tokens=30), 0)
+    stop = free[6]
+    engine = toy_engine(ahead_ms=ALWAYS)
+    add(engine, [4], stop_token_ids=[stop])
+    add(engine, [5])
+    counts = tokens_by_step(engine)
+    length = free.index(stop, 1)
+    assert counts[:2] == [2, 2 * (length - 1)] and sum(counts) == length + 30
+    assert engine.stats().rows == length + 30  # nothing was computed in vain
+
+
+def test_they_end_with_the_blocks() -> None:
+    engine = toy_engine(ahead_ms=ALWAYS, num_blocks=4, block_size=4)
+    add(engine, [1, 2, 3], max_tokens=13)
+    counts = tokens_by_step(engine)
+    assert sum(counts) == 13 and 2 < max(counts) < 13
+    assert engine.stats().blocks_free == 4
+
+
+def test_a_newcomer_waits_for_no_more_than_these() -> None:
+    engine = toy_engine(ahead_ms=ALWAYS)
+    add(engine, [1, 2])
+    engine.step()
+    engine.step()
+    engine.step()
+    other = add(engine, [3, 4], max_tokens=1)
+    assert any(update.request_id == other for update in engine.step())
+
+
+@pytest.mark.parametrize("params", [{"n": 3, "temperature": 1.0}, {"beam_width": 3}, {"prompt_logprobs": 1}])
+def test_what_is_not_plain_is_as_it_was(params: dict[str, object]) -> None:
+    results: list[list[RequestOutput]] = []
+    for ahead_ms in (0, ALWAYS):
+        engine = toy_engine(ahead_ms=ahead_ms)
+        ids = [add(engine, [1, 2, 3], **params), add(engine, [4])]
+        found = {update.request_id: update.result for _ in range(200) for update in engine.step() if update.result}
+        results.append([found[request] for request in ids])
+    for one, other in zip(*results, strict=True):
+        same(one, other, exact=True)
+
+
+def test_logits_that_are_not_finite_end_their_own_request_only() -> None:
+    free = plain_decoding([4], SamplingParams(temperature=0, max_tokens=30), 0)
+    engine = toy_engine(ahead_ms=ALWAYS, broken=free[5])
+    results = run_all(engine, [([4], SamplingParams(temperature=0, max_tokens=30)), ([9, 9], SamplingParams(temperature=0, max_tokens=30))])
+    alone = run_all(toy_engine(broken=free[5]), [([9, 9], SamplingParams(temperature=0, max_tokens=30))])
+    assert results[0].outputs[0].finish_reason == "error" and results[0].outputs[0].token_ids == free[1 : free.index(free[5], 1) + 1]
+    same(results[1], alone[0], exact=True)
+
+
+def test_guesses_go_first() -> None:
+    engine = toy_engine(ahead_ms=ALWAYS, proposer=RandomTrees(0, 23, {}, max_nodes=4))
+    add(engine, [1, 2], max_tokens=20)
+    tokens_by_step(engine)
+    assert engine.stats().guessed > 20
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_real_steps(backend: str) -> None:
+    model = tiny_model(5, window=40)
+    requests = [
+        (list(range(1, 30)), SamplingParams(temperature=0.8, seed=3, max_tokens=90, logprobs=2, presence_penalty=0.4, ignore_eos=True)),
+        ([7], SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)),
+    ]
+    plain, ahead = (run_all(tiny_engine(model, backend, ahead_ms=ms), requests) for ms in (0, ALWAYS))
+    for one, other in zip(plain, ahead, strict=True):
+        same(one, other, exact=True)
