@@ -47,9 +47,9 @@ class Ahead:
     def plan(self, parts: list[Part], rest: float) -> int:
         """How many steps to run, with slots reserved for them; 0: these parts need more than plain decoding.
 
-        `rest`: seconds for which there will be no guesses.
+        `rest`: seconds for which nobody will want to guess.
         """
-        if not rest or not self._plain_rule or not all(part.is_plain for part in parts):
+        if not self._plain_rule or not all(part.is_plain for part in parts):
             return 0
         wanted = min(_MOST, int(min(self._target, rest) / self._step_seconds)) if self._step_seconds else 1
         for part in parts:

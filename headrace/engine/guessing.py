@@ -96,8 +96,8 @@ class Guessing:
             self._collect(self._flight)
         self._started = self._clock()
 
-    def observe(self, parts: list[Part], commits: list[Commit], rows: StepRows) -> None:
-        """See what became of the step."""
+    def observe(self, parts: list[Part], commits: list[Commit], rows: StepRows, num_rows: int, num_steps: int) -> None:
+        """See what became of the step, or of so many of `num_rows` rows each."""
         if not self._guards:
             return
         controller, flight, self._flight = self._controller, self._flight, None
@@ -105,7 +105,7 @@ class Guessing:
         seconds = ended - self._started
         if flight:
             saved = self._keep_books(parts, commits, flight)
-            self._cost(parts).record(sum(part.forced + len(part.guess.tokens) for part in parts), seconds)
+        self._cost(parts).record(num_rows, seconds / num_steps)
         if controller:
             controller.finish(seconds, max(0.0, saved))
             if flight:

@@ -23,9 +23,11 @@ class Flight(NamedTuple):
 
     parts: list[Part]
     rows: StepRows
-    commits: list[Commit | None] | None = None
-    """Of plain decoding, for each part; None: its logits were not finite."""
-    num_steps: int = 1
+    commits: list[Commit | None] | None
+    """Of plain decoding, for each part, which may be of several steps; None: its logits were not finite."""
+    num_steps: int
+    num_rows: int
+    """Of each."""
 
 
 @dataclass
@@ -53,9 +55,10 @@ class Stepper:
         self.guessing.guess()
         most = self.ahead.plan(parts, self.guessing.rest)
         batch = build(parts, self.pool)
-        flight = Flight(parts, *self.ahead.run(parts, batch, most)) if most else Flight(parts, self.executable.run(batch))
-        self.num_steps += flight.num_steps
-        self.num_rows += len(batch.tokens) * flight.num_steps
+        rows, commits, num_steps = self.ahead.run(parts, batch, most) if most else (self.executable.run(batch), None, 1)
+        flight = Flight(parts, rows, commits, num_steps, len(batch.tokens))
+        self.num_steps += num_steps
+        self.num_rows += num_steps * flight.num_rows
         self.num_guessed += sum(len(part.guess.tokens) for part in parts)
         return flight
 
@@ -69,7 +72,7 @@ class Stepper:
             self._fail(request, error)
         kept = [one for one in landing if one.branch.output.finish_reason is None]  # or its request has failed
         self._move([move for one in kept for move in self._commit(*one)])
-        self.guessing.observe(flight.parts, [commit for _, _, commit in kept], flight.rows)
+        self.guessing.observe(flight.parts, [commit for _, _, commit in kept], flight.rows, flight.num_rows, flight.num_steps)
         for branch, _, commit in kept:
             if commit.tokens and branch.receive(commit):
                 self.scheduler.drop(branch)
