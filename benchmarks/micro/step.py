@@ -39,17 +39,17 @@ class TimedPlan:
 
 
 def measure(engine: Engine, plan: TimedPlan, params: SamplingParams, branches: int, prompt: list[int]) -> tuple[list[float], list[float]]:
-    """Quartiles over the steps in which all branches decode: microseconds in the plan, and beside it."""
+    """Quartiles over the calls in which all branches decode: microseconds of a step in the plan, and beside it."""
     for _ in range(branches):
         engine.add_request(prompt, params)
     inside, beside = [], []
     while engine.has_work:
-        before, start = plan.seconds, time.perf_counter()
+        before, steps, start = plan.seconds, engine._stepper.num_steps, time.perf_counter()
         updates = engine.step()
-        step, run = time.perf_counter() - start, plan.seconds - before
+        called, run, steps = time.perf_counter() - start, plan.seconds - before, engine._stepper.num_steps - steps
         if len(updates) == branches:
-            inside.append(run * 1e6)
-            beside.append((step - run) * 1e6)
+            inside.append(run * 1e6 / steps)
+            beside.append((called - run) * 1e6 / steps)
     return statistics.quantiles(inside[1:], n=4), statistics.quantiles(beside[1:], n=4)  # the first step was the prompt's
 
 
@@ -58,9 +58,10 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--ahead-ms", type=float, default=EngineConfig.ahead_ms, help="how long steps run in a row")
     parser.add_argument("--branches", type=int, nargs="+", default=[1, 8, 32])
     args = parser.parse_args()
-    engine, tokenizer, _ = load_engine(args.model, EngineConfig(threads=args.threads, max_model_len=1024))
+    engine, tokenizer, _ = load_engine(args.model, EngineConfig(threads=args.threads, max_model_len=1024, ahead_ms=args.ahead_ms))
     executable: Any = engine._stepper.executable
     executable.plan = plan = TimedPlan(executable.plan)
     prompt = tokenizer.encode("A water wheel turns because")

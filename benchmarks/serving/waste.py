@@ -41,7 +41,7 @@ class Nothing:
 def idle_engine(batching: str, block_size: int) -> Engine:
     longest = MOST_PROMPT + MOST_OUTPUT
     kv = KvConfig(SEATS * -(-longest // block_size), block_size)
-    config = EngineConfig(batching=batching, max_num_seqs=SEATS)
+    config = EngineConfig(batching=batching, max_num_seqs=SEATS, ahead_ms=0)
     return Engine(Nothing(), TinyVocabulary(_VOCAB), Limits(_VOCAB, longest, kv), config)
 
 

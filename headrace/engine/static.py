@@ -11,7 +11,7 @@ from math import inf
 
 from headrace.config import EngineConfig
 from headrace.engine.branch import Branch
-from headrace.engine.scheduler import Plan, Scheduler
+from headrace.engine.scheduler import Part, Plan, Scheduler
 from headrace.kv.blocks import BlockPool
 
 
@@ -40,6 +40,10 @@ class StaticScheduler(Scheduler):
         if not self.running:
             self._form()
         return super().schedule()
+
+    def reserve_ahead(self, parts: list[Part], most: int) -> int:
+        """One step: all slots are reserved already, and what is left of them after some steps would be given back."""
+        return 1
 
     def _form(self) -> None:
         """Choose the next batch: as many of the queue as there are seats, and blocks for the longest of them each."""

@@ -65,7 +65,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 @pytest.fixture(scope="module")
 def alone(executables: dict[int, Executable]) -> list[RequestOutput]:
     """Every request by itself, in one piece, on two threads, without guesses."""
-    return [run_all(engine_on(executables[2], prefix_cache=False), [request])[0] for request in requests()]
+    return [run_all(engine_on(executables[2], prefix_cache=False, ahead_ms=0), [request])[0] for request in requests()]
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
@@ -78,6 +78,7 @@ def alone(executables: dict[int, Executable]) -> list[RequestOutput]:
     max_step_rows=st.sampled_from([7, 32, 100, 512]),
     num_blocks=st.sampled_from([14, 40, 128]),
     chunk_rows=st.sampled_from([5, 32]),
+    ahead_ms=st.sampled_from([0, 10, 1e6]),
     prefix_cache=st.booleans(),
     seed=st.integers(0, 99),
 )
@@ -90,7 +91,7 @@ def test_same_request_same_tokens(
     guesses: str,
     control: bool,
     seed: int,
-    **config: int,
+    **config: float,
 ) -> None:
     vocab = checkpoint()[0].spec.vocab_size
     trees = RandomTrees(seed, vocab, truth(alone, order)) if guesses == "trees" else None
