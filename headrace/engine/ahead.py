@@ -6,6 +6,7 @@ small model's step. So it is done for several at once: a token that was drawn go
 together at the end. Each step is the one that would have come anyway, so nothing changes but when the tokens are told.
 """
 
+from math import ceil
 from time import perf_counter
 from typing import NamedTuple
 
@@ -33,33 +34,34 @@ class Result(NamedTuple):
 
 
 class Ahead:
-    """Runs such steps, as many as take `ahead_ms`."""
+    """Runs such steps, for `ahead_ms` or a little longer."""
 
     def __init__(self, scheduler: Scheduler, executable: Executable, block_size: int, config: EngineConfig) -> None:
         self._scheduler = scheduler
         self._executable = executable
         self._block_size = block_size
         self._plain_rule = config.acceptance == "descend"
-        self._target = config.ahead_ms / 1000
+        self._seconds = config.ahead_ms / 1000
         self._step_seconds = 0.0
-        """Of the last steps; 0: there were none."""
+        """Of the last ones; 0: there were none."""
 
-    def plan(self, parts: list[Part], rest: float) -> int:
-        """How many steps to run, with slots reserved for them; 0: these parts need more than plain decoding.
-
-        `rest`: seconds for which nobody will want to guess.
-        """
+    def plan(self, parts: list[Part]) -> int:
+        """How many steps there may be, with slots reserved for them; 0: these parts need more than plain decoding."""
         if not self._plain_rule or not all(part.is_plain for part in parts):
             return 0
-        wanted = min(_MOST, int(min(self._target, rest) / self._step_seconds)) if self._step_seconds else 1
+        most = min(_MOST, max(1, ceil(self._seconds / self._step_seconds))) if self._step_seconds else _MOST
         for part in parts:
             branch = part.branch  # a first token is told at once
-            wanted = min(wanted, branch.request.limit - len(branch.known) if branch.output.token_ids else 1)
-        return self._scheduler.reserve_ahead(parts, max(1, wanted))
+            most = min(most, branch.request.limit - len(branch.known) if branch.output.token_ids else 1)
+        return self._scheduler.reserve_ahead(parts, most)
 
-    def run(self, parts: list[Part], batch: RaggedBatch, most: int) -> Result:
-        """Run steps that begin with this batch: `most` of them, or until a branch ends."""
+    def run(self, parts: list[Part], batch: RaggedBatch, most: int, rest: float) -> Result:
+        """Run steps that begin with this batch: `most` of them, or until a branch ends, the time is over, or somebody wants to guess.
+
+        `rest`: seconds until then.
+        """
         begun = perf_counter()
+        until = begun + min(self._seconds, rest)
         positions, slots = self._places(batch, most)
         branches = [part.branch for part in parts]
         samplers = [(branch.sampler, len(branch.known), branch.num_logprobs) for branch in branches]
@@ -73,7 +75,7 @@ class Ahead:
                 batch = batch._replace(tokens=tokens, positions=positions[step], context_len=positions[step], slots=slots[step])
             rows = self._executable.run(batch)
             draws = [(sampler, row, known + step, count) for row, (sampler, known, count) in enumerate(samplers)]
-            over = step == most - 1
+            over = step == most - 1 or perf_counter() >= until
             for line, end_ids, drawn in zip(lines, ends, draw_all(self._executable.pool, rows.logits, draws), strict=True):
                 if drawn:
                     line.append(drawn)

@@ -10,7 +10,7 @@ from headrace.engine.acceptance import AcceptanceRates, place
 from headrace.engine.branch import Branch
 from headrace.engine.step_cost import StepCost
 
-_SHARE = 0.006
+_SHARE = 0.004
 """Share of all time that guessing may take beyond what it is known to have saved."""
 _SAVINGS, _DEBT = 2, 4
 """Steps whose time is the most that can be saved up for that, or owed: if more, the machine was busy with something else."""

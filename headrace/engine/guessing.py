@@ -15,6 +15,9 @@ from headrace.engine.step_cost import StepCost
 from headrace.propose import Guard, prune
 from headrace.request import GuessStats
 
+_RECORD_EVERY = 0.05
+"""Seconds after which the time of a step is recorded though guessing rests."""
+
 
 @dataclass
 class _Flight:
@@ -50,7 +53,7 @@ class Guessing:
         self._clock = clock
         self._flight: _Flight | None = None
         """None: guessing rests."""
-        self._started = 0.0
+        self._started = self._recorded = 0.0
 
     @property
     def rest(self) -> float:
@@ -105,7 +108,9 @@ class Guessing:
         seconds = ended - self._started
         if flight:
             saved = self._keep_books(parts, commits, flight)
-        self._cost(parts).record(num_rows, seconds / num_steps)
+        if flight or ended - self._recorded > _RECORD_EVERY:
+            self._cost(parts).record(num_rows, seconds / num_steps)
+            self._recorded = ended
         if controller:
             controller.finish(seconds, max(0.0, saved))
             if flight:

@@ -53,9 +53,12 @@ class Stepper:
         copies += self.scheduler.make_room(self.guessing.ask(parts))
         self._move(self.pool.slots_of(copies))  # before a proposer writes to the new blocks
         self.guessing.guess()
-        most = self.ahead.plan(parts, self.guessing.rest)
+        most = self.ahead.plan(parts)
         batch = build(parts, self.pool)
-        rows, commits, num_steps = self.ahead.run(parts, batch, most) if most else (self.executable.run(batch), None, 1)
+        if most:
+            rows, commits, num_steps = self.ahead.run(parts, batch, most, self.guessing.rest)
+        else:
+            rows, commits, num_steps = self.executable.run(batch), None, 1
         flight = Flight(parts, rows, commits, num_steps, len(batch.tokens))
         self.num_steps += num_steps
         self.num_rows += num_steps * flight.num_rows

@@ -27,7 +27,7 @@ def tokens_by_step(engine: Engine) -> list[int]:
 def test_tokens_come_several_at_a_time_up_to_the_last() -> None:
     engine = toy_engine(ahead_ms=ALWAYS)
     add(engine, [1, 2])
-    assert tokens_by_step(engine) == [1, 1, MOST, 12]  # the prompt; one to see how long a step takes
+    assert tokens_by_step(engine) == [1, MOST, 13]  # the first is told at once
     stats = engine.stats()
     assert (stats.steps, stats.rows, stats.rows_last) == (30, 31, 1)
 
@@ -62,7 +62,6 @@ def test_they_end_with_the_blocks() -> None:
 def test_a_newcomer_waits_for_no_more_than_these() -> None:
     engine = toy_engine(ahead_ms=ALWAYS)
     add(engine, [1, 2])
-    engine.step()
     engine.step()
     engine.step()
     other = add(engine, [3, 4], max_tokens=1)
