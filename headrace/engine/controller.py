@@ -14,6 +14,8 @@ _SHARE = 0.004
 """Share of all time that guessing may take beyond what it is known to have saved."""
 _SAVINGS, _DEBT = 2, 4
 """Steps whose time is the most that can be saved up for that, or owed: if more, the machine was busy with something else."""
+_RESERVE = 0.0001
+"""Seconds of it to save up before a rest ends: else rests would be short and many, and break up steps that could run in a row."""
 _CREDIT = 0.02
 """Seconds of it that a new engine begins with, so that its first answer may be guessed."""
 _LOOK_SHARE = 0.005
@@ -93,6 +95,8 @@ class Controller:
         self._now = 0.0
         """Time of all steps so far."""
         self._account = _CREDIT
+        self._in_debt = False
+        """Since the account was overdrawn it has not been filled up to the reserve."""
         self._trial_seconds = 0.0
         self._num_trials = 0
         self._tried: tuple[int, int] | None = None
@@ -112,7 +116,7 @@ class Controller:
     @property
     def rest(self) -> float:
         """Seconds for which steps are to be plain, and nothing is learned from them."""
-        return max(0.0, -self._account / _SHARE) if self._tried is None else 0.0
+        return max(0.0, _RESERVE - self._account) / _SHARE if self._in_debt and self._tried is None else 0.0
 
     def begin(self, cost: StepCost, forced: int, num_drawing: int) -> None:
         """A step of so many forced rows, in which some branches draw; what such steps cost."""
@@ -199,12 +203,15 @@ class Controller:
     def finish(self, seconds: float, saved: float) -> None:
         """A step has taken so long, after guesses that have saved so much."""
         self._now += seconds
-        self._account = min(max(self._account, -_DEBT * seconds) + _SHARE * seconds + saved, _SAVINGS * seconds)
+        most = _SAVINGS * seconds
+        self._account = min(max(self._account, -_DEBT * seconds) + _SHARE * seconds + saved, most)
+        self._in_debt &= self._account < min(_RESERVE, most)
         self._trial_seconds += _TRIAL_SHARE * seconds
 
     def charge(self, seconds: float) -> None:
         """What belongs to guessing has taken so long, all told."""
         self._account -= seconds
+        self._in_debt |= self._account < 0
 
     def learn(self, branch: Branch, offer: Offer, tokens: list[int]) -> None:
         """These tokens have followed."""

@@ -116,9 +116,10 @@ class Guessing:
             if flight:
                 controller.charge(self._started - flight.begun)
                 self._learn(controller, parts, commits, flight)
-        if not controller or not controller.rest or (flight and flight.asked):
+        wakes = not controller or not controller.rest
+        if wakes or (flight and flight.asked):
             self._tell(parts, commits, rows, flight)
-        if controller:
+        if controller and (wakes or flight):  # a rest that paid for itself would be cut into pieces
             controller.charge(self._clock() - ended)
 
     def _cost(self, parts: list[Part]) -> StepCost:
