@@ -35,7 +35,7 @@ _CHOICES = {
     "acceptance": get_args(Acceptance),
     "batching": tuple(SCHEDULERS),
 }
-_AHEAD_MS = 50.0
+AHEAD_MS = 50.0
 """Of `LLM`: whole results come soonest so, and a text that is shown as it comes still flows."""
 _FLAGS = ("guess_control", "prefix_cache")
 _BOUNDS = {  # option: least, most
@@ -148,7 +148,7 @@ class LLM:
         if "chunk_rows" not in options:  # whole results come soonest with large chunks, and nobody watches the time between two tokens
             self.config = replace(self.config, chunk_rows=self.config.max_step_rows)
         if "ahead_ms" not in options:
-            self.config = replace(self.config, ahead_ms=_AHEAD_MS)
+            self.config = replace(self.config, ahead_ms=AHEAD_MS)
         self._model = model
         self._engine, self._tokenizer, self._checkpoint = load_engine(model, self.config)
         self._inboxes: dict[str, list[Update]] = {}

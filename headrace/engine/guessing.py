@@ -33,8 +33,6 @@ class _Flight:
     """Whose guess is in the step."""
     seconds: dict[str, float] = field(default_factory=dict)
     """That asking took."""
-    started: float = 0.0
-    """When the step itself began."""
 
 
 class Guessing:
