@@ -203,21 +203,26 @@ class Life(RuleBasedStateMachine):
         assert self.finished.keys() == self.params.keys()
 
     def _updates(self) -> list[Update]:
-        """Those of a step. The first that runs is never preempted, others not before they have drawn, but for the first."""
+        """Those of a step in which, when blocks run out, the right ones give way.
+
+        Never one that ranks before the needy, nor the first request's branches that draw together, nor one that has not drawn
+        since it was admitted while one that has could: else a branch could come and go for ever.
+        """
         scheduler = self.engine._scheduler
-        preempt, first = scheduler._preempt, scheduler.running[:1]
+        choose = scheduler._victim
 
-        def checked(branch: Branch) -> None:
-            others = [b for b in scheduler.running if b is not scheduler.running[0]]
-            assert [branch] != first or len(scheduler.running) > self.config["max_num_seqs"]
-            assert branch.has_drawn or not any(b.has_drawn for b in others)
-            preempt(branch)
+        def checked(needy: Branch) -> Branch:
+            victim, first = choose(needy), scheduler.running[0].joined
+            others = [b for b in scheduler.running[scheduler.running.index(needy) :] if b.joined is not first]
+            assert victim in others
+            assert victim.has_drawn or not any(b.has_drawn for b in others)
+            return victim
 
-        scheduler._preempt = checked  # type: ignore[method-assign]
+        scheduler._victim = checked  # type: ignore[method-assign]
         try:
             return self.engine.step()
         finally:
-            scheduler._preempt = preempt  # type: ignore[method-assign]
+            scheduler._victim = choose  # type: ignore[method-assign]
 
     def _step(self) -> None:
         before = self.engine.stats()
@@ -252,3 +257,16 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def test_beams_that_came_first_take_from_one_that_has_not_drawn() -> None:
+    """The branches that rank before the victim have drawn, but all of them belong to the first request."""
+    life = Life()
+    config = {"num_blocks": 8, "block_size": 4, "max_num_seqs": 3, "max_step_rows": 3, "max_logit_rows": 1, "chunk_rows": 1}
+    life.begin(Unruly(0, VOCAB, life.truth, 0), **config)
+    search = SamplingParams(temperature=1.0, beam_width=2, n=1, max_tokens=16, length_penalty=2.0)
+    life.add(stem=0, shared=0, rest=[0], params=search, priority=0, salt=None)
+    life.step(1)
+    life.add(stem=0, shared=12, rest=[0], params=SamplingParams(temperature=0.0, max_tokens=4), priority=0, salt=None)
+    life.teardown()
+    assert life.engine.stats().preemptions == 1
