@@ -18,7 +18,8 @@ once, so it needs no other before it has drawn a token. Only who has drawn since
 needs a block and nobody else has drawn yet; that happens at most once for each block that the first grows by.
 
 **Beams go together.** Those of one request are chosen among each other, so they draw in the same step or not at all, and give
-way together. When they come back, one of them computes what they have in common before the others fork off.
+way together. When they come back, one of them computes what they have in common before the others fork off. The blocks that
+these will need are kept from newcomers, not from those that run, so here a branch may have to give way before it has drawn.
 """
 
 from bisect import insort

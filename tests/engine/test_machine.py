@@ -226,7 +226,9 @@ class Life(RuleBasedStateMachine):
 
     def _step(self) -> None:
         before = self.engine.stats()
-        decoding = sum(branch.missing == 1 for branch in self.engine._scheduler.running)
+        running = self.engine._scheduler.running
+        waits = {branch.joined for branch in running if branch.missing > 1}  # a beam that is ready waits for the others
+        decoding = sum(branch.joined not in waits for branch in running)
         self._record(self._updates())
         after = self.engine.stats()
         if decoding and not self.with_guesses:
