@@ -70,26 +70,27 @@ class Guessing:
         for guard in self._guards.values():
             guard.close()
 
-    def ask(self, parts: list[Part]) -> list[Part]:
-        """Those to guess for, each with the room that it could use."""
+    def ask(self, parts: list[Part]) -> dict[Part, int]:
+        """Those to guess for, and for how many nodes."""
         controller = self._controller
         self._flight = None
         if not self._guards or (controller and controller.rest):
-            return []
+            return {}
         flight = self._flight = _Flight(self._clock())
-        able = [part for part in parts if part.may_guess]
+        able = {part: most for part in parts if (most := part.most_guessed) > 0}
         if controller and able:
             controller.begin(self._cost(parts), sum(part.forced for part in parts), sum(part.draws for part in parts))
+        wanted: dict[Part, int] = {}
         for name, most in self._nodes.items():
+            nodes = {part: min(most, useful) for part, useful in able.items()}
             if controller:
-                nodes = {part: controller.room(name, part.branch, most) for part in able if controller.asks(name, part.branch)}
-            else:
-                nodes = dict.fromkeys(able, most)
+                asked = [part for part in able if controller.asks(name, part.branch)]
+                nodes = {part: controller.room(name, part.branch, nodes[part]) for part in asked}
             if nodes:
                 flight.asked[name] = nodes
             for part, room in nodes.items():
-                part.room = max(part.room, room)
-        return [part for part in able if part.room]
+                wanted[part] = max(wanted.get(part, 0), room)
+        return wanted
 
     def guess(self) -> None:
         """Give each of them a guess, or none, within the room that there was."""

@@ -40,7 +40,7 @@ from headrace.kv.prefix import Node, PrefixCache
 STEPS_PER_PRIORITY = 1000
 """How many steps later a request must have come to be as urgent as one of the next level of priority."""
 
-_RANK, _ROOM = attrgetter("rank"), attrgetter("room")
+_RANK = attrgetter("rank")
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +53,7 @@ class Part:
     draws: bool
     """Whether they reach the end of what is known, so that the next token can be drawn."""
     room: int = 0
-    """Guess nodes that it may have, below them: first as many as it could use, then those for which slots are reserved."""
+    """Slots reserved beyond those: for the nodes of a guess, or for more steps in a row."""
     guess: Guess = NO_GUESS
     first_logit: int = 0
     """Index of its first row among the step's rows with logits: first those that score the prompt, then those that draw."""
@@ -71,9 +71,9 @@ class Part:
         return alone and self.branch.output.finish_reason is None
 
     @property
-    def may_guess(self) -> bool:
-        """Whether a guess is of use: not where the branch may fork, since its draws go different ways, nor for the last token."""
-        return self.draws and not self.branch.may_fork and len(self.branch.known) + 1 < self.branch.request.limit
+    def most_guessed(self) -> int:
+        """Guess nodes that are of use: none where the branch may fork, since its draws go different ways, nor for the last token."""
+        return self.branch.request.limit - len(self.branch.known) - 1 if self.draws and not self.branch.may_fork else 0
 
 
 class Plan(NamedTuple):
@@ -188,19 +188,17 @@ class Scheduler:
         self._admit(plan, budget)
         return plan
 
-    def make_room(self, parts: list[Part]) -> list[BlockCopy]:
-        """Share what is left of the step among parts that could use it for guesses: never at the cost of a branch.
+    def make_room(self, wanted: dict[Part, int]) -> list[BlockCopy]:
+        """Share what is left of the step among parts that want so many guess nodes: never at the cost of a branch.
 
         Returns the block copies to make.
         """
         copies: list[BlockCopy] = []
         left = min(self._left.rows, self._left.logit_rows)
-        for part in parts:
-            part.room = min(part.room, part.branch.request.limit - len(part.branch.known) - 1)  # the last token needs no guess
-        for i, part in enumerate(sorted(parts, key=_ROOM)):  # what one leaves goes to those that could use more
+        for i, part in enumerate(sorted(wanted, key=wanted.__getitem__)):  # what one leaves goes to those that want more
             branch, end = part.branch, part.branch.computed + part.forced
             slots = (len(branch.table) + self._pool.num_free) * self._pool.block_size - end
-            part.room = max(0, min(part.room, left // (len(parts) - i), slots))
+            part.room = max(0, min(wanted[part], left // (len(wanted) - i), slots))
             copies += self._pool.reserve(branch.table, end, part.room) or ()
             left -= part.room
         return copies

@@ -142,14 +142,14 @@ class EveryOther(Guessing):
 
     num_steps = 0
 
-    def ask(self, parts: list[Part]) -> list[Part]:
-        self.parts = super().ask(parts)
-        return self.parts
+    def ask(self, parts: list[Part]) -> dict[Part, int]:
+        self.wanted = super().ask(parts)
+        return self.wanted
 
     def guess(self) -> None:
         super().guess()
         self.num_steps += 1
-        for part in self.parts:
+        for part in self.wanted:
             part.guess = prune(part.guess, list(range(min(len(part.guess.tokens), 1 + self.num_steps % 3))))
 
 

@@ -114,14 +114,12 @@ def test_guesses_share_rows_and_stop_at_the_end() -> None:
     assert step(engine) == [(0, 1, 3)]
 
 
-def test_room_goes_to_those_that_ask_for_it() -> None:
+def test_room_goes_to_those_that_want_it() -> None:
     engine = toy_engine(max_step_rows=12)
     for _ in range(4):
         add(engine, 1)
     parts, _ = engine._scheduler.schedule()
-    for part, wanted in zip(parts, [6, 0, 1, 3], strict=True):
-        part.room = wanted
-    engine._scheduler.make_room([part for part in parts if part.room])
+    engine._scheduler.make_room({parts[0]: 6, parts[2]: 1, parts[3]: 3})
     assert [part.room for part in parts] == [4, 0, 1, 3]
 
 
