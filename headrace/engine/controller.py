@@ -12,8 +12,10 @@ from headrace.engine.step_cost import StepCost
 
 _SHARE = 0.004
 """Share of all time that guessing may take beyond what it is known to have saved."""
-_SAVINGS, _DEBT = 2, 4
-"""Steps whose time is the most that can be saved up for that, or owed: if more, the machine was busy with something else."""
+_SAVINGS = 2
+"""Steps whose time is the most that can be saved up for that."""
+_DEBT = 0.1
+"""The same for what is owed beyond the price of what was asked last: if more, the machine was busy with something else."""
 _RESERVE = 0.0001
 """Seconds of it to save up before a rest ends: else rests would be short and many, and break up steps that could run in a row."""
 _CREDIT = 0.02
@@ -40,8 +42,8 @@ _WORTH_AT_FIRST = 0.5
 """Tokens that a way of guessing is expected to gain before it was asked."""
 _RISE, _FALL, _SLOWLY = 0.5, 0.2, 0.05
 """How quickly such expectations follow what is seen."""
-_PRICE = 0.1
-"""How quickly what it takes to ask follows what is seen."""
+_PRICE, _DEAREST = 0.1, 4
+"""How quickly what it takes to ask follows what is seen, and how many times as much is the most that is believed."""
 
 
 class Offer(NamedTuple):
@@ -95,6 +97,8 @@ class Controller:
         self._now = 0.0
         """Time of all steps so far."""
         self._account = _CREDIT
+        self._price = 0.0
+        """Of all that was asked when guesses were looked for last."""
         self._in_debt = False
         """Since the account was overdrawn it has not been filled up to the reserve."""
         self._trial_seconds = 0.0
@@ -120,7 +124,7 @@ class Controller:
 
     def begin(self, cost: StepCost, forced: int, num_drawing: int) -> None:
         """A step of so many forced rows, in which some branches draw; what such steps cost."""
-        self._cost, self._forced, self._num_drawing, self._extras = cost, forced, num_drawing, [0.0]
+        self._cost, self._forced, self._num_drawing, self._extras, self._price = cost, forced, num_drawing, [0.0], 0.0
         visits = cost.visits(forced)
         self._idle = visits < _FIRST_PLAIN or self._num_guessing >= min(self._plain_every, _VISITS_SPAN * visits)
         self._token_seconds = cost.seconds(num_drawing) / num_drawing
@@ -197,14 +201,17 @@ class Controller:
     def spend(self, name: str, num_branches: int, num_nodes: int, seconds: float) -> None:
         """To ask one way of guessing for so many branches and nodes, and to let it learn, has taken so long."""
         method = self._methods[name]
+        if method.seconds:
+            seconds = min(seconds, _DEAREST * method.seconds * num_branches)
         method.seconds += (seconds / num_branches - method.seconds) * _PRICE
         method.seconds_by_node += (seconds / num_nodes - method.seconds_by_node) * _PRICE
+        self._price += method.seconds * num_branches
 
     def finish(self, seconds: float, saved: float) -> None:
         """A step has taken so long, after guesses that have saved so much."""
         self._now += seconds
         most = _SAVINGS * seconds
-        self._account = min(max(self._account, -_DEBT * seconds) + _SHARE * seconds + saved, most)
+        self._account = min(max(self._account, -_DEBT * seconds - self._price) + _SHARE * seconds + saved, most)
         self._in_debt &= self._account < min(_RESERVE, most)
         self._trial_seconds += _TRIAL_SHARE * seconds
 
