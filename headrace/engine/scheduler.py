@@ -283,6 +283,8 @@ class Scheduler:
         """Start waiting branches as long as the first of them fits."""
         while self.waiting and budget.rows > 0 and budget.chunk_work > 0:
             branch = self.waiting[0]
+            if not self._has_seat(branch):
+                return
             node = self._find(branch)
             path = node.path() if node else []
             if not self._fits(branch, path):
@@ -304,17 +306,21 @@ class Scheduler:
             self.num_cached_tokens += branch.computed
         self.pace.admit()
 
-    def _fits(self, branch: Branch, path: list[int]) -> bool:
-        """Whether steps are fast enough, and there are seats, and blocks for all its tokens beside one more for every running branch.
+    def _has_seat(self, branch: Branch) -> bool:
+        """Whether steps are fast enough for another branch, and few enough run. A branch alone has one always."""
+        seats = sum(b.width for b in (*self.running, branch))
+        return not self.running or (self.pace.allows and seats <= self._config.max_num_seqs)
 
-        The margin keeps others from giving way as soon as it is admitted. A branch alone fits always.
+    def _fits(self, branch: Branch, path: list[int]) -> bool:
+        """Whether there are blocks for all its tokens beside one more for every running branch. A branch alone fits always.
+
+        The margin keeps others from giving way as soon as it is admitted.
         """
         if not self.running:
             return True
-        seats = sum(b.width for b in (*self.running, branch))
         promised = sum(max(0, self._needs(b) - len(b.table)) for b in self.running)
         blocks = self._needs(branch) - self._pool.num_held(path) + promised + len(self.running)
-        return self.pace.allows and seats <= self._config.max_num_seqs and blocks <= self._pool.num_free
+        return blocks <= self._pool.num_free
 
     def _needs(self, branch: Branch) -> int:
         """Blocks that hold the known tokens and the next, and for every branch to come of it as many as it will not share."""

@@ -58,9 +58,8 @@ class StaticScheduler(Scheduler):
             self._padded = padded
 
     def _fits(self, branch: Branch, path: list[int]) -> bool:
-        """Whether the branch is of the batch, and there is a seat."""
-        seats = sum(b.width for b in (*self.running, branch))
-        return branch in self._batch and (not self.running or seats <= self._config.max_num_seqs)
+        """Whether the branch is of the batch, for which there are blocks."""
+        return branch in self._batch
 
     def _preempt(self, victim: Branch) -> None:
         if victim.output.finish_reason:  # padding gives way for good
