@@ -19,8 +19,8 @@ class StaticScheduler(Scheduler):
     """Whole batches of waiting requests, first come, first served. Never changes a token."""
 
     def __init__(self, pool: BlockPool, config: EngineConfig, window: int = 0, balance: float = inf) -> None:
-        # Prompts of a batch are not slowed for the sake of its other members: that would burden the baseline.
-        super().__init__(pool, replace(config, chunk_rows=config.max_step_rows), window)
+        # A batch begins as one, and its prompts are not slowed for the sake of its other members: that would burden the baseline.
+        super().__init__(pool, replace(config, chunk_rows=config.max_step_rows, target_token_ms=0), window)
         self._batch: set[Branch] = set()
         self._padded = 0
         """Slots of each member."""

@@ -181,13 +181,13 @@ def test_guessing_rests_while_it_does_not_pay(branches: int) -> None:
 class Interrupted(Oracle):
     """Once, somebody else has the machine for a second while it is asked."""
 
+    at = 10
+    """After so many calls."""
+
     def propose(self, branches: list[Any], room: list[int]) -> list[Guess]:
         assert self._clock
-        self._clock.now += self.calls == INTERRUPTED_AT
+        self._clock.now += self.calls == self.at
         return super().propose(branches, room)
-
-
-INTERRUPTED_AT = 10
 
 
 def test_one_interruption_does_not_stop_guessing_for_long() -> None:
@@ -200,7 +200,7 @@ def test_one_interruption_does_not_stop_guessing_for_long() -> None:
     step_ms = STEP_MS["135M on two cores"]
     quiet, _, _ = serve(step_ms, lambda clock: {"oracle": Oracle(lambda position: 0.8, clock, 0.0001)}, warm=False)
     seconds, _, _ = serve(step_ms, make, warm=False)
-    assert interrupted[0].calls > INTERRUPTED_AT and seconds - 1 < quiet + 0.12
+    assert interrupted[0].calls > Interrupted.at and seconds - 1 < quiet + 0.12
 
 
 class Deep(Oracle):

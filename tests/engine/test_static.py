@@ -39,6 +39,13 @@ def test_nobody_joins_a_batch_that_runs() -> None:
     assert [step(engine) for _ in range(3)] == [[(0, 1, 0)], [(0, 1, 0)], [(1, 2, 0)]]
 
 
+def test_a_batch_begins_as_one_however_slow_steps_are() -> None:
+    engine = static_engine(max_num_seqs=8, target_token_ms=1e-6)  # no step is so fast
+    for _ in range(3):
+        add(engine, 2, max_tokens=3)
+    assert [part[0] for part in step(engine)] == [0, 1, 2]
+
+
 def test_a_batch_larger_than_a_step_starts_in_several() -> None:
     engine = static_engine(max_num_seqs=4, max_step_rows=5)
     for _ in range(3):
