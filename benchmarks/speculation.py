@@ -1,4 +1,4 @@
-"""What guessing brings: four kinds of work with the default model, each way of guessing beside plain decoding, in turns.
+"""What speculation brings: four kinds of work with the default model, each proposer beside plain decoding, in turns.
 
 All ways take turns in one engine: two copies of a model differ in speed by some hundredths for as long as they live, by where their
 memory lies. In each round all of them answer the same new prompts, greedily, and a ratio is formed within the round. Output tokens per
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 from speculation_texts import WORKLOADS, prompts
 
 from headrace import LLM, SamplingParams
-from headrace.engine.guessing import Guessing
-from headrace.propose import METHODS, NEEDS, Materials, asked_for
+from headrace.engine.speculation import Speculation
+from headrace.propose import METHODS, NEEDS, DraftModels, asked_for
 from headrace.request import RequestOutput
 
 WAYS = ("off", "again", "ngram", "lookahead", "jacobi", "online", "auto")
 TWIN = "again"
-"""No guesses once more: what its ratio is besides 1 is noise, and so is as much of the others'."""
+"""No drafts once more: what its ratio is besides 1 is noise, and so is as much of the others'."""
 TOKENS_OF_SEQUENCE = 512
 _RUN = 4
 """Tokens that an answer must have in common with its prompt to count as repeated."""
@@ -48,7 +48,7 @@ def measure(llm: LLM, texts: list[str], max_tokens: int) -> tuple[Turn, list[lis
     num_tokens = sum(map(len, tokens))
     first = min(result.timing.queue + result.timing.prefill for result in results)
     end = max(sum((result.timing.queue, result.timing.prefill, result.timing.decode)) for result in results)
-    books = [books for result in results for books in result.guesses.values()]
+    books = [books for result in results for books in result.drafts.values()]
     accepted = sum(book.accepted for book in books)
     repeated = sum(repeated_tokens(result) for result in results) / num_tokens
     return Turn(num_tokens / (end - first), num_tokens, sum(book.proposed for book in books), accepted, repeated), tokens
@@ -90,12 +90,12 @@ def show(line: dict[str, object]) -> str:
 
 
 HEADINGS = (
-    f"{'workload':10}{'batch':>6}  {'method':10}{'ratio to off':>18}{'tok/s':>9}{'tokens/step':>13}{'guessed':>10}{'acceptance':>12}"
+    f"{'workload':10}{'batch':>6}  {'method':10}{'ratio to off':>18}{'tok/s':>9}{'tokens/step':>13}{'drafted':>10}{'acceptance':>12}"
     f"{'repeated':>10}"
 )
 
 
-def run(llm: LLM, ways: dict[str, Guessing], args: argparse.Namespace) -> Iterable[dict[str, object]]:
+def run(llm: LLM, ways: dict[str, Speculation], args: argparse.Namespace) -> Iterable[dict[str, object]]:
     """The lines, as they come."""
     variant = 0
     for workload in args.workloads:
@@ -107,7 +107,7 @@ def run(llm: LLM, ways: dict[str, Guessing], args: argparse.Namespace) -> Iterab
                 order = list(ways) if turn % 2 else list(ways)[::-1]
                 answers = {}
                 for method in order:
-                    llm._engine._guessing = llm._engine._stepper.guessing = ways[method]
+                    llm._engine._speculation = llm._engine._stepper.speculation = ways[method]
                     result, answers[method] = measure(llm, texts, args.max_tokens)
                     turns[method] += [result] if turn else []
                 if wrong := [method for method in ways if answers[method] != answers["off"]]:
@@ -116,14 +116,14 @@ def run(llm: LLM, ways: dict[str, Guessing], args: argparse.Namespace) -> Iterab
                 yield row(workload, batch, method, turns[method], turns["off"])
 
 
-def guessing(llm: LLM, method: str) -> Guessing:
-    """A way of guessing for this engine, which has been made with all the models that are needed."""
+def speculation(llm: LLM, method: str) -> Speculation:
+    """A proposer for this engine, which has been made with all the models that are needed."""
     engine = llm._engine
-    models = {name: guard._proposer for name, guard in engine._guessing._guards.items() if name in NEEDS}
+    models = {name: guard._proposer for name, guard in engine._speculation._guards.items() if name in NEEDS}
     named: dict[str, Any] = {"proposer": "off" if method == TWIN else method}
     config = replace(engine.config, **named)
-    proposers = {name: models.get(name) or METHODS[name](config, Materials()) for name in asked_for(config)}
-    return Guessing(proposers, config, engine.limits.vocab_size)
+    proposers = {name: models.get(name) or METHODS[name](config, DraftModels()) for name in asked_for(config)}
+    return Speculation(proposers, config, engine.limits.vocab_size)
 
 
 def main() -> None:
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--batches", type=lambda text: [int(word) for word in text.split(",")], default=[1, 8, 32])
     parser.add_argument("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS), help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--methods", type=lambda text: text.split(","), default=list(WAYS), help=f"of {', '.join((*WAYS, *NEEDS))}")
-    parser.add_argument("--no-control", action="store_true", help="use all guesses, whether or not they pay")
+    parser.add_argument("--no-control", action="store_true", help="use all drafts, whether or not they pay")
     parser.add_argument("--draft-model", metavar="MODEL", help="for draft_model, and auto")
     parser.add_argument("--draft-layers", type=int, metavar="N", help="for self_draft, and auto")
     parser.add_argument("--medusa-heads", metavar="FILE", help="for medusa, and auto")
@@ -148,8 +148,8 @@ def main() -> None:
     blocks = max(args.batches) * TOKENS_OF_SEQUENCE // 32
     options = {"threads": args.threads, "kv_blocks": blocks, "max_model_len": 2048}
     models = {option: value for option in NEEDS.values() if (value := getattr(args, option))}
-    llm = LLM(args.model, proposer="auto", prefix_cache=False, guess_control=not args.no_control, **options, **models)
-    ways = {method: guessing(llm, method) for method in methods}
+    llm = LLM(args.model, proposer="auto", prefix_cache=False, adaptive_speculation=not args.no_control, **options, **models)
+    ways = {method: speculation(llm, method) for method in methods}
     lines = []
     print(HEADINGS, flush=True)
     for line in run(llm, ways, args):

@@ -16,10 +16,10 @@ void AttentionWork::prepare(const Plan& plan, const Step& step) {
   merges.clear();
   const int heads = plan.kv().heads(), group = plan.num_heads() / heads, rows_per_item = std::max(1, kItemQueries / group);
   int whole = 0;
-  for (int b = 0; b < step.branches; b++) whole += (step.row_start[b + 1] - step.row_start[b] + rows_per_item - 1) / rows_per_item * heads;
+  for (int b = 0; b < step.num_seqs; b++) whole += (step.row_start[b + 1] - step.row_start[b] + rows_per_item - 1) / rows_per_item * heads;
   const bool cut = plan.threads() > 1 && whole < 4 * plan.threads();
   partial.resize(0, 0);
-  for (int b = 0; b < step.branches; b++)
+  for (int b = 0; b < step.num_seqs; b++)
     for (int row = step.row_start[b]; row < step.row_start[b + 1]; row += rows_per_item) {
       const int last = std::min(row + rows_per_item, step.row_start[b + 1]);
       const auto [low, high] = std::minmax_element(step.positions + row, step.positions + last);

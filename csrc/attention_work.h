@@ -6,9 +6,9 @@
 
 namespace headrace {
 
-// Some rows of a branch, one KV head, and the splits [first_split, last_split) of their context.
+// Some rows of a sequence, one KV head, and the splits [first_split, last_split) of their context.
 struct AttentionItem {
-  int branch, head, first_row, last_row, first_split, last_split;
+  int seq, head, first_row, last_row, first_split, last_split;
   int context;  // tokens that the deepest row sees
   int partial;  // >= 0: the first of this item's entries among the partial results, to be merged once all splits are there
 

@@ -44,25 +44,25 @@ KvRecord kv_record(const std::string& dtype, int head_dim) {
   throw std::invalid_argument("unknown number format of keys and values: " + dtype);
 }
 
-void check_branches(const Step& s, int num_blocks) {
-  require(s.row_start[0] == 0 && s.row_start[s.branches] == s.rows, "row_start must run from 0 to the number of rows");
-  for (int b = 0; b < s.branches; b++) {
+void check_sequences(const Step& s, int num_blocks) {
+  require(s.row_start[0] == 0 && s.row_start[s.num_seqs] == s.rows, "row_start must run from 0 to the number of rows");
+  for (int b = 0; b < s.num_seqs; b++) {
     const int rows = s.row_start[b + 1] - s.row_start[b], context = s.context_len[b];
-    require(rows >= 1 && s.forced_len[b] >= 1 && s.forced_len[b] <= rows && context >= 0,
-            "a branch needs a forced row and no more than its rows");
+    require(rows >= 1 && s.scheduled_len[b] >= 1 && s.scheduled_len[b] <= rows && context >= 0,
+            "a sequence needs a scheduled row and no more than its rows");
     const int blocks = (context + rows + kKvTile - 1) / kKvTile;
-    require(blocks <= s.max_blocks, "a branch needs more blocks than the block table has");
+    require(blocks <= s.max_blocks, "a sequence needs more blocks than the block table has");
     for (int i = 0; i < blocks; i++) {
       const int block = s.block_table[static_cast<size_t>(b) * s.max_blocks + i];
       require(block >= 0 && block < num_blocks, "the block table names a block that is not there");
     }
     for (int row = s.row_start[b]; row < s.row_start[b + 1]; row++) {
-      require(s.positions[row] >= context && s.positions[row] <= context + row - s.row_start[b], "a position lies outside its branch");
-      const int guesses = rows - s.forced_len[b];
+      require(s.positions[row] >= context && s.positions[row] <= context + row - s.row_start[b], "a position lies outside its sequence");
+      const int drafts = rows - s.scheduled_len[b];
       for (int w = 0; s.ancestors && w < s.ancestor_words; w++) {
         const uint64_t bits = s.ancestors[static_cast<size_t>(row) * s.ancestor_words + w];
-        const int room = std::clamp(guesses - 64 * w, 0, 64);
-        require(room == 64 || bits >> room == 0, "an ancestor lies outside its branch");
+        const int room = std::clamp(drafts - 64 * w, 0, 64);
+        require(room == 64 || bits >> room == 0, "an ancestor lies outside its sequence");
       }
     }
   }
@@ -70,8 +70,8 @@ void check_branches(const Step& s, int num_blocks) {
 
 void check_step(const Step& s, const Plan& plan, int vocab) {
   const int num_blocks = plan.kv().num_blocks();
-  require(s.rows >= 1 && s.branches >= 1, "a step needs a row");
-  check_branches(s, num_blocks);
+  require(s.rows >= 1 && s.num_seqs >= 1, "a step needs a row");
+  check_sequences(s, num_blocks);
   for (int i = 0; i < s.rows; i++) {
     require(s.tokens[i] >= 0 && s.tokens[i] < vocab, "a token lies outside the vocabulary");
     require(s.slots[i] >= 0 && s.slots[i] / kKvTile < num_blocks, "a slot lies outside the KV cache");
@@ -79,23 +79,23 @@ void check_step(const Step& s, const Plan& plan, int vocab) {
   for (int i = 0; i < s.logit_rows; i++) require(s.logit_row[i] >= 0 && s.logit_row[i] < s.rows, "a logit row lies outside the step");
 }
 
-// tokens, positions, slots [T]; row_start [B + 1]; context_len, forced_len [B]; block_table [B, blocks]; ancestors [T, words]; logit_rows
+// tokens, positions, slots [T]; row_start [B + 1]; context_len, scheduled_len [B]; block_table [B, blocks]; ancestors [T, words]; logit_rows
 // [R]; inputs [T, width] or none
 void run(Plan& plan, int vocab, const Ints& tokens, const Ints& positions, const Ints& slots, const Ints& row_start,
-         const Ints& context_len, const Ints& forced_len, const Ints& block_table, const std::optional<Array<uint64_t>>& ancestors,
+         const Ints& context_len, const Ints& scheduled_len, const Ints& block_table, const std::optional<Array<uint64_t>>& ancestors,
          const Ints& logit_rows, const std::optional<Array<float>>& inputs, int program) {
   require(program >= 0 && program < plan.num_programs(), "a plan has no such program");
   Step s{};
   s.rows = static_cast<int>(tokens.size());
-  s.branches = static_cast<int>(context_len.size());
+  s.num_seqs = static_cast<int>(context_len.size());
   s.logit_rows = static_cast<int>(logit_rows.size());
-  require(block_table.ndim() == 2 && block_table.shape(0) == context_len.size(), "block_table must be [branches, blocks]");
+  require(block_table.ndim() == 2 && block_table.shape(0) == context_len.size(), "block_table must be [sequences, blocks]");
   require(positions.size() == tokens.size() && slots.size() == tokens.size() && row_start.size() == context_len.size() + 1 &&
-              forced_len.size() == context_len.size(),
+              scheduled_len.size() == context_len.size(),
           "the arrays of a step must agree in length");
   s.max_blocks = static_cast<int>(block_table.shape(1));
   s.tokens = tokens.data(), s.positions = positions.data(), s.slots = slots.data(), s.row_start = row_start.data();
-  s.context_len = context_len.data(), s.forced_len = forced_len.data(), s.block_table = block_table.data(), s.logit_row = logit_rows.data();
+  s.context_len = context_len.data(), s.scheduled_len = scheduled_len.data(), s.block_table = block_table.data(), s.logit_row = logit_rows.data();
   if (ancestors) {
     require(ancestors->ndim() == 2 && ancestors->shape(0) == tokens.size(), "ancestors must be [rows, words]");
     s.ancestors = ancestors->data();
@@ -197,7 +197,7 @@ void bind_plan(nb::module_& m) {
       .def("add_buffer", &Plan::add_buffer, nb::arg("width"), nb::arg("logit"), nb::arg("packed"))
       .def("add_program", &Plan::add_program, "Begin another program over the same weights, KV and buffers; returns its number.")
       .def("run", &run, nb::arg("vocab"), nb::arg("tokens"), nb::arg("positions"), nb::arg("slots"), nb::arg("row_start"),
-           nb::arg("context_len"), nb::arg("forced_len"), nb::arg("block_table"), nb::arg("ancestors").none(), nb::arg("logit_rows"),
+           nb::arg("context_len"), nb::arg("scheduled_len"), nb::arg("block_table"), nb::arg("ancestors").none(), nb::arg("logit_rows"),
            nb::arg("inputs").none() = nb::none(), nb::arg("program") = 0)
       .def("floats", &floats_of, "A view of the float rows of a buffer; valid until the next run.")
       .def("move_slots",

@@ -164,18 +164,18 @@ void bind_sampler(nb::module_& m) {
   nb::class_<Sampler>(m, "Sampler")
       .def(
           "__init__",
-          [](Sampler* self, int vocab, const std::vector<int>& prompt, uint32_t branch, uint64_t seed, double temperature, int top_k,
+          [](Sampler* self, int vocab, const std::vector<int>& prompt, uint32_t seq_index, uint64_t seed, double temperature, int top_k,
              double top_p, double min_p, float repetition_penalty, float presence_penalty, float frequency_penalty,
              std::vector<std::pair<int, float>> logit_bias, std::vector<int> banned, int64_t banned_until, const std::string& isa) {
             new (self) Sampler(kernels_for(isa),
                                {vocab, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed,
                                 std::move(logit_bias), std::move(banned), banned_until},
-                               prompt, branch);
+                               prompt, seq_index);
           },
-          "vocab"_a, "prompt"_a, nb::kw_only(), "branch"_a = 0, "seed"_a = 0, "temperature"_a = 1.0, "top_k"_a = 0, "top_p"_a = 1.0,
+          "vocab"_a, "prompt"_a, nb::kw_only(), "seq_index"_a = 0, "seed"_a = 0, "temperature"_a = 1.0, "top_k"_a = 0, "top_p"_a = 1.0,
           "min_p"_a = 0.0, "repetition_penalty"_a = 1.0f, "presence_penalty"_a = 0.0f, "frequency_penalty"_a = 0.0f,
           "logit_bias"_a = std::vector<std::pair<int, float>>(), "banned"_a = std::vector<int>(), "banned_until"_a = 0, "isa"_a = "")
-      .def("clone", &Sampler::clone, "branch"_a)
+      .def("clone", &Sampler::clone, "seq_index"_a)
       .def("draw", &draw, "logits"_a, "position"_a, "num_logprobs"_a)
       .def("append", &Sampler::append, "token"_a)
       .def("probabilities", &probabilities, "logits"_a, "position"_a, "The distribution that a draw would be from, [vocab].")

@@ -89,9 +89,9 @@ struct Share {
   int count;
 };
 
-// The noise of a position of a branch: a counter's upper words, and the key.
+// The noise of a position of a sequence: a counter's upper words, and the key.
 struct NoiseStream {
-  uint32_t position, branch;
+  uint32_t position, seq_index;
   uint64_t seed;
 };
 
@@ -121,7 +121,7 @@ struct Kernels {
   void (*rotate_head)(float* x, int n);
   void (*quantise_kv)(const float* x, int n, int bits, KvCodes& out);
   // A quantised block in the form that attention computes with. `ahead` is fetched meanwhile: a block as long, wanted soon.
-  void (*expand_kv)(const uint8_t* record, const KvRecord& shape, const uint8_t* ahead, uint8_t* out);
+  void (*expand_kv)(const uint8_t* record, const KvRecord& shape, const uint8_t* upcoming, uint8_t* out);
   // Folds one softmax state into another: a over the context before, b over what follows.
   void (*merge)(float* max, float* sum, float* out, float max_b, float sum_b, const float* out_b, int n);
   void (*scale)(const float* x, float factor, float* out, int n);

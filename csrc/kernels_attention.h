@@ -64,12 +64,12 @@ HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTo
     const uint8_t* line = t.kv.at[b];
     // Keys two blocks ahead: the next one would be needed before memory answers.
     const int later = b + 2 - t.kv.blocks;
-    const uint8_t* ahead = !t.next ? nullptr : later < 0 ? t.kv.at[b + 2] : t.next->at[later < t.next->blocks ? later : 0];
+    const uint8_t* upcoming = !t.next ? nullptr : later < 0 ? t.kv.at[b + 2] : t.next->at[later < t.next->blocks ? later : 0];
     const auto* query = reinterpret_cast<const typename Kv::Query*>(t.queries);
     for (int d = 0; d < t.shape.head_dim / Kv::kPer; d++, line += 128, query += Kv::kStride) {
-      if (ahead) {
+      if (upcoming) {
         const uint8_t* values = line + t.shape.value_offset();
-        prefetch_l2(ahead + 128 * d), prefetch_l2(ahead + 128 * d + 64);
+        prefetch_l2(upcoming + 128 * d), prefetch_l2(upcoming + 128 * d + 64);
         prefetch_l2(values), prefetch_l2(values + 64);
       }
 #pragma GCC unroll 12
@@ -130,10 +130,10 @@ HR_INLINE void weigh_lines(const AttendSplit& t, int d, Lanes lanes, const typen
     const int begin = lanes.begin - b * kKvTile, end = lanes.end - b * kKvTile;
     const int first = begin < 0 ? 0 : begin / Kv::kPer, last = ((end > kKvTile ? kKvTile : end) + Kv::kPer - 1) / Kv::kPer;
     const uint8_t* line = t.kv.at[b] + t.shape.value_offset() + (static_cast<size_t>(first) * width + d) * 4;
-    const uint8_t* ahead = t.next && d == 0 && b < t.next->blocks ? t.next->at[b] : nullptr;
+    const uint8_t* upcoming = t.next && d == 0 && b < t.next->blocks ? t.next->at[b] : nullptr;
     for (int k = first; k < last; k++, line += static_cast<size_t>(width) * 4) {
-      if (ahead)
-        for (int i = 0; i < width * 4; i += 64) prefetch_l2(ahead + static_cast<size_t>(k) * width * 4 + i);
+      if (upcoming)
+        for (int i = 0; i < width * 4; i += 64) prefetch_l2(upcoming + static_cast<size_t>(k) * width * 4 + i);
       const int pair = (b * (kKvTile / Kv::kPer) + k) * Kv::kStride;
 #pragma GCC unroll 8
       for (int i = 0; i < Lines; i++)

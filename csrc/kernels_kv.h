@@ -96,13 +96,13 @@ HR_INLINE void expand_keys(const uint8_t* record, const KvRecord& shape, uint8_t
 }
 
 template <int Bits>
-HR_INLINE void expand_values(const uint8_t* record, const KvRecord& shape, const uint8_t* ahead, uint8_t* out) {
+HR_INLINE void expand_values(const uint8_t* record, const KvRecord& shape, const uint8_t* upcoming, uint8_t* out) {
   const auto* scales = reinterpret_cast<const uint16_t*>(record + shape.scale_offset()) + 2 * kKvTile;
   const size_t row = static_cast<size_t>(shape.code_dim()) * Bits / 8, share = shape.bytes() / (kKvTile / 2);
   const int width = shape.padded_dim();
   const uint8_t* codes = record + shape.value_offset();
-  for (int t = 0; t < kKvTile; t += 2, codes += 2 * row, out += static_cast<size_t>(width) * 4, ahead += share) {
-    for (size_t i = 0; i < share; i += 64) prefetch_l2(ahead + i);
+  for (int t = 0; t < kKvTile; t += 2, codes += 2 * row, out += static_cast<size_t>(width) * 4, upcoming += share) {
+    for (size_t i = 0; i < share; i += 64) prefetch_l2(upcoming + i);
     const Vf step[2] = {set1(from_bf16(scales[t])), set1(from_bf16(scales[t + 1]))};
     const Vf least[2] = {set1(from_bf16(scales[kKvTile + t])), set1(from_bf16(scales[kKvTile + t + 1]))};
     const auto put = [&](int d, Vi even, Vi odd) {
@@ -120,13 +120,13 @@ HR_INLINE void expand_values(const uint8_t* record, const KvRecord& shape, const
   }
 }
 
-void expand_kv(const uint8_t* record, const KvRecord& shape, const uint8_t* ahead, uint8_t* out) {
+void expand_kv(const uint8_t* record, const KvRecord& shape, const uint8_t* upcoming, uint8_t* out) {
   uint8_t* values = out + shape.computed().value_offset();
   if (shape.bits() == 8) {
-    expand_values<8>(record, shape, ahead, values);
+    expand_values<8>(record, shape, upcoming, values);
     expand_keys<8>(record, shape, out);
   } else {
-    expand_values<4>(record, shape, ahead, values);
+    expand_values<4>(record, shape, upcoming, values);
     expand_keys<4>(record, shape, out);
   }
 }

@@ -213,7 +213,7 @@ struct Race {
   // Tiles 2 pair and 2 pair + 1.
   HR_INLINE void run(int pair) {
     constexpr uint64_t order[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // so that even lanes have the first four counters
-    Vl c[4] = {add(set1(static_cast<uint64_t>(8 * pair)), load(order)), set1(uint64_t{stream.position}), set1(uint64_t{stream.branch}),
+    Vl c[4] = {add(set1(static_cast<uint64_t>(8 * pair)), load(order)), set1(uint64_t{stream.position}), set1(uint64_t{stream.seq_index}),
                set1(uint64_t{0})};
     random(c);
     const Vl low = join_low(c[0], c[1]), high = join_low(c[2], c[3]);

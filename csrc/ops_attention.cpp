@@ -54,7 +54,7 @@ class Attention : public Op {
     const int first = split * kSplitBlocks;
     for (; records.blocks < kSplitBlocks && (first + records.blocks) * kKvTile < item.context; records.blocks++)
       records.at[records.blocks] =
-          plan.kv().record(layer_, item.head, step.block_table[item.branch * step.max_blocks + first + records.blocks]);
+          plan.kv().record(layer_, item.head, step.block_table[item.seq * step.max_blocks + first + records.blocks]);
     return records;
   }
 
@@ -106,11 +106,11 @@ class Attention : public Op {
     }
   }
 
-  // One split of the context against all rows of the item. Below the guess rows of a tree every row sees the same slots; from there
+  // One split of the context against all rows of the item. Below the draft rows of a tree every row sees the same slots; from there
   // on each row has a path of its own, gathered in position order so that every lane holds what it would hold in plain decoding.
   void attend_split(const Plan& plan, const Step& step, const AttentionItem& item, int split, const SplitRecords& records,
                     const SplitRecords& next, SoftmaxStates& states, Scratch& s) const {
-    const int b = item.branch, shared = step.context_len[b] + step.forced_len[b], group = group_size(plan);
+    const int b = item.seq, shared = step.context_len[b] + step.scheduled_len[b], group = group_size(plan);
     for (int row = item.first_row, n = 0; row < item.last_row; row++)
       for (int g = 0; g < group; g++, n++) {
         s.first[n] = work_.first_visible(step.positions[row]) - split * kSplitTokens;
@@ -120,7 +120,7 @@ class Attention : public Op {
     expand(plan, records, next, shared_records, s);
     int row = item.last_row;
     if (step.ancestors && split * kSplitTokens + records.blocks * kKvTile > shared)
-      row = std::clamp(step.row_start[b] + step.forced_len[b], item.first_row, item.last_row);
+      row = std::clamp(step.row_start[b] + step.scheduled_len[b], item.first_row, item.last_row);
     attend(plan, shared_records, &next, 0, (row - item.first_row) * group, states, s);
     for (; row < item.last_row; row++) {
       SplitRecords gathered = records;
@@ -144,18 +144,18 @@ class Attention : public Op {
     }
   }
 
-  // Block t of a guess row's context, put together in `copy` if the row's own path crosses it.
+  // Block t of a draft row's context, put together in `copy` if the row's own path crosses it.
   const uint8_t* gather(const Plan& plan, const Step& step, const AttentionItem& item, int row, int t, const uint8_t* record,
                         uint8_t* copy) const {
     const KvRecord& shape = plan.kv().shape();
-    const int b = item.branch, shared = step.context_len[b] + step.forced_len[b];
+    const int b = item.seq, shared = step.context_len[b] + step.scheduled_len[b];
     if ((t + 1) * kKvTile <= shared) return record;
     std::memcpy(copy, record, shape.bytes());
     int position = shared;
     for (int word = 0; word < step.ancestor_words; word++)
       for (uint64_t bits = step.ancestors[static_cast<size_t>(row) * step.ancestor_words + word]; bits; bits &= bits - 1, position++) {
         if (position / kKvTile != t) continue;
-        const int slot = step.slots[step.row_start[b] + step.forced_len[b] + 64 * word + std::countr_zero(bits)];
+        const int slot = step.slots[step.row_start[b] + step.scheduled_len[b] + 64 * word + std::countr_zero(bits)];
         copy_token(copy, position % kKvTile, plan.kv().record(layer_, item.head, slot / kKvTile), slot % kKvTile, shape);
       }
     return copy;

@@ -16,9 +16,9 @@ namespace headrace {
 
 // One ragged batch, as in headrace/batch.py. Validated before it gets here.
 struct Step {
-  int rows, branches, logit_rows, max_blocks, ancestor_words;
-  const int32_t *tokens, *positions, *slots, *row_start, *context_len, *forced_len, *block_table;
-  const uint64_t* ancestors;  // null: every guess tree is a chain
+  int rows, num_seqs, logit_rows, max_blocks, ancestor_words;
+  const int32_t *tokens, *positions, *slots, *row_start, *context_len, *scheduled_len, *block_table;
+  const uint64_t* ancestors;  // null: every draft tree is a chain
   const int32_t* logit_row;
   const float* inputs;  // [rows, as wide as the program reads]; null where it begins with tokens
 };

@@ -134,9 +134,9 @@ Cut filter(const Row& row, const SamplingOptions& options) {
   return cut;
 }
 
-int choose(const Row& row, const SamplingOptions& options, uint32_t branch, uint32_t position) {
+int choose(const Row& row, const SamplingOptions& options, uint32_t seq_index, uint32_t position) {
   if (options.temperature < kGreedyBelow) return row.top_id();
-  return row.noisiest(filter(row, options), options.temperature, {position, branch, options.seed});
+  return row.noisiest(filter(row, options), options.temperature, {position, seq_index, options.seed});
 }
 
 TokenLogprobs describe(const Row& row, int token, int num_logprobs) {
@@ -180,8 +180,8 @@ TokenLogprobs token_logprobs(const Kernels& kernels, const float* logits, int si
   return describe(Row(kernels, logits, size, scratch), token, num_logprobs);
 }
 
-Sampler::Sampler(const Kernels* kernels, SamplingOptions options, const std::vector<int>& prompt, uint32_t branch)
-    : kernels_(kernels), options_(std::move(options)), branch_(branch) {
+Sampler::Sampler(const Kernels* kernels, SamplingOptions options, const std::vector<int>& prompt, uint32_t seq_index)
+    : kernels_(kernels), options_(std::move(options)), seq_index_(seq_index) {
   check_options(options_);
   for (int token : prompt) {
     check_token(token, options_.vocab);
@@ -189,9 +189,9 @@ Sampler::Sampler(const Kernels* kernels, SamplingOptions options, const std::vec
   }
 }
 
-Sampler Sampler::clone(uint32_t branch) const {
+Sampler Sampler::clone(uint32_t seq_index) const {
   Sampler copy = *this;
-  copy.branch_ = branch;
+  copy.seq_index_ = seq_index;
   return copy;
 }
 
@@ -200,7 +200,7 @@ Drawn Sampler::draw(const float* logits, uint32_t position, int num_logprobs, Sc
   const bool adjusting = adjusts(position);
   {
     const Row row(*kernels_, adjusting ? adjusted(logits, position, scratch.adjusted) : logits, options_.vocab, scratch);
-    drawn.token = choose(row, options_, branch_, position);
+    drawn.token = choose(row, options_, seq_index_, position);
     if (num_logprobs >= 0 && !adjusting) drawn.logprobs = describe(row, drawn.token, num_logprobs);
   }
   if (num_logprobs >= 0 && adjusting)
@@ -238,7 +238,7 @@ void Sampler::probabilities(const float* logits, uint32_t position, double* out,
 
 std::pair<double, double> Sampler::uniforms(uint32_t position) const {
   // Philox as in `noisiest`, with another last word of the counter, which gives blocks of their own.
-  const uint32_t counter[] = {0, position, branch_, 1};
+  const uint32_t counter[] = {0, position, seq_index_, 1};
   const uint32_t key[] = {static_cast<uint32_t>(options_.seed), static_cast<uint32_t>(options_.seed >> 32)};
   uint32_t words[4];
   kernels_->philox(counter, key, words);

@@ -1,4 +1,4 @@
-// Choosing a token from a row of logits. Everything here depends on the row, the branch's own history and its seed only.
+// Choosing a token from a row of logits. Everything here depends on the row, the sequence's own history and its seed only.
 #pragma once
 
 #include <cstdint>
@@ -53,13 +53,13 @@ struct Scratch {
 // Throws NonFiniteLogits.
 TokenLogprobs token_logprobs(const Kernels& kernels, const float* logits, int size, int token, int num_logprobs, Scratch& scratch);
 
-// The sampling state of one branch.
+// The sampling state of one sequence.
 class Sampler {
  public:
-  Sampler(const Kernels* kernels, SamplingOptions options, const std::vector<int>& prompt, uint32_t branch);
+  Sampler(const Kernels* kernels, SamplingOptions options, const std::vector<int>& prompt, uint32_t seq_index);
 
-  // The same state under another branch's noise.
-  Sampler clone(uint32_t branch) const;
+  // The same state under another sequence's noise.
+  Sampler clone(uint32_t seq_index) const;
 
   int vocab() const { return options_.vocab; }
 
@@ -92,7 +92,7 @@ class Sampler {
 
   const Kernels* kernels_;
   SamplingOptions options_;
-  uint32_t branch_;
+  uint32_t seq_index_;
   std::vector<Seen> seen_;                 // kept only when there are penalties, and of the prompt only what they look at
   std::unordered_map<int, size_t> index_;  // of a token in seen_
 };

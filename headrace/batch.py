@@ -1,9 +1,9 @@
 """The vocabulary of one step: records only, no behaviour.
 
-Every step, whatever it is made of (prompt chunks, plain decoding, guess trees, replays), is one ragged batch of rows.
-Each scheduled branch contributes `forced` rows, decided tokens that have no KV yet, and below the last of them a tree of
-`guess` rows. Rows of a branch are adjacent: forced rows first, then guess rows, parents before children.
-Shapes: T rows, B branches, R rows that need logits.
+Every step, whatever it is made of (prompt chunks, plain decoding, draft trees, recomputations), is one ragged batch of rows.
+Each scheduled sequence contributes `forced` rows, decided tokens that have no KV yet, and below the last of them a tree of
+`draft` rows. Rows of a sequence are adjacent: scheduled rows first, then draft rows, parents before children.
+Shapes: T rows, B sequences, R rows that need logits.
 """
 
 from collections.abc import Hashable, MutableSequence
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 
 
-class Guess(NamedTuple):
-    """One branch's guess tree: `parents[i] < i`, and -1 is the branch's last forced row."""
+class DraftTree(NamedTuple):
+    """One sequence's draft tree: `parents[i] < i`, and -1 is the sequence's last scheduled row."""
 
     tokens: list[int]
     parents: list[int]
@@ -25,7 +25,7 @@ class Guess(NamedTuple):
     probabilities: NDArray[np.float64] | None = None  # [nodes, vocab] that each was drawn from, where acceptance needs them
 
 
-NO_GUESS = Guess([], [])
+NO_DRAFT = DraftTree([], [])
 
 
 class RaggedBatch(NamedTuple):
@@ -34,13 +34,13 @@ class RaggedBatch(NamedTuple):
     tokens: Ints  # [T]
     positions: Ints  # [T] position in the sequence: computed + depth
     slots: Ints  # [T] KV slot that the row writes
-    row_start: Ints  # [B + 1] first row of each branch
+    row_start: Ints  # [B + 1] first row of each sequence
     context_len: Ints  # [B] tokens with KV before this step
-    forced_len: Ints  # [B] forced rows, at least 1
+    scheduled_len: Ints  # [B] scheduled rows, at least 1
     block_table: Ints  # [B, max_blocks]; slot of index i = table[i // block] * block + i % block
-    ancestors: NDArray[np.uint64] | None  # [T, words] bits over the branch's guess rows, self included; None: all chains
+    ancestors: NDArray[np.uint64] | None  # [T, words] bits over the sequence's draft rows, self included; None: all chains
     logit_rows: Ints  # [R] rows whose logits are wanted, ascending
-    branch_of: Ints  # [R] branch of each of them
+    seq_of: Ints  # [R] sequence of each of them
     inputs: NDArray[np.float32] | None = None  # [T, width] rows from the caller, for a program that begins with them, not with tokens
 
 
@@ -69,14 +69,14 @@ class TokenLogprobs(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """What one branch keeps of a step. A branch named by k commits is forked k - 1 times; one named by none is freed."""
+    """What one sequence keeps of a step. A sequence named by k commits is forked k - 1 times; one named by none is freed."""
 
-    source: int  # index of the branch in the step
-    path: list[int]  # accepted guess nodes, from the root down
+    source: int  # index of the sequence in the step
+    path: list[int]  # accepted draft nodes, from the root down
     tokens: list[int]  # newly decided tokens: those of the path, then the one drawn at its end; empty inside a prompt
     logprobs: list[TokenLogprobs]  # one for each new token when asked for, else empty
-    row: int = -1  # for proposers: of the last forced row's logits in StepRows; those of node i are at row + 1 + i
-    guess: Guess = NO_GUESS  # for proposers: the tree that was in the step; it may have fewer nodes than were proposed
+    row: int = -1  # for proposers: of the last scheduled row's logits in StepRows; those of node i are at row + 1 + i
+    draft: DraftTree = NO_DRAFT  # for proposers: the tree that was in the step; it may have fewer nodes than were proposed
 
     @property
     def last_row(self) -> int:
@@ -84,11 +84,11 @@ class Commit(NamedTuple):
         return self.row + 1 + self.path[-1] if self.path else self.row
 
 
-class BranchView(Protocol):
-    """What a proposer may see of a branch."""
+class SequenceView(Protocol):
+    """What a proposer may see of a sequence."""
 
     @property
-    def key(self) -> tuple[int, int]: ...  # (request number, branch index): stable over the branch's life
+    def seq_id(self) -> tuple[int, int]: ...  # (request number, sequence index): stable over the sequence's life
     @property
     def known(self) -> list[int]: ...  # all decided tokens, prompt and output; not to be changed
     @property
@@ -96,15 +96,15 @@ class BranchView(Protocol):
     @property
     def computed(self) -> int: ...  # known tokens with KV
     @property
-    def table(self) -> MutableSequence[int]: ...  # the blocks of their slots, and of those of the room for guesses
+    def table(self) -> MutableSequence[int]: ...  # the blocks of their slots, and of those of the room for drafts
     @property
-    def scope(self) -> Hashable: ...  # what one scope holds is not to be guessed from by others
+    def scope(self) -> Hashable: ...  # what one scope holds is not to be drafted from by others
     @property
-    def sampler(self) -> Any: ...  # a native Sampler; a clone of it draws with the branch's own noise, and leaves no trace
+    def sampler(self) -> Any: ...  # a native Sampler; a clone of it draws with the sequence's own noise, and leaves no trace
 
 
 class Proposer(Protocol):
-    """A way of guessing. Guesses may be wrong in any way; they never change a token.
+    """A proposer. Drafts may be wrong in any way; they never change a token.
 
     One with `bounded` is quick and called in the engine's thread; others have their own. One with `needs_rows` learns from its
     rows, and has some now and then that should not pay. One with a `width`, nodes at each depth, takes time for each of these.
@@ -112,8 +112,8 @@ class Proposer(Protocol):
 
     max_nodes: int
 
-    def propose(self, branches: list[BranchView], room: list[int]) -> list[Guess]:
-        """A tree of at most `room[i]` nodes below the end of each branch."""
+    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
+        """A tree of at most `room[i]` nodes below the end of each sequence."""
 
-    def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:
-        """See what became of a step that it was asked for, or the last before; `branches[commit.source]` has the new tokens."""
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
+        """See what became of a step that it was asked for, or the last before; `sequences[commit.source]` has the new tokens."""

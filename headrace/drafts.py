@@ -1,4 +1,4 @@
-"""The models that guess for a model: found, checked and compiled."""
+"""The models that draft for a model: found, checked and compiled."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from headrace.kv.blocks import BlockPool
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program.trace import Program, trace
-from headrace.propose import Draft, Materials, asked_for
+from headrace.propose import DraftModel, DraftModels, asked_for
 from headrace.propose.medusa import head_forward
 from headrace.quant.formats import StoredTensor
 
@@ -24,7 +24,7 @@ _MOST_HEADS = 16
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftCheckpoints:
     """What a configuration asks for beside the model itself, opened and not yet compiled."""
 
     draft: Checkpoint | None = None
@@ -36,8 +36,8 @@ class Drafting:
         return sum(t.nbytes for tensors in (self.draft.tensors if self.draft else {}, self.heads or {}) for t in tensors.values())
 
 
-def open_drafting(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer) -> Drafting:
-    """Open what guesses for `target`.
+def open_draft_checkpoints(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer) -> DraftCheckpoints:
+    """Open what drafts for `target`.
 
     Raises ModelError as `open_checkpoint` does, and RequestError for a draft with another vocabulary, heads of another model or
     more layers than there are.
@@ -52,7 +52,7 @@ def open_drafting(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer
         _check_vocabulary(config.draft_model, draft, target, tokenizer)
     if "medusa" in methods and config.medusa_heads:
         heads = read_heads(Path(config.medusa_heads), target.spec)
-    return Drafting(draft, heads)
+    return DraftCheckpoints(draft, heads)
 
 
 def target_program(config: EngineConfig, target: Checkpoint) -> Program:
@@ -61,21 +61,23 @@ def target_program(config: EngineConfig, target: Checkpoint) -> Program:
     return program.keeping_hidden() if "medusa" in asked_for(config) else program
 
 
-def compile_drafting(config: EngineConfig, drafting: Drafting, target: Checkpoint, executable: Executable, kv: KvConfig) -> Materials:
-    """Compile what guesses, on the threads of the target's `executable`."""
-    materials = Materials(block_size=kv.block_size)
-    if checkpoint := drafting.draft:
+def compile_draft_models(
+    config: EngineConfig, draft_checkpoints: DraftCheckpoints, target: Checkpoint, executable: Executable, kv: KvConfig
+) -> DraftModels:
+    """Compile what drafts, on the threads of the target's `executable`."""
+    draft_models = DraftModels(block_size=kv.block_size)
+    if checkpoint := draft_checkpoints.draft:
         program = trace_model(checkpoint.spec, checkpoint.tensors)
         compiled = compile_program(config.backend, program, checkpoint.tensors, kv, executable.pool)
-        draft = Draft(compiled, BlockPool(kv.num_blocks, kv.block_size), checkpoint.spec.max_context)
-        materials = replace(materials, draft=draft)
+        draft = DraftModel(compiled, BlockPool(kv.num_blocks, kv.block_size), checkpoint.spec.max_context)
+        draft_models = replace(draft_models, draft=draft)
     if "self_draft" in asked_for(config):
-        materials = replace(materials, short=executable.beside(first_layers(target, config.draft_layers), target.tensors))
-    if tensors := drafting.heads:
+        draft_models = replace(draft_models, short=executable.attach(first_layers(target, config.draft_layers), target.tensors))
+    if tensors := draft_checkpoints.heads:
         spec, count = target.spec, len(tensors) // 3
         programs = (trace(partial(head_forward, i, spec.dim, spec.vocab_size), tensors) for i in range(count))
-        materials = replace(materials, heads=[executable.beside(program, tensors) for program in programs])
-    return materials
+        draft_models = replace(draft_models, heads=[executable.attach(program, tensors) for program in programs])
+    return draft_models
 
 
 def first_layers(target: Checkpoint, layers: int) -> Program:

@@ -12,13 +12,13 @@ from headrace.checkpoint.chat import render_chat
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
-from headrace.config import Acceptance, EngineConfig, KvConfig, KvDtype
-from headrace.drafts import compile_drafting, open_drafting, target_program
-from headrace.engine.engine import SCHEDULERS, Engine, Limits
+from headrace.config import AcceptanceMethod, EngineConfig, KvConfig, KvDtype
+from headrace.drafts import compile_draft_models, open_draft_checkpoints, target_program
+from headrace.engine.engine import SCHEDULERS, Engine, EngineLimits
 from headrace.errors import ClosedError, MemoryLimitError, RequestError, RequestFailedError
 from headrace.model.spec import ModelSpec
 from headrace.planner.host import available_memory, usable_cores
-from headrace.propose import PROPOSERS, check_guessing, make_proposers
+from headrace.propose import PROPOSERS, check_speculation, make_proposers
 from headrace.request import RequestOutput, SamplingParams, Service, Update, check_names, integer, number
 from headrace.stats import BlockMap, Stats
 
@@ -32,21 +32,21 @@ _CHOICES = {
     "backend": BACKENDS,
     "kv_dtype": get_args(KvDtype),
     "proposer": PROPOSERS,
-    "acceptance": get_args(Acceptance),
+    "acceptance_method": get_args(AcceptanceMethod),
     "batching": tuple(SCHEDULERS),
 }
-AHEAD_MS = 50.0
+MULTI_STEP_MS = 50.0
 """Of `LLM`: whole results come soonest so, and a text that is shown as it comes still flows."""
-_FLAGS = ("guess_control", "prefix_cache")
+_FLAGS = ("adaptive_speculation", "prefix_cache")
 _BOUNDS = {  # option: least, most
     "threads": (0, 1024),
     "kv_blocks": (0, 2**26),
     "max_model_len": (0, 2**26),
     "max_num_seqs": (1, 2**16),
-    "max_step_rows": (1, 2**20),
-    "chunk_rows": (1, 2**20),
+    "max_num_batched_tokens": (1, 2**20),
+    "chunked_prefill_size": (1, 2**20),
     "max_logit_rows": (1, 2**20),
-    "max_guess_nodes": (1, 2**10),
+    "max_draft_tokens": (1, 2**10),
     "draft_layers": (0, 4096),
     "draft_depth": (1, 64),
     "draft_width": (1, 16),
@@ -68,7 +68,7 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     checked = dict(options)
     for name in options.keys() & _BOUNDS.keys():
         checked[name] = integer(name, options[name], *_BOUNDS[name])
-    for name in options.keys() & {"target_token_ms", "ahead_ms"}:
+    for name in options.keys() & {"target_token_ms", "multi_step_ms"}:
         checked[name] = number(name, options[name], 0.0, 1e6)
     for name in options.keys() & _CHOICES.keys():
         if options[name] not in _CHOICES[name]:
@@ -77,7 +77,7 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
         if not isinstance(options[name], bool):
             raise RequestError(f"{name} must be true or false, not {options[name]!r}")
     config = EngineConfig(**checked)
-    check_guessing(config)
+    check_speculation(config)
     return config
 
 
@@ -92,17 +92,17 @@ def load_engine(model: str, config: EngineConfig) -> Loaded:
         raise RequestError(f"max_model_len is {config.max_model_len:,}, and the model's context ends at {spec.max_context:,}")
     max_model_len = config.max_model_len or spec.max_context
     tokenizer = checkpoint.load_tokenizer()
-    drafting = open_drafting(config, checkpoint, tokenizer)
-    weights = sum(tensor.nbytes for tensor in checkpoint.tensors.values()) + drafting.nbytes
-    specs = (spec, drafting.draft.spec) if drafting.draft else (spec,)
+    draft_checkpoints = open_draft_checkpoints(config, checkpoint, tokenizer)
+    weights = sum(tensor.nbytes for tensor in checkpoint.tensors.values()) + draft_checkpoints.nbytes
+    specs = (spec, draft_checkpoints.draft.spec) if draft_checkpoints.draft else (spec,)
     kv = size_kv(specs, config, max_model_len, weights, available_memory())
     threads = config.threads or usable_cores()
     program = target_program(config, checkpoint)
     executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads)
-    materials = compile_drafting(config, drafting, checkpoint, executable, kv)
-    limits = Limits(spec.vocab_size, max_model_len, kv, spec.widest_window, program.balance)
+    draft_models = compile_draft_models(config, draft_checkpoints, checkpoint, executable, kv)
+    limits = EngineLimits(spec.vocab_size, max_model_len, kv, spec.widest_window, program.attention_crossover)
     config = replace(config, threads=threads)
-    engine = Engine(executable, tokenizer, limits, config, make_proposers(config, materials), name=model)
+    engine = Engine(executable, tokenizer, limits, config, make_proposers(config, draft_models), name=model)
     return Loaded(engine, tokenizer, checkpoint)
 
 
@@ -145,10 +145,12 @@ class LLM:
 
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
         self.config = engine_config(options)
-        if "chunk_rows" not in options:  # whole results come soonest with large chunks, and nobody watches the time between two tokens
-            self.config = replace(self.config, chunk_rows=self.config.max_step_rows)
-        if "ahead_ms" not in options:
-            self.config = replace(self.config, ahead_ms=AHEAD_MS)
+        if (
+            "chunked_prefill_size" not in options
+        ):  # whole results come soonest with large chunks, and nobody watches the time between two tokens
+            self.config = replace(self.config, chunked_prefill_size=self.config.max_num_batched_tokens)
+        if "multi_step_ms" not in options:
+            self.config = replace(self.config, multi_step_ms=MULTI_STEP_MS)
         self._model = model
         self._engine, self._tokenizer, self._checkpoint = load_engine(model, self.config)
         self._inboxes: dict[str, list[Update]] = {}

@@ -13,7 +13,7 @@ from headrace.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
-MAX_BRANCHES = 128
+MAX_SEQUENCES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
@@ -23,8 +23,8 @@ MAX_SALT_CHARACTERS = 1024
 _MAX_COUNT = 2**31 - 1
 
 _INTEGERS = {  # field: least, most
-    "n": (1, MAX_BRANCHES),
-    "beam_width": (1, MAX_BRANCHES),
+    "n": (1, MAX_SEQUENCES),
+    "beam_width": (1, MAX_SEQUENCES),
     "top_k": (-1, _MAX_COUNT),
     "seed": (0, 2**64 - 1),
     "max_tokens": (1, _MAX_COUNT),
@@ -181,21 +181,21 @@ class Timing:
     decode: float
 
 
-class GuessStats(NamedTuple):
-    """What came of one way of guessing."""
+class DraftStats(NamedTuple):
+    """What came of one proposer."""
 
     steps: int = 0
-    """Steps of a branch that had a guess of it."""
+    """Steps of a sequence that had a draft of it."""
     proposed: int = 0
-    """Guess rows in these steps."""
+    """DraftTree rows in these steps."""
     accepted: int = 0
     """Those that were right: tokens beyond the one that a step gives anyway."""
     seconds_saved: float = 0.0
-    """Estimated: the plain steps that were not needed, less what guess rows took, and to find them; below 0 where guessing lost time."""
+    """Estimated: the plain steps that were not needed, less what draft rows took, and to find them; below 0 where speculation lost time."""
 
-    def plus(self, other: "GuessStats") -> "GuessStats":
+    def plus(self, other: "DraftStats") -> "DraftStats":
         """Both together."""
-        return GuessStats(
+        return DraftStats(
             self.steps + other.steps,
             self.proposed + other.proposed,
             self.accepted + other.accepted,
@@ -203,13 +203,13 @@ class GuessStats(NamedTuple):
         )
 
     @property
-    def acceptance(self) -> float:
-        """Share of the guess rows that were right."""
+    def acceptance_rate(self) -> float:
+        """Share of the draft rows that were right."""
         return self.accepted / self.proposed if self.proposed else 0.0
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a step with a guess gave a branch, its own one included."""
+        """Tokens that a step with a draft gave a sequence, its own one included."""
         return 1 + self.accepted / self.steps if self.steps else 1.0
 
 
@@ -243,8 +243,8 @@ class RequestOutput:
     """Why the request failed, where a `finish_reason` is `error`."""
     cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache when the request was admitted."""
-    guesses: Mapping[str, GuessStats] = field(default_factory=dict)
-    """What came of guessing, by method."""
+    drafts: Mapping[str, DraftStats] = field(default_factory=dict)
+    """What came of speculation, by method."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,23 +3,23 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headrace.request import GuessStats
+from headrace.request import DraftStats
 
 
 class Stats(NamedTuple):
     """What the engine does now, and what it has done since it was made. Times are seconds, rates are of the last few seconds."""
 
     running: int
-    """Branches with KV."""
+    """Sequences with KV."""
     waiting: int
-    """Branches that wait for their first step, or for their next after preemption."""
+    """Sequences that wait for their first step, or for their next after preemption."""
     blocks_free: int
     """Those that only the prefix cache keeps included."""
     blocks_total: int
     block_size: int
     slots_empty: int
     """Token slots of blocks in use that hold no KV."""
-    slots_ahead: int
+    slots_promised: int
     """Those of them that known tokens will fill: of prompts that are being read."""
     steps: int
     rows: int
@@ -33,14 +33,14 @@ class Stats(NamedTuple):
     rows_per_second: float
     prompt_tokens: int
     """Of all requests that were admitted."""
-    guessed: int
-    """Guess rows."""
+    drafted: int
+    """DraftTree rows."""
     accepted: int
     """Those that were right."""
     proposer_failures: int
-    """Times that a proposer failed, hung or said rubbish; the step went on without its guess."""
-    guesses: dict[str, GuessStats]
-    """What came of guessing, by method."""
+    """Times that a proposer failed, hung or said rubbish; the step went on without its draft."""
+    drafts: dict[str, DraftStats]
+    """What came of speculation, by method."""
     preemptions: int
     finished: int
     """Requests with a result."""
@@ -58,7 +58,7 @@ class Stats(NamedTuple):
 
     @property
     def occupancy(self) -> float:
-        """Share of the blocks that branches hold."""
+        """Share of the blocks that sequences hold."""
         return self.blocks_used / self.blocks_total
 
     @property
@@ -69,7 +69,7 @@ class Stats(NamedTuple):
     @property
     def fragmentation(self) -> float:
         """Share of the token slots in use that no known token will fill: what is lost because memory is dealt in blocks."""
-        return ratio(self.slots_empty - self.slots_ahead, self.blocks_used * self.block_size)
+        return ratio(self.slots_empty - self.slots_promised, self.blocks_used * self.block_size)
 
     @property
     def rows_mean(self) -> float:
@@ -82,16 +82,16 @@ class Stats(NamedTuple):
         return ratio(self.cached_tokens, self.prompt_tokens)
 
     @property
-    def acceptance(self) -> float:
-        """Share of the guesses that were right."""
-        return ratio(self.accepted, self.guessed)
+    def acceptance_rate(self) -> float:
+        """Share of the drafts that were right."""
+        return ratio(self.accepted, self.drafted)
 
 
-class BranchStats(NamedTuple):
-    """One branch, as a line of a table."""
+class SequenceStats(NamedTuple):
+    """One sequence, as a line of a table."""
 
     request: str
-    branch: int
+    seq: int
     prompt: int
     """Tokens."""
     output: int
@@ -105,13 +105,13 @@ class BranchStats(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """The blocks of a branch, in position order, -1 for those at its beginning that it let go.
+    """The blocks of a sequence, in position order, -1 for those at its beginning that it let go.
 
     The first `computed` of their slots hold KV.
     """
 
     request: str
-    branch: int
+    seq: int
     computed: int
     blocks: list[int]
 

@@ -23,20 +23,20 @@ class Method:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the engine."""
     draft: Mapping[str, Any] | None = None
-    """For one that guesses with a model: how `tests/drafting.py` makes its engine; otherwise `options` names it."""
-    happened: Callable[[Stats], bool] = lambda stats: stats.guessed > 0
+    """For one that drafts with a model: how `tests/draft_engines.py` makes its engine; otherwise `options` names it."""
+    happened: Callable[[Stats], bool] = lambda stats: stats.drafted > 0
     """Whether it was at work at all."""
 
 
 TITLES = {"ngram": "n-gram", "online": "online table", "jacobi": "Jacobi", "lookahead": "lookahead", "auto": "auto"}
 METHODS = [
-    *(Method(TITLES[name], {"proposer": name, "guess_control": False}) for name in PROPOSERS if name not in NEEDS and name != "off"),
+    *(Method(TITLES[name], {"proposer": name, "adaptive_speculation": False}) for name in PROPOSERS if name not in NEEDS and name != "off"),
     Method("auto, controlled", {"proposer": "auto"}, happened=lambda stats: stats.steps > 0),
     Method("draft model", draft={"how": "draft_model"}),
     Method("first layers", draft={"how": "self_draft", "depth": 3, "width": 2}),
     Method("Medusa heads", draft={"how": "medusa", "depth": 3, "width": 2}),
     Method("auto with all of these", draft={"how": "auto", "depth": 3}),
-    Method("auto with all of these, controlled", {"guess_control": True}, {"how": "auto"}, happened=lambda stats: stats.steps > 0),
+    Method("auto with all of these, controlled", {"adaptive_speculation": True}, {"how": "auto"}, happened=lambda stats: stats.steps > 0),
 ]
 
 
@@ -61,9 +61,9 @@ AXES: list[tuple[Option, Option]] = [
     (PLAIN, Option("stop strings", {"stop": ["ad", "t"], "min_tokens": 36})),
     (PLAIN, Option("logprobs", {"logprobs": 3, "prompt_logprobs": 1})),
     (PLAIN, Option("n = 4", {"n": 4})),
-    (PLAIN, Option("chunked prefill", engine={"max_step_rows": 7})),
+    (PLAIN, Option("chunked prefill", engine={"max_num_batched_tokens": 7})),
     (PLAIN, Option("preemption", engine={"slots": 96})),
-    (PLAIN, Option("steps in a row", engine={"ahead_ms": 1e6})),
+    (PLAIN, Option("steps in a row", engine={"multi_step_ms": 1e6})),
     (Option("", engine={"prefix_cache": False}), Option("prefix cache", engine={"prefix_cache": True})),
     (PLAIN, Option("int8 KV", model={"kv_dtype": "int8"})),
     (PLAIN, Option("int4 weights", model={"format": "Q4_0"})),
@@ -82,11 +82,11 @@ def pairwise_cases() -> list[Case]:
     def pairs(case: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
         return {(i, j, case[i], case[j]) for i, j in combinations(range(len(case)), 2)}
 
-    missing = set().union(*map(pairs, everything))
+    num_uncomputed = set().union(*map(pairs, everything))
     cases: list[Case] = []
-    while missing:
-        best = max(everything, key=lambda case: len(pairs(case) & missing))
-        missing -= pairs(best)
+    while num_uncomputed:
+        best = max(everything, key=lambda case: len(pairs(case) & num_uncomputed))
+        num_uncomputed -= pairs(best)
         cases.append(tuple(axis[choice] for axis, choice in zip(AXES, best, strict=True)))
     return cases
 
@@ -116,7 +116,7 @@ def page() -> str:
         "",
         "Written by `python -m tests.composability` from the cases that `tests/engine/test_composability.py` runs; a test fails when it",
         "is stale. In each case token ids, text and log-probabilities must be equal to the last bit to those of plain decoding: the",
-        "request alone, in one piece, without guesses, with the same weights and KV format, on the `cpu` backend.",
+        "request alone, in one piece, without drafts, with the same weights and KV format, on the `cpu` backend.",
         "",
         f"Each method runs {len(CASES)} cases on a tiny model, in which every pair of options comes up, and those that need no model of",
         f"their own {len(REAL_CASES)} more on the default model (`tests/engine/test_drafts_real.py` has the others). A cell says in how",

@@ -1,14 +1,14 @@
-"""A proposer for tests: random guess trees, in part right, because it was told what comes."""
+"""A proposer for tests: random draft trees, in part right, because it was told what comes."""
 
 import random
 from collections import Counter
 from collections.abc import Mapping
 
-from headrace.batch import BranchView, Commit, Guess, StepRows
+from headrace.batch import Commit, DraftTree, SequenceView, StepRows
 
 
 class RandomTrees:
-    """Trees of random size and shape. `truth` has the whole sequence of a branch, by its key, where it is known."""
+    """Trees of random size and shape. `truth` has the whole sequence of a sequence, by its key, where it is known."""
 
     bounded = True
 
@@ -20,27 +20,27 @@ class RandomTrees:
         self._truth = truth
         self._right = right
 
-    def propose(self, branches: list[BranchView], room: list[int]) -> list[Guess]:
-        return [self._tree(branch, nodes) for branch, nodes in zip(branches, room, strict=True)]
+    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
+        return [self._tree(seq, nodes) for seq, nodes in zip(seqs, budget, strict=True)]
 
-    def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
         named = Counter(commit.source for commit in commits)
         for commit in commits:
-            known = branches[commit.source].known
+            known = seqs[commit.source].known
             assert known[len(known) - len(commit.tokens) :] == commit.tokens or named[commit.source] > 1
         self.commits += commits
 
-    def _tree(self, branch: BranchView, room: int) -> Guess:
-        rng, truth = self._random, self._truth.get(branch.key, [])
+    def _tree(self, seq: SequenceView, budget: int) -> DraftTree:
+        rng, truth = self._random, self._truth.get(seq.seq_id, [])
         tokens: list[int] = []
         parents: list[int] = []
         depth_if_right = {-1: 0}  # nodes whose path is right so far
-        for node in range(rng.randint(0, room)):
+        for node in range(rng.randint(0, budget)):
             parent = node - 1 if rng.random() < 0.5 else rng.randint(-1, node - 1)
-            place = len(branch.known) + depth_if_right[parent] if parent in depth_if_right else len(truth)
+            place = len(seq.known) + depth_if_right[parent] if parent in depth_if_right else len(truth)
             token = truth[place] if place < len(truth) and rng.random() < self._right else rng.randrange(self._vocab)
             if place < len(truth) and token == truth[place]:
                 depth_if_right[node] = depth_if_right[parent] + 1
             tokens.append(token)
             parents.append(parent)
-        return Guess(tokens, parents)
+        return DraftTree(tokens, parents)

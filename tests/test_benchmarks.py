@@ -29,7 +29,7 @@ ROWS = {  # program: the keys that tell its rows apart, and their values in orde
     "norm": (("width", "rows"), [(64, 1), (64, 16), (64, 512)]),
     "attention": (("step", "context", "batch", "rows"), [("decode", 64, 1, None), ("decode", 64, 2, None), ("prefill", None, None, 64)]),
     "head": (("program", "format"), [("head", "Q4_1"), ("head", "Q6_K"), ("head", "Q8_0"), *[("sampling", None)] * 4]),
-    "plan": (("program", "branches"), [("plan", 1), ("plan", 4), ("plan", 16), ("build", 1), ("build", 16)]),
+    "plan": (("program", "seqs"), [("plan", 1), ("plan", 4), ("plan", 16), ("build", 1), ("build", 16)]),
 }
 
 

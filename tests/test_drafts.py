@@ -1,4 +1,4 @@
-"""What guesses for a model on disk: draft models, first layers and heads, found, checked and refused."""
+"""What drafts for a model on disk: draft models, first layers and heads, found, checked and refused."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ from tests.checkpoint.conftest import SHAPE, SPECIAL, metadata, write_gguf  # no
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 VOCAB = len(metadata("llama")["tokenizer.ggml.tokens"])
-OPTIONS = {"max_model_len": 128, "kv_blocks": 8, "guess_control": False}
+OPTIONS = {"max_model_len": 128, "kv_blocks": 8, "adaptive_speculation": False}
 
 
 @pytest.fixture
@@ -51,19 +51,19 @@ def test_from_file_to_text(model: Path, how: str, width: int) -> None:
         for params in (GREEDY, SamplingParams(seed=3, max_tokens=20)):
             assert [r.outputs for r in llm.generate(prompts, params)] == [r.outputs for r in plain.generate(prompts, params)]
         stats = llm.stats()
-        assert stats.guessed > 0 and stats.proposer_failures == 0 and stats.blocks_free == stats.blocks_total
-        assert how != "draft_model" or width > 1 or stats.accepted == stats.guessed  # the model itself
+        assert stats.drafted > 0 and stats.proposer_failures == 0 and stats.blocks_free == stats.blocks_total
+        assert how != "draft_model" or width > 1 or stats.accepted == stats.drafted  # the model itself
 
 
 @pytest.mark.parametrize("how", ["draft_model", "self_draft", "medusa"])
 def test_closing_gives_everything_back(model: Path, how: str) -> None:
     llm = LLM(str(model), proposer=how, **OPTIONS, **options_for(how, model))
     llm.generate("hello", GREEDY)
-    proposer = weakref.ref(llm._engine._guessing._guards[how]._proposer)
+    proposer = weakref.ref(llm._engine._speculation._guards[how]._proposer)
     assert proposer() is not None
     llm.close()
     gc.collect()
-    assert proposer() is None  # the only one that holds what guesses
+    assert proposer() is None  # the only one that holds what drafts
 
 
 def test_the_memory_of_a_draft_counts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,13 +75,13 @@ class TestImports:
         assert not wrong, "see docs/architecture.md"
 
     def test_the_table_has_no_cycle(self) -> None:
-        def descend(part: str, seen: tuple[str, ...]) -> None:
+        def verify_exact(part: str, seen: tuple[str, ...]) -> None:
             assert part not in seen, f"{' -> '.join(seen)} -> {part}"
             for name in ALLOWED.get(part, set()):
-                descend(name.partition(".")[0], (*seen, part))
+                verify_exact(name.partition(".")[0], (*seen, part))
 
         for part in ALLOWED:
-            descend(part, ())
+            verify_exact(part, ())
 
     def test_proposers_do_not_know_each_other(self) -> None:
         """They may share files that hold none."""

@@ -137,7 +137,7 @@ class TestGenerate:
             llm.generate(["hello"], [GREEDY, GREEDY])
 
     def test_a_failure_brings_all_results(self, model: str, write_gguf: Any) -> None:  # noqa: F811
-        with LLM(model, backend="reference", max_model_len=64, ahead_ms=0) as whole:
+        with LLM(model, backend="reference", max_model_len=64, multi_step_ms=0) as whole:
             expected = whole.generate("hello w", GREEDY)[0].outputs
             run = whole._engine._stepper.executable.run
             steps = iter(range(100))
@@ -294,18 +294,18 @@ class TestOptions:
             ({"draft_model": "smollm2"}, "draft_model is for proposer 'draft_model' or 'auto', and the proposer is 'off'"),
             ({"proposer": "ngram", "draft_layers": 2}, "draft_layers is for proposer 'self_draft'"),
             ({"draft_width": 0}, "draft_width must be a whole number from 1"),
-            ({"acceptance": "likely"}, "acceptance must be one of descend, rejection, typical"),
-            ({"acceptance": "typical"}, "acceptance 'typical' is about guesses, and the proposer is 'off'"),
-            ({"proposer": "ngram", "acceptance": "rejection"}, "is for chains of guesses drawn by a model"),
-            ({"proposer": "auto", "acceptance": "rejection"}, "is for chains of guesses drawn by a model"),
-            ({"proposer": "self_draft", "draft_layers": 1, "draft_width": 2, "acceptance": "rejection"}, "draft_width 1"),
-            ({"max_guess_nodes": 0}, "max_guess_nodes must be a whole number from 1"),
-            ({"guess_control": "no"}, "guess_control must be true or false, not 'no'"),
+            ({"acceptance_method": "likely"}, "acceptance_method must be one of exact, rejection, typical"),
+            ({"acceptance_method": "typical"}, "acceptance_method 'typical' is about drafts, and the proposer is 'off'"),
+            ({"proposer": "ngram", "acceptance_method": "rejection"}, "is for chains of drafts drawn by a model"),
+            ({"proposer": "auto", "acceptance_method": "rejection"}, "is for chains of drafts drawn by a model"),
+            ({"proposer": "self_draft", "draft_layers": 1, "draft_width": 2, "acceptance_method": "rejection"}, "draft_width 1"),
+            ({"max_draft_tokens": 0}, "max_draft_tokens must be a whole number from 1"),
+            ({"adaptive_speculation": "no"}, "adaptive_speculation must be true or false, not 'no'"),
             ({"kv_dtype": "int3"}, "kv_dtype must be one of bf16, f32, int8, int4"),
             ({"backend": ["cpu"]}, "backend must be one of"),
             ({"max_num_seqs": 0}, "max_num_seqs must be a whole number from 1"),
             ({"threads": -1}, "threads"),
-            ({"chunk_rows": 0}, "chunk_rows must be a whole number from 1"),
+            ({"chunked_prefill_size": 0}, "chunked_prefill_size must be a whole number from 1"),
             ({"prefix_cache": 1}, "prefix_cache must be true or false, not 1"),
             ({"target_token_ms": -1}, "target_token_ms must be a number from 0"),
             ({"seed": 0.5}, "seed"),
@@ -325,9 +325,9 @@ class TestOptions:
         assert engine_config({}) == EngineConfig()
 
     def test_chunks_for_whole_results(self) -> None:
-        for options, chunk_rows in (({}, 512), ({"max_step_rows": 64}, 64), ({"chunk_rows": 7}, 7)):
+        for options, chunked_prefill_size in (({}, 512), ({"max_num_batched_tokens": 64}, 64), ({"chunked_prefill_size": 7}, 7)):
             with LLM("smollm2", max_model_len=64, max_num_seqs=1, **options) as llm:
-                assert llm.config.chunk_rows == chunk_rows
+                assert llm.config.chunked_prefill_size == chunked_prefill_size
 
 
 class TestKvSize:

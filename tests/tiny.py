@@ -10,7 +10,7 @@ import numpy as np
 from headrace.backend import Executable, compile_program
 from headrace.batch import Proposer
 from headrace.config import EngineConfig, KvConfig
-from headrace.engine.engine import Engine, Limits
+from headrace.engine.engine import Engine, EngineLimits
 from headrace.model import trace_model
 from headrace.model.names import tensor_shapes
 from headrace.model.spec import ModelSpec, RopeSpec
@@ -128,18 +128,18 @@ def tiny_engine(
     eos_ids: tuple[int, ...] = (),
     slots: int = 256,
     max_model_len: int = 0,
-    forgo: bool = True,
+    release_outside_window: bool = True,
     **config: Any,
 ) -> Engine:
     """An engine over the model, with a pool of at least so many slots; `forgo`: what lies before all windows is let go."""
     spec, _ = model
     name = proposer if isinstance(proposer, str) else "off"
     own = proposer if isinstance(proposer, Mapping) else {} if isinstance(proposer, str) else {"test": proposer}
-    defaults: dict[str, Any] = {"ahead_ms": 0, "proposer": name, "guess_control": False, "max_guess_nodes": 128 if own else 16}
+    defaults: dict[str, Any] = {"multi_step_ms": 0, "proposer": name, "adaptive_speculation": False, "max_draft_tokens": 128 if own else 16}
     options = EngineConfig(backend=backend, **defaults | config)
     block_size = BLOCK_SIZE[backend]
     kv = KvConfig(-(-slots // block_size), block_size, options.kv_dtype)
-    limits = Limits(spec.vocab_size, max_model_len or spec.max_context, kv, spec.widest_window if forgo else 0)
+    limits = EngineLimits(spec.vocab_size, max_model_len or spec.max_context, kv, spec.widest_window if release_outside_window else 0)
     executable = executable or tiny_executable(model, backend, kv, options.threads)
     vocabulary = TinyVocabulary(spec.vocab_size, eos_ids)
     return Engine(executable, vocabulary, limits, options, own or make_proposers(options))

@@ -1,7 +1,7 @@
 """Attention over a paged KV cache: decode against the memory's pace, prefill against bf16 arithmetic.
 
 A decode step reads the keys and values of its contexts once for all heads of a group. Each case walks over many contexts, so
-that none is in a cache when its turn comes, once with the blocks of a branch side by side, as the pool deals them, and once
+that none is in a cache when its turn comes, once with the blocks of a sequence side by side, as the pool deals them, and once
 shuffled over the whole pool, which shows what such runs are worth. A context includes the row's own token.
 """
 
@@ -48,9 +48,9 @@ PREFILL_COLUMNS = (
 
 
 class Case(NamedTuple):
-    """A kind of step: (context, rows) of each of its branches, the context without these rows."""
+    """A kind of step: (context, rows) of each of its sequences, the context without these rows."""
 
-    branches: tuple[tuple[int, int], ...]
+    seqs: tuple[tuple[int, int], ...]
     shuffled: bool
 
 
@@ -78,7 +78,7 @@ class Shape(NamedTuple):
 
     def load(self, case: Case) -> ops.Load:
         """What a step of the case costs by."""
-        return ops.Load(case.branches, 0, number_bytes(self.kv_dtype, self.head_dim))
+        return ops.Load(case.seqs, 0, number_bytes(self.kv_dtype, self.head_dim))
 
 
 def attention(bench: Bench) -> None:
@@ -94,7 +94,7 @@ def measure(bench: Bench, shape: Shape, contexts: tuple[int, ...], batches: tupl
     sizes = [(context, batch) for context, batch in product(contexts, batches) if context * batch * shape.token_bytes <= MOST_BYTES]
     decode = [((context - 1, 1),) * batch for context, batch in sizes]
     prefill = [((0, rows),) for rows in prompts]
-    cases = [Case(branches, shuffled) for branches in (*decode, *prefill) for shuffled in (False, True)]
+    cases = [Case(seqs, shuffled) for seqs in (*decode, *prefill) for shuffled in (False, True)]
     most_tokens = max(max(_tokens(case) for case in cases), bench.cold_bytes // shape.token_bytes)
     num_blocks = -(-most_tokens // BLOCK_SIZE)
     plan = AttentionPlan(bench.threads, shape.group * shape.kv_heads, shape.kv_heads, shape.head_dim, num_blocks, shape.kv_dtype)
@@ -108,7 +108,7 @@ def measure(bench: Bench, shape: Shape, contexts: tuple[int, ...], batches: tupl
 
 
 def _tokens(case: Case) -> int:
-    return sum(context + rows for context, rows in case.branches)
+    return sum(context + rows for context, rows in case.seqs)
 
 
 def _steps(case: Case, num_blocks: int, least_tokens: int) -> Iterator[RaggedBatch]:
@@ -117,25 +117,24 @@ def _steps(case: Case, num_blocks: int, least_tokens: int) -> Iterator[RaggedBat
     if case.shuffled:
         order = np.random.default_rng(4).permutation(order)
     tables = _tokens(case) // BLOCK_SIZE
-    count = 1 if case.branches[0][0] == 0 else min(num_blocks // tables, math.ceil(least_tokens / _tokens(case)))
+    count = 1 if case.seqs[0][0] == 0 else min(num_blocks // tables, math.ceil(least_tokens / _tokens(case)))
     for step in range(count):
         blocks = order[step * tables : (step + 1) * tables]
-        yield ragged(case.branches, blocks.reshape(len(case.branches), -1), VOCAB, False)
+        yield ragged(case.seqs, blocks.reshape(len(case.seqs), -1), VOCAB, False)
 
 
 def _report_decode(bench: Bench, name: str, shape: Shape, rounds: Rounds, decode: list[tuple[tuple[int, int], ...]]) -> None:
     table = []
-    for branches in decode:
-        case = Case(branches, False)
+    for seqs in decode:
+        case = Case(seqs, False)
         nbytes = shape.op().bytes(shape.load(case))
         share, shuffled = (
-            rounds.spread(lambda seconds, roof, nbytes=nbytes: nbytes / seconds / roof, c, "bandwidth")
-            for c in (case, Case(branches, True))
+            rounds.spread(lambda seconds, roof, nbytes=nbytes: nbytes / seconds / roof, c, "bandwidth") for c in (case, Case(seqs, True))
         )
         table.append(
             {
-                "context": sum(branches[0]),
-                "batch": len(branches),
+                "context": sum(seqs[0]),
+                "batch": len(seqs),
                 "microseconds": rounds.spread(lambda seconds: seconds * 1e6, case),
                 "kv_gb_s": rounds.spread(lambda seconds, nbytes=nbytes: nbytes / seconds / 1e9, case),
                 "roof_share": share,
@@ -150,15 +149,15 @@ def _report_decode(bench: Bench, name: str, shape: Shape, rounds: Rounds, decode
 
 def _report_prefill(bench: Bench, name: str, shape: Shape, rounds: Rounds, prefill: list[tuple[tuple[int, int], ...]]) -> None:
     table = []
-    for branches in prefill:
-        case = Case(branches, False)
+    for seqs in prefill:
+        case = Case(seqs, False)
         flops = shape.op().flops(shape.load(case))
         share, shuffled = (
-            rounds.spread(lambda seconds, roof, flops=flops: flops / seconds / roof, c, "rate") for c in (case, Case(branches, True))
+            rounds.spread(lambda seconds, roof, flops=flops: flops / seconds / roof, c, "rate") for c in (case, Case(seqs, True))
         )
         table.append(
             {
-                "rows": branches[0][1],
+                "rows": seqs[0][1],
                 "microseconds": rounds.spread(lambda seconds: seconds * 1e6, case),
                 "g_operations_s": rounds.spread(lambda seconds, flops=flops: flops / seconds / 1e9, case),
                 "roof_share": share,

@@ -1,6 +1,6 @@
 """Linear ops of few rows on cold weights: what share of the memory's pace they keep, and what more rows cost.
 
-One row reads each weight once, so bandwidth is the roof; a few rows more (a small batch, or guesses) should come nearly free,
+One row reads each weight once, so bandwidth is the roof; a few rows more (a small batch, or drafts) should come nearly free,
 until arithmetic bounds: the limit of a row count is the larger of the two times. The bytes are those of the packed weight,
 which a few formats widen at load.
 """

@@ -24,13 +24,13 @@ _CHECKED = 256
 """Outputs that are held against NumPy."""
 
 
-def ragged(branches: Sequence[tuple[int, int]], tables: Ints, vocab: int, logits: bool = True) -> RaggedBatch:
-    """A step of forced rows: (context, rows) of each branch, and its blocks, [branches, blocks]. Logits of each last row."""
-    context, rows = (np.array(column, np.int32) for column in zip(*branches, strict=True))
+def ragged(seqs: Sequence[tuple[int, int]], tables: Ints, vocab: int, logits: bool = True) -> RaggedBatch:
+    """A step of scheduled rows: (context, rows) of each sequence, and its blocks, [sequences, blocks]. Logits of each last row."""
+    context, rows = (np.array(column, np.int32) for column in zip(*seqs, strict=True))
     start = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
-    branch_of = np.repeat(np.arange(len(rows)), rows)
-    positions = (np.arange(start[-1]) - start[branch_of] + context[branch_of]).astype(np.int32)
-    slots = (tables[branch_of, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE).astype(np.int32)
+    seq_of = np.repeat(np.arange(len(rows)), rows)
+    positions = (np.arange(start[-1]) - start[seq_of] + context[seq_of]).astype(np.int32)
+    slots = (tables[seq_of, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE).astype(np.int32)
     tokens = (np.arange(start[-1]) % vocab).astype(np.int32)
     logit_rows = start[1:] - 1 if logits else start[:0]
     tables = np.ascontiguousarray(tables, np.int32)
@@ -38,7 +38,7 @@ def ragged(branches: Sequence[tuple[int, int]], tables: Ints, vocab: int, logits
 
 
 def single_rows(num_rows: int, logits: bool = False) -> RaggedBatch:
-    """One-row branches without context; row i carries token i."""
+    """One-row sequences without context; row i carries token i."""
     return ragged([(0, 1)] * num_rows, np.zeros((num_rows, 1), np.int32), num_rows, logits)
 
 

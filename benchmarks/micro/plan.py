@@ -41,7 +41,7 @@ BUILT_CONTEXT = 500
 REPEATS = 31
 KV_BYTES = 2  # bf16
 STEP_COLUMNS = (
-    Column("branches", "branches"),
+    Column("seqs", "seqs"),
     Column("wall_us", "step us", ",.0f"),
     Column("roofline_us", "roofline us", ",.0f"),
     Column("roofline_share", "of the step", ".0%"),
@@ -51,7 +51,7 @@ STEP_COLUMNS = (
     Column("barrier_us", "their us", ",.1f"),
     Column("kernels_us", "+ kernels us", ",.0f"),
 )
-BUILD_COLUMNS = (Column("branches", "branches"), Column("microseconds", "us", ",.1f"), Column("each_us", "us a branch", ",.2f"))
+BUILD_COLUMNS = (Column("seqs", "seqs"), Column("microseconds", "us", ",.1f"), Column("each_us", "us a sequence", ",.2f"))
 
 
 def plan(bench: Bench) -> None:
@@ -64,7 +64,7 @@ def plan(bench: Bench) -> None:
 
 
 def steps(bench: Bench, name: str, spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> None:
-    """One table: decode steps by number of branches."""
+    """One table: decode steps by number of sequences."""
     blocks_each = CONTEXT // BLOCK_SIZE + 1
     kv = KvConfig(max(BRANCHES) * blocks_each)
     executable = compile(trace_model(spec, tensors), tensors, kv, bench.threads)
@@ -73,9 +73,9 @@ def steps(bench: Bench, name: str, spec: ModelSpec, tensors: Mapping[str, Stored
     batches = {n: ragged([(CONTEXT, 1)] * n, tables[:n], spec.vocab_size) for n in BRANCHES}
     rates = {kind: bench.rate(kind).run() for kind in KINDS}
 
-    def roofline(branches: int, bandwidth: float) -> float:
+    def roofline(seqs: int, bandwidth: float) -> float:
         machine = Machine(cpu_name(), _native.isa(), bench.threads, bandwidth, rates)
-        return step_seconds(executable.program, Load(((CONTEXT, 1),) * branches, branches, KV_BYTES), machine)
+        return step_seconds(executable.program, Load(((CONTEXT, 1),) * seqs, seqs, KV_BYTES), machine)
 
     things = {"bandwidth": bench.bandwidth(), "barrier": bench.busy(Barriers(bench.threads, 1).seconds)}
     things |= {("wall", n): bench.busy(wall(executable, batch)) for n, batch in batches.items()}
@@ -83,7 +83,7 @@ def steps(bench: Bench, name: str, spec: ModelSpec, tensors: Mapping[str, Stored
     rounds = bench.rounds(things)
     table = [
         {
-            "branches": n,
+            "seqs": n,
             "wall_us": rounds.spread(lambda s: s * 1e6, ("wall", n)),
             "roofline_us": rounds.spread(lambda b, n=n: roofline(n, b) * 1e6, "bandwidth"),
             "roofline_share": rounds.spread(lambda s, b, n=n: roofline(n, b) / s, ("wall", n), "bandwidth"),
@@ -134,12 +134,12 @@ def num_barriers(executable: CpuExecutable, batch: RaggedBatch) -> int:
 
 
 def builds(bench: Bench) -> None:
-    """One table: from branches that decode to the arrays of a step, in Python."""
+    """One table: from sequences that decode to the arrays of a step, in Python."""
     things = {n: Timed(building(n), 1) for n in (BUILT[:2] if bench.quick else BUILT)}
     rounds = bench.rounds(things)
     table = [
         {
-            "branches": n,
+            "seqs": n,
             "microseconds": rounds.spread(lambda s: s * 1e6, n),
             "each_us": rounds.spread(lambda s, n=n: s * 1e6 / n, n),
         }
@@ -148,16 +148,16 @@ def builds(bench: Bench) -> None:
     bench.table("build", f"building a RaggedBatch of decode rows, {BUILT_CONTEXT} tokens of context", BUILD_COLUMNS, table)
 
 
-def building(num_branches: int) -> Callable[[], float]:
-    """Seconds of build(), for branches of an engine that has computed all of their prompts but the last token."""
-    engine = tiny_engine(tiny_model(0, context=1024), "cpu", slots=num_branches * 512, max_num_seqs=num_branches, threads=1)
+def building(num_seqs: int) -> Callable[[], float]:
+    """Seconds of build(), for sequences of an engine that has computed all of their prompts but the last token."""
+    engine = tiny_engine(tiny_model(0, context=1024), "cpu", slots=num_seqs * 512, max_num_seqs=num_seqs, threads=1)
     parts = []
-    for _ in range(num_branches):
+    for _ in range(num_seqs):
         engine.add_request([1] * (BUILT_CONTEXT + 1), SamplingParams(max_tokens=2))
-    for branch in engine._scheduler.waiting:
-        engine._pool.reserve(branch.table, 0, BUILT_CONTEXT + 1)
-        branch.computed = BUILT_CONTEXT
-        parts.append(Part(branch, 1, True))
+    for seq in engine._scheduler.waiting:
+        engine._pool.reserve(seq.table, 0, BUILT_CONTEXT + 1)
+        seq.computed = BUILT_CONTEXT
+        parts.append(Part(seq, 1, True))
 
     def once() -> float:
         start = time.perf_counter()

@@ -1,7 +1,7 @@
 """What a step costs beside the native plan: scheduling, building, drawing, committing, emitting; and what steps in a row spare of it.
 
-Every branch decodes one row in every step. The plan is timed from outside; the rest of `Engine.step` is what is shown, in
-microseconds, median (quarter-three quarters of the calls), of a step and of each branch. Most of it at one branch is the price of
+Every sequence decodes one row in every step. The plan is timed from outside; the rest of `Engine.step` is what is shown, in
+microseconds, median (quarter-three quarters of the calls), of a step and of each sequence. Most of it at one sequence is the price of
 memory: a plan that has read all weights leaves nothing of Python in the caches. The values of `--ahead-ms` take turns in one engine, and
 speed is tokens per second in ratio to the first of them in the same round, median (least-most).
 """
@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from headrace.config import EngineConfig
-from headrace.engine.ahead import Ahead
 from headrace.engine.engine import Engine
-from headrace.llm import AHEAD_MS, load_engine
+from headrace.engine.multi_step import MultiStep
+from headrace.llm import MULTI_STEP_MS, load_engine
 from headrace.request import SamplingParams
 
 CASES: dict[str, dict[str, Any]] = {
@@ -42,37 +42,37 @@ class TimedPlan:
 
 
 class Turn(NamedTuple):
-    """What one value of `ahead_ms` made of one round: for each call in which all branches decode, microseconds of a step."""
+    """What one value of `multi_step_ms` made of one round: for each call in which all sequences decode, microseconds of a step."""
 
     inside: list[float]
     """In the plan."""
-    beside: list[float]
+    attach: list[float]
     seconds: float
     """Of all these calls."""
 
 
-def measure(engine: Engine, plan: TimedPlan, params: SamplingParams, branches: int, prompt: list[int]) -> Turn:
-    for _ in range(branches):
+def measure(engine: Engine, plan: TimedPlan, params: SamplingParams, seqs: int, prompt: list[int]) -> Turn:
+    for _ in range(seqs):
         engine.add_request(prompt, params)
-    inside, beside, calls = [], [], []
+    inside, attach, calls = [], [], []
     while engine.has_work:
         before, steps, start = plan.seconds, engine._stepper.num_steps, time.perf_counter()
         updates = engine.step()
         called, run, steps = time.perf_counter() - start, plan.seconds - before, engine._stepper.num_steps - steps
-        if len(updates) == branches:
+        if len(updates) == seqs:
             inside.append(run * 1e6 / steps)
-            beside.append((called - run) * 1e6 / steps)
+            attach.append((called - run) * 1e6 / steps)
             calls.append(called)
-    return Turn(inside[1:], beside[1:], sum(calls[1:]))  # the first step was the prompt's
+    return Turn(inside[1:], attach[1:], sum(calls[1:]))  # the first step was the prompt's
 
 
-def show(turns: list[Turn], first: list[Turn], branches: int) -> str:
+def show(turns: list[Turn], first: list[Turn], seqs: int) -> str:
     inside = statistics.median(time for turn in turns for time in turn.inside)
-    low, beside, high = statistics.quantiles((time for turn in turns for time in turn.beside), n=4)
+    low, attach, high = statistics.quantiles((time for turn in turns for time in turn.attach), n=4)
     ratios = [other.seconds / turn.seconds for turn, other in zip(turns, first, strict=True)]
-    spread = f"{beside:,.0f} ({low:,.0f}-{high:,.0f})"
+    spread = f"{attach:,.0f} ({low:,.0f}-{high:,.0f})"
     speed = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-    return f"{inside:9,.0f}{spread:>22}{beside / branches:10.1f}{beside / inside:8.1%}{speed:>18}"
+    return f"{inside:9,.0f}{spread:>22}{attach / seqs:10.1f}{attach / inside:8.1%}{speed:>18}"
 
 
 def main() -> None:
@@ -82,30 +82,31 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--ahead-ms", type=float, nargs="+", default=[0, EngineConfig.ahead_ms, AHEAD_MS], help="how long steps run in a row"
+        "--ahead-ms", type=float, nargs="+", default=[0, EngineConfig.multi_step_ms, MULTI_STEP_MS], help="how long steps run in a row"
     )
-    parser.add_argument("--branches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32])
     args = parser.parse_args()
     config = EngineConfig(threads=args.threads, max_model_len=1024)
     engine, tokenizer, _ = load_engine(args.model, config)
     stepper: Any = engine._stepper
     stepper.executable.plan = plan = TimedPlan(stepper.executable.plan)
     ways = {
-        ms: Ahead(stepper.scheduler, stepper.executable, engine.limits.kv.block_size, replace(config, ahead_ms=ms)) for ms in args.ahead_ms
+        ms: MultiStep(stepper.scheduler, stepper.executable, engine.limits.kv.block_size, replace(config, multi_step_ms=ms))
+        for ms in args.multi_step_ms
     }
     prompt = tokenizer.encode("A water wheel turns because")
-    print(f"{'':28}{'branches':>9}{'ahead ms':>9}{'plan':>9}{'beside it':>22}{'a branch':>10}{'share':>8}{'speed':>18}")
+    print(f"{'':28}{'seqs':>9}{'multi_step ms':>9}{'plan':>9}{'attach it':>22}{'a seq':>10}{'share':>8}{'speed':>18}")
     for name, options in CASES.items():
         params = SamplingParams(max_tokens=args.steps, ignore_eos=True, **options)
-        for branches in args.branches:
+        for seqs in args.seqs:
             turns: dict[float, list[Turn]] = {ms: [] for ms in ways}
             for turn in range(args.rounds + 1):  # the first round is not counted
                 for ms in list(ways) if turn % 2 else list(ways)[::-1]:
-                    stepper.ahead = ways[ms]
-                    result = measure(engine, plan, params, branches, prompt)
+                    stepper.multi_step = ways[ms]
+                    result = measure(engine, plan, params, seqs, prompt)
                     turns[ms] += [result] if turn else []
             for ms, mine in turns.items():
-                print(f"{name:28}{branches:9}{ms:9g}{show(mine, turns[args.ahead_ms[0]], branches)}", flush=True)
+                print(f"{name:28}{seqs:9}{ms:9g}{show(mine, turns[args.multi_step_ms[0]], seqs)}", flush=True)
 
 
 if __name__ == "__main__":

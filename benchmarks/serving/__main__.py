@@ -2,7 +2,7 @@
 
     python benchmarks/serving                                  everything
     python benchmarks/serving batching --requests 500          one of: waste, batching, pauses, memory, kv_formats
-    python benchmarks/serving pauses --set max_step_rows=64    with fields of EngineConfig; each --set is a row
+    python benchmarks/serving pauses --set max_num_batched_tokens=64    with fields of EngineConfig; each --set is a row
 
 Ratios are formed between runs that took turns; figures are medians, then the least and the most.
 """

@@ -53,7 +53,7 @@ class Bench:
         self.threads: int = args.threads or host.usable_cores()
         self.rounds = 1 if args.quick else args.rounds
         self.num_requests = 12 if args.quick else args.requests
-        self.variants: list[dict[str, Any]] = args.set or [{}, {"chunk_rows": 64}, {"chunk_rows": 512}]
+        self.variants: list[dict[str, Any]] = args.set or [{}, {"chunked_prefill_size": 64}, {"chunked_prefill_size": 512}]
         self._lines = lines
         self._write({"cpu": host.cpu_name(), "isa": _native.isa(), "threads": self.threads, "model": self.model, "quick": self.quick})
         print(f"{host.cpu_name()}, {_native.isa()}, {self.threads} threads, {self.model}; median (least-most)")

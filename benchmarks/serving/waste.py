@@ -14,7 +14,7 @@ from workload import MOST_OUTPUT, MOST_PROMPT, NUM_REQUESTS, WORDS, trace
 from headrace import _native
 from headrace.batch import Ints, RaggedBatch, StepRows
 from headrace.config import EngineConfig, KvConfig
-from headrace.engine.engine import Engine, Limits
+from headrace.engine.engine import Engine, EngineLimits
 from tests.tiny import TinyVocabulary
 
 SEATS = 32
@@ -41,8 +41,8 @@ class Nothing:
 def idle_engine(batching: str, block_size: int) -> Engine:
     longest = MOST_PROMPT + MOST_OUTPUT
     kv = KvConfig(SEATS * -(-longest // block_size), block_size)
-    config = EngineConfig(batching=batching, max_num_seqs=SEATS, ahead_ms=0)
-    return Engine(Nothing(), TinyVocabulary(_VOCAB), Limits(_VOCAB, longest, kv), config)
+    config = EngineConfig(batching=batching, max_num_seqs=SEATS, multi_step_ms=0)
+    return Engine(Nothing(), TinyVocabulary(_VOCAB), EngineLimits(_VOCAB, longest, kv), config)
 
 
 def waste(bench: Bench) -> None:

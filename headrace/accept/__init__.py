@@ -7,12 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.accept.sampler import Pool, Sampler
-from headrace.batch import Commit, Guess, TokenLogprobs
+from headrace.batch import Commit, DraftTree, TokenLogprobs
 from headrace.request import FinishReason
 
 
-class Line(Protocol):
-    """What an acceptor sees of a branch's output."""
+class OutputView(Protocol):
+    """What an acceptor sees of a sequence's output."""
 
     token_ids: list[int]
     finish_reason: FinishReason | None
@@ -22,23 +22,23 @@ class Line(Protocol):
     def push(self, token: int, logprobs: TokenLogprobs | None) -> None: ...  # sets the reason if the token ends the output
 
 
-AnyLine = TypeVar("AnyLine", bound=Line)
+AnyOutput = TypeVar("AnyOutput", bound=OutputView)
 
 
 @dataclass(slots=True, eq=False)
 class Draw:
-    """A branch whose next token is due."""
+    """A sequence whose next token is due."""
 
     source: int
-    """Index of the branch in the step."""
+    """Index of the sequence in the step."""
     row: int
-    """Where the logits of its last forced row are; those of its guess nodes follow."""
+    """Where the logits of its last scheduled row are; those of its draft nodes follow."""
     known: list[int]
     sampler: Sampler
-    guess: Guess
+    draft: DraftTree
     num_logprobs: int
     """-1: no log-probabilities."""
-    line: Line
+    line: OutputView
 
 
 class Accepted(NamedTuple):
@@ -49,16 +49,16 @@ class Accepted(NamedTuple):
 
 
 class Acceptor(Protocol):
-    """How branches go on. One object serves all requests whose branches go on each by itself; a search belongs to its request."""
+    """How sequences go on. One object serves all requests whose sequences go on each by itself; a search belongs to its request."""
 
-    joint: bool
-    """Whether the branches of a request draw all in one step, one token each, and live on by what they drew together."""
+    is_group: bool
+    """Whether the sequences of a request draw all in one step, one token each, and live on by what they drew together."""
 
     def accept(self, draws: list[Draw], logits: NDArray[np.float32], pool: Pool) -> list[Accepted]:
-        """What follows, by `logits` [rows, vocab]: for each commit the draw that it continues, in the order of the branches to be.
+        """What follows, by `logits` [rows, vocab]: for each commit the draw that it continues, in the order of the sequences to be.
 
         A draw that several continue is forked; one that none continues is freed.
         """
 
-    def outputs(self, lines: list[AnyLine]) -> list[AnyLine]:
-        """What the request answers, by index, if its branches have written `lines`: only what will not be taken back."""
+    def outputs(self, lines: list[AnyOutput]) -> list[AnyOutput]:
+        """What the request answers, by index, if its sequences have written `lines`: only what will not be taken back."""

@@ -1,4 +1,4 @@
-"""Beam search: of all continuations of a request's branches, the likeliest few live on.
+"""Beam search: of all continuations of a request's sequences, the likeliest few live on.
 
 A beam's total is the sum of its tokens' log-probabilities, under biases and penalties, at temperature 1. Its score, by which
 finished ones are compared, is total / length ** length_penalty (Wu et al. 2016, without their constant 5; length counts output
@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.accept import Accepted, AnyLine, Draw, Line
+from headrace.accept import Accepted, AnyOutput, Draw, OutputView
 from headrace.accept.sampler import Pool, likeliest_all, token_logprobs
 from headrace.batch import Commit
 
@@ -29,7 +29,7 @@ class Hypothesis(NamedTuple):
     """A beam that has ended."""
 
     score: float
-    line: Line
+    line: OutputView
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +46,7 @@ class BeamSearch:
     """Of the live beams."""
     finished: list[Hypothesis] = field(default_factory=list)
     """At most `width`, best first; of equal ones the earlier."""
-    joint = True
+    is_group = True
 
     def accept(self, draws: list[Draw], logits: NDArray[np.float32], pool: Pool) -> list[Accepted]:
         """The beams of the next length; none when the search has ended."""
@@ -61,13 +61,13 @@ class BeamSearch:
             count *= 2
         return [Accepted(i, None) for i in range(len(draws))]
 
-    def outputs(self, lines: list[AnyLine]) -> list[AnyLine]:
+    def outputs(self, lines: list[AnyOutput]) -> list[AnyOutput]:
         """The best, once all beams have ended; beams that were cut short are compared with those that finished."""
         if any(line.finish_reason is None for line in lines):
             return []
         cut_short = list(map(self._hypothesis, lines, self.totals))
         best = sorted([*self.finished, *cut_short], key=lambda hypothesis: -hypothesis.score)
-        return [cast(AnyLine, hypothesis.line) for hypothesis in best[: self.num_results]]  # finished ones are clones of such lines
+        return [cast(AnyOutput, hypothesis.line) for hypothesis in best[: self.num_results]]  # finished ones are clones of such lines
 
     def _candidates(self, draws: list[Draw], logits: NDArray[np.float32], pool: Pool, count: int) -> list[Candidate] | None:
         """The best `count` continuations of each beam, best first; None where logits are not finite."""
@@ -110,7 +110,7 @@ class BeamSearch:
         self.totals = [] if self._ends(totals, len(draws[0].line.token_ids) + 1) else totals
         return accepted if self.totals else []
 
-    def _hypothesis(self, line: AnyLine, total: float) -> Hypothesis:
+    def _hypothesis(self, line: AnyOutput, total: float) -> Hypothesis:
         line.cumulative_logprob = total
         return Hypothesis(self._score(total, len(line.token_ids)), line)
 

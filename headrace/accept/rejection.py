@@ -1,38 +1,38 @@
 """Rejection sampling of drafted chains (Leviathan et al. 2023; Chen et al. 2023): lossless in distribution.
 
-A guess x that was drawn from q survives with probability min(1, p(x) / q(x)); where it does not, the token comes from what p has
-beyond q, normalised. Behind the last guess that survives one more token is drawn from p: the bonus. Every token then has the
-target's distribution. Which tokens they are depends on the guesses, and so on what else is in the batch: whoever wants the same
+A draft x that was drawn from q survives with probability min(1, p(x) / q(x)); where it does not, the token comes from what p has
+beyond q, normalised. Behind the last draft that survives one more token is drawn from p: the bonus. Every token then has the
+target's distribution. Which tokens they are depends on the drafts, and so on what else is in the batch: whoever wants the same
 tokens each time draws, then descends.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.accept.descend import Descent
+from headrace.accept.exact import Verification
 from headrace.accept.sampler import Drawn, Pool, scored
 from headrace.errors import NonFiniteLogitsError
 
 Distribution = NDArray[np.float64]  # [vocab]
 
 
-def reject(descents: list[Descent], logits: NDArray[np.float32], pool: Pool) -> set[int]:
-    """Go down the chain of each as long as its guesses survive. A `Rule`.
+def verify_rejection(verifications: list[Verification], logits: NDArray[np.float32], pool: Pool) -> set[int]:
+    """Go down the chain of each as long as its drafts survive. A `Rule`.
 
-    A guess without probabilities was certain (q is 1 there): it survives if a plain draw gives it.
+    A draft without probabilities was certain (q is 1 there): it survives if a plain draw gives it.
     """
     failed: set[int] = set()
-    for descent in descents:
+    for verification in verifications:
         try:
-            while descent.take(_next(descent, logits[descent.row + 1 + descent.node])):
+            while verification.take(_next(verification, logits[verification.row + 1 + verification.node])):
                 pass
         except NonFiniteLogitsError:
-            failed.add(descent.commit.source)
+            failed.add(verification.commit.source)
     return failed
 
 
 def residual(p: Distribution, q: Distribution) -> Distribution:
-    """What p has beyond q, normalised: the distribution of the token in place of a guess that did not survive."""
+    """What p has beyond q, normalised: the distribution of the token in place of a draft that did not survive."""
     beyond = np.maximum(p - q, 0)
     mass = beyond.sum()
     return beyond / mass if mass > 0 else p  # they differ by rounding only
@@ -45,16 +45,16 @@ def pick(p: Distribution, uniform: float) -> int:
     return min(token, int(np.flatnonzero(p)[-1]))  # rounding may lead beyond the last that can be
 
 
-def _next(descent: Descent, row: NDArray[np.float32]) -> Drawn:
-    sampler, guess = descent.sampler, descent.guess
-    p = sampler.probabilities(row, descent.position)
-    survive, place = sampler.uniforms(descent.position)
-    if guess.probabilities is None or descent.node not in guess.parents:
+def _next(verification: Verification, row: NDArray[np.float32]) -> Drawn:
+    sampler, draft = verification.sampler, verification.draft
+    p = sampler.probabilities(row, verification.position)
+    survive, place = sampler.uniforms(verification.position)
+    if draft.probabilities is None or verification.node not in draft.parents:
         token = pick(p, place)
     else:
-        child = guess.parents.index(descent.node)
-        q, token = guess.probabilities[child], guess.tokens[child]
+        child = draft.parents.index(verification.node)
+        q, token = draft.probabilities[child], draft.tokens[child]
         if survive * q[token] >= p[token]:
             token = pick(residual(p, q), place)
     sampler.append(token)
-    return scored(row, token, descent.num_logprobs)
+    return scored(row, token, verification.num_logprobs)

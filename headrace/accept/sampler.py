@@ -19,11 +19,11 @@ Drawn = tuple[int, tuple[float, int, list[int], list[float]] | None]
 
 
 def make_sampler(params: SamplingParams, prompt: list[int], vocab_size: int, seed: int, end_ids: Iterable[int]) -> Sampler:
-    """The sampler of a request's first branch. `end_ids` end the output, and may not be drawn before `min_tokens`."""
+    """The sampler of a request's first sequence. `end_ids` end the output, and may not be drawn before `min_tokens`."""
     return Sampler(
         vocab_size,
         prompt,
-        branch=0,
+        seq_index=0,
         seed=seed,
         temperature=params.temperature,
         top_k=max(params.top_k, 0),

@@ -1,6 +1,6 @@
 """Typical acceptance (Cai et al. 2024, Medusa): lossy, for whoever wants speed more than the target's distribution.
 
-A guess survives if the target finds it likely enough: p(x) > min(0.09, 0.3 exp(-H(p))), with H the entropy of p, so that where much
+A draft survives if the target finds it likely enough: p(x) > min(0.09, 0.3 exp(-H(p))), with H the entropy of p, so that where much
 is possible, less is asked of a token. The longest path that survives is kept; what follows it is a plain draw. At temperature 0 only
 the likeliest token survives, and nothing is lost.
 """
@@ -8,7 +8,7 @@ the likeliest token survives, and nothing is lost.
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.accept.descend import Descent
+from headrace.accept.exact import Verification
 from headrace.accept.sampler import Pool, Sampler, scored
 from headrace.errors import NonFiniteLogitsError
 
@@ -16,44 +16,47 @@ _EPSILON = 0.09
 _DELTA = 0.3
 
 
-def typical(descents: list[Descent], logits: NDArray[np.float32], pool: Pool) -> set[int]:
+def verify_typical(verifications: list[Verification], logits: NDArray[np.float32], pool: Pool) -> set[int]:
     """Take the longest path of each tree that is likely enough, then draw. A `Rule`."""
     failed: set[int] = set()
-    for descent in descents:
+    for verification in verifications:
         try:
-            for node in _longest(descent, logits, descent.sampler, -1, descent.position):
-                token = descent.guess.tokens[node]
-                descent.sampler.append(token)
-                descent.take(scored(logits[descent.row + 1 + descent.node], token, descent.num_logprobs))
-            row = logits[descent.row + 1 + descent.node]
-            guess, descent.guess = descent.guess, descent.guess._replace(tokens=[], parents=[])  # the path ends here, whatever is drawn
-            descent.take(descent.sampler.draw(row, descent.position, descent.num_logprobs))
-            descent.guess = guess
+            for node in _longest(verification, logits, verification.sampler, -1, verification.position):
+                token = verification.draft.tokens[node]
+                verification.sampler.append(token)
+                verification.take(scored(logits[verification.row + 1 + verification.node], token, verification.num_logprobs))
+            row = logits[verification.row + 1 + verification.node]
+            draft, verification.draft = (
+                verification.draft,
+                verification.draft._replace(tokens=[], parents=[]),
+            )  # the path ends here, whatever is drawn
+            verification.take(verification.sampler.draw(row, verification.position, verification.num_logprobs))
+            verification.draft = draft
         except NonFiniteLogitsError:
-            failed.add(descent.commit.source)
+            failed.add(verification.commit.source)
     return failed
 
 
-def _longest(descent: Descent, logits: NDArray[np.float32], sampler: Sampler, node: int, position: int) -> list[int]:
-    """The longest path of guesses below `node` that survive; of equal ones the first."""
-    children = [child for child, parent in enumerate(descent.guess.parents) if parent == node]
+def _longest(verification: Verification, logits: NDArray[np.float32], sampler: Sampler, node: int, position: int) -> list[int]:
+    """The longest path of drafts below `node` that survive; of equal ones the first."""
+    children = [child for child, parent in enumerate(verification.draft.parents) if parent == node]
     if not children:
         return []
-    p = sampler.probabilities(logits[descent.row + 1 + node], position)
+    p = sampler.probabilities(logits[verification.row + 1 + node], position)
     longest: list[int] = []
-    for child in _first_of_each_token(descent, children):
-        token = descent.guess.tokens[child]
+    for child in _first_of_each_token(verification, children):
+        token = verification.draft.tokens[child]
         if p[token] > _threshold(p):
             after = sampler.clone(0)  # only its penalties matter here, not its noise
             after.append(token)
-            longest = max(longest, [child, *_longest(descent, logits, after, child, position + 1)], key=len)
+            longest = max(longest, [child, *_longest(verification, logits, after, child, position + 1)], key=len)
     return longest
 
 
-def _first_of_each_token(descent: Descent, children: list[int]) -> list[int]:
+def _first_of_each_token(verification: Verification, children: list[int]) -> list[int]:
     first: dict[int, int] = {}
     for child in children:
-        first.setdefault(descent.guess.tokens[child], child)
+        first.setdefault(verification.draft.tokens[child], child)
     return list(first.values())
 
 

@@ -27,7 +27,7 @@ class Executable(Protocol):
     def run(self, batch: RaggedBatch) -> StepRows:
         """One forward over all rows of the batch."""
 
-    def beside(self, program: Program, weights: Mapping[str, StoredTensor]) -> "Executable":
+    def attach(self, program: Program, weights: Mapping[str, StoredTensor]) -> "Executable":
         """Another program over the same KV and threads; a weight that both name is there once. Closed on its own."""
 
     def profile(self, batch: RaggedBatch) -> StepTimes:

@@ -53,7 +53,7 @@ class CpuExecutable:
         self._logits = self._lowering.buffers[self.program.logits.id]
         self._hidden = self._lowering.buffers[self.program.hidden.id] if self.program.hidden else None
 
-    def beside(self, program: Program, weights: Mapping[str, StoredTensor]) -> "CpuExecutable":
+    def attach(self, program: Program, weights: Mapping[str, StoredTensor]) -> "CpuExecutable":
         other = copy(self)
         other.program = fuse(program)
         other._number = self.plan.add_program()

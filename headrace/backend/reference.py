@@ -47,7 +47,7 @@ class ReferenceExecutable:
         hidden = self.program.hidden
         return StepRows(step.rows[self.program.logits.id].astype(np.float32), step.rows[hidden.id].astype(np.float32) if hidden else None)
 
-    def beside(self, program: Program, weights: Mapping[str, StoredTensor]) -> "ReferenceExecutable":
+    def attach(self, program: Program, weights: Mapping[str, StoredTensor]) -> "ReferenceExecutable":
         other = copy(self)
         other.program = program
         other.weights = _floats(program, weights, self.weights)
@@ -112,12 +112,12 @@ class _Step:
         return result
 
     def _seen_indices(self, b: int, local: int, row: int) -> Ints:
-        context, forced = int(self.batch.context_len[b]), int(self.batch.forced_len[b])
-        if local < forced or self.batch.ancestors is None:
+        context, num_scheduled = int(self.batch.context_len[b]), int(self.batch.scheduled_len[b])
+        if local < num_scheduled or self.batch.ancestors is None:
             return np.arange(context + local + 1, dtype=np.int32)
         words = self.batch.ancestors[row]
         nodes = [i for i in range(64 * len(words)) if int(words[i // 64]) >> (i % 64) & 1]
-        return np.array([*range(context + forced), *(context + forced + i for i in nodes)], dtype=np.int32)
+        return np.array([*range(context + num_scheduled), *(context + num_scheduled + i for i in nodes)], dtype=np.int32)
 
 
 def _embed(s: _Step, op: ops.Embed) -> Floats:

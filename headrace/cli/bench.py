@@ -107,11 +107,11 @@ def _measure(args: argparse.Namespace, settings: dict[str, Any]) -> "Iterator[Ro
     """Rows as they are done; each carries all that is needed to read it later."""
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
-    from headrace.llm import AHEAD_MS, engine_config
+    from headrace.llm import MULTI_STEP_MS, engine_config
 
     longest, most = _longest(args.kind, settings), max(settings.get("concurrency", (1,)))
     options = {"threads": args.threads, "kv_dtype": args.kv_dtype, "max_model_len": longest, "max_num_seqs": most}
-    options |= {"chunk_rows": EngineConfig.max_step_rows, "ahead_ms": AHEAD_MS}  # as `LLM` has them
+    options |= {"chunked_prefill_size": EngineConfig.max_num_batched_tokens, "multi_step_ms": MULTI_STEP_MS}  # as `LLM` has them
     config = engine_config(options)
     checkpoint = open_checkpoint(resolve(args.model))
     if longest > checkpoint.spec.max_context:
@@ -128,7 +128,7 @@ def _measure(args: argparse.Namespace, settings: dict[str, Any]) -> "Iterator[Ro
         host.forget_peak_memory()
         _say("loading the model")
         with measure.Bench(args.model, config) as bench:
-            facts, limits = _facts(args, checkpoint, machine), measure.Limits(checkpoint, machine, config.kv_dtype)
+            facts, limits = _facts(args, checkpoint, machine), measure.SpeedLimits(checkpoint, machine, config.kv_dtype)
             rows: Callable[..., Iterator[Row]] = measure.latency if args.kind == "latency" else measure.throughput
             for row in rows(bench, limits, _say, **settings):
                 _say("")

@@ -1,4 +1,4 @@
-"""Find out whether a model's first layers, or a smaller model, can guess for it, and how many guesses pay here.
+"""Find out whether a model's first layers, or a smaller model, can draft for it, and how many drafts pay here.
 
 The model writes a text; the drafts say what they would have written, token by token. From how often they are right and from
 what steps cost follows the speed to expect. The best is then run beside plain decoding.
@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", metavar="N,N", type=_layers, default=(), help="how many first layers to try; otherwise eighths of all")
     parser.add_argument("--prompt", metavar="TEXT", default=_PROMPT, help="what the text begins with; take one like those you will use")
     parser.add_argument("--tokens", type=int, metavar="N", default=192, help="how much the model writes")
-    parser.add_argument("--depth", type=int, metavar="K", default=8, help="most guesses in a row")
+    parser.add_argument("--depth", type=int, metavar="K", default=8, help="most drafts in a row")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; 0: as many as may be used")
     add_json(parser)
 
@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"candidates": [_facts(c) for c in candidates], "suggestion": best.name if trial else None, "trial": trial})
         return 0
-    print_table(["draft", ">right", ">cost", ">guesses", ">tokens/step", ">speed"], [_row(c) for c in candidates])
-    print("\ncost: of a guess, in plain steps; guesses: how many in a row are fastest; tokens/step and speed: to be expected with these")
+    print_table(["draft", ">right", ">cost", ">drafts", ">tokens/step", ">speed"], [_row(c) for c in candidates])
+    print("\ncost: of a draft, in plain steps; drafts: how many in a row are fastest; tokens/step and speed: to be expected with these")
     if trial is None:
         print("None of these pays here: leave proposer off, or take a model that was trained to exit early, or a smaller draft.")
         return 0
@@ -94,19 +94,19 @@ def _drafts(
     """What is to be measured, by name."""
     from dataclasses import replace
 
-    from headrace.drafts import compile_drafting, first_layers, open_drafting
+    from headrace.drafts import compile_draft_models, first_layers, open_draft_checkpoints
 
     if args.draft:
         config = replace(config, proposer="draft_model", draft_model=args.draft)
-        drafting = open_drafting(config, checkpoint, checkpoint.load_tokenizer())
-        draft = compile_drafting(config, drafting, checkpoint, target, kv).draft
+        draft_checkpoints = open_draft_checkpoints(config, checkpoint, checkpoint.load_tokenizer())
+        draft = compile_draft_models(config, draft_checkpoints, checkpoint, target, kv).draft
         assert draft is not None, "a draft was asked for"
         yield args.draft, draft.executable
     total = checkpoint.spec.num_layers
     for layers in args.layers or sorted({max(1, total * eighths // 8) for eighths in _EIGHTHS} - {total}):
         if not 1 <= layers < total:
             raise RequestError(f"--layers has {layers}, and of this model's {total} layers 1 to {total - 1} can draft")
-        yield f"{layers} of {total} layers", target.beside(first_layers(checkpoint, layers), checkpoint.tensors)
+        yield f"{layers} of {total} layers", target.attach(first_layers(checkpoint, layers), checkpoint.tensors)
 
 
 def _try(args: argparse.Namespace, best: "Candidate") -> dict[str, Any]:
@@ -129,12 +129,12 @@ def _try(args: argparse.Namespace, best: "Candidate") -> dict[str, Any]:
     }
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
     ratios = []
-    every = options | {"guess_control": False}  # the depth is to be measured, and control would change it
-    with LLM(args.model, **common) as plain, LLM(args.model, **common, **every) as guessing:
+    every = options | {"adaptive_speculation": False}  # the depth is to be measured, and control would change it
+    with LLM(args.model, **common) as plain, LLM(args.model, **common, **every) as speculation:
         for turn in range(_RUNS + 1):
             _tell(f"{best.name} beside plain decoding, turn {turn + 1} of {_RUNS + 1}")
             times = []
-            for llm in (plain, guessing):
+            for llm in (plain, speculation):
                 before, started = llm.stats(), time.perf_counter()
                 llm.generate(args.prompt, params)
                 times.append(time.perf_counter() - started)

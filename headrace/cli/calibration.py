@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headrace.backend import Executable
 from headrace.batch import Ints, RaggedBatch
-from headrace.kv.rows import Run, forced_rows
+from headrace.kv.rows import TokenRun, batch_of_runs
 from headrace.planner.speculation import Costs, Gain, best_gain
 
 _CHUNK = 64
@@ -34,7 +34,7 @@ class Candidate(NamedTuple):
 
 
 class Calibration:
-    """A model, `target`, and the text that it writes after a prompt, [tokens]; `most_depth` guesses in a row are looked at."""
+    """A model, `target`, and the text that it writes after a prompt, [tokens]; `most_depth` drafts in a row are looked at."""
 
     def __init__(self, target: Executable, prompt: Sequence[int], num_tokens: int, block_size: int, most_depth: int) -> None:
         self.target = target
@@ -86,10 +86,10 @@ class Calibration:
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
     def _batch(self, tokens: list[int], computed: int) -> RaggedBatch:
-        """One branch with logits for all rows."""
-        batch = forced_rows([Run(tokens, computed, self._table)], self._block_size, logits=True)
+        """One sequence with logits for all rows."""
+        batch = batch_of_runs([TokenRun(tokens, computed, self._table)], self._block_size, logits=True)
         rows: Ints = np.arange(len(tokens), dtype=np.int32)
-        return batch._replace(logit_rows=rows, branch_of=np.zeros_like(rows))
+        return batch._replace(logit_rows=rows, seq_of=np.zeros_like(rows))
 
     def _seconds(self, executable: Executable, rows: int) -> float:
         """Of one step of so many rows behind the text."""

@@ -21,7 +21,7 @@ VERBS = {  # each is a module of this package with `configure(parser)` and `run(
     "profile": "where the time of prefill and decode goes, op by op, and what bounds it",
     "bench": "measure how fast a model runs here, and how close to the limit",
     "top": "what the engines on this machine do now: KV memory, rows, speed, requests",
-    "calibrate": "find out whether guessing ahead pays for a model here, and with what",
+    "calibrate": "find out whether speculative decoding pays for a model here, and with what",
     "doctor": "measure this machine, and test that the engine computes right on it",
 }
 

@@ -78,7 +78,7 @@ class Bench:
         return Run(list(tokens.values()), rows)
 
 
-class Limits:
+class SpeedLimits:
     """Most tokens per second that the roofline allows a model on a machine."""
 
     def __init__(self, checkpoint: Checkpoint, machine: Machine, kv_dtype: KvDtype) -> None:
@@ -107,7 +107,7 @@ class Limits:
 
 
 def latency(
-    bench: Bench, limits: Limits, say: Say, pp: Sequence[int], tg: Sequence[int], depth: Sequence[int], repetitions: int
+    bench: Bench, limits: SpeedLimits, say: Say, pp: Sequence[int], tg: Sequence[int], depth: Sequence[int], repetitions: int
 ) -> Iterator[Row]:
     """A row for each prompt length and each output length at each depth; one run more comes before each, and does not count.
 
@@ -143,7 +143,9 @@ def _latency_row(test: str, tokens: int, depth: int, seconds: list[float], runs:
     }
 
 
-def throughput(bench: Bench, limits: Limits, say: Say, concurrency: Sequence[int], prompt_tokens: int, output_tokens: int) -> Iterator[Row]:
+def throughput(
+    bench: Bench, limits: SpeedLimits, say: Say, concurrency: Sequence[int], prompt_tokens: int, output_tokens: int
+) -> Iterator[Row]:
     """A row for each number of requests that are submitted at once; a single request comes first and does not count."""
     say("warming up")
     bench.run(1, prompt_tokens, output_tokens)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headrace.program.trace import Program
 
 _MOST = 2**20
-"""Tokens or branches that may be asked for."""
+"""Tokens or sequences that may be asked for."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -91,19 +91,19 @@ def _choose(asked: "Sequence[Phase]", checkpoint: "Checkpoint", config: EngineCo
     spec = checkpoint.spec
     weights = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     fit = Fit(host.available_memory(), weights, spec.kv_bytes_per_token(spec.kv_number_bytes(config.kv_dtype)), spec.max_context)
-    room = fit.kv_room - READ_BYTES
-    if room <= 0:
+    budget = fit.kv_budget - READ_BYTES
+    if budget <= 0:
         raise MemoryLimitError(
             f"{weights:,} bytes of weights leave too little of the {fit.memory:,} bytes that are available: "
             "the model is too large for this machine"
         )
     fitting, skipped, short = [], {}, 0
     for phase in asked:
-        needed = num_blocks(phase) * BLOCK_SIZE * fit.kv_per_token + 4 * phase.branches * spec.vocab_size
+        needed = num_blocks(phase) * BLOCK_SIZE * fit.kv_per_token + 4 * phase.seqs * spec.vocab_size
         if phase.length > spec.max_context:
             skipped[phase.name] = f"needs {phase.length:,} tokens of context, and the model's ends at {spec.max_context:,}"
-        elif needed > room:
-            skipped[phase.name] = f"needs {needed:,} bytes for KV and logits, and {room:,} are left beside the weights"
+        elif needed > budget:
+            skipped[phase.name] = f"needs {needed:,} bytes for KV and logits, and {budget:,} are left beside the weights"
             short += 1
         else:
             fitting.append(phase)

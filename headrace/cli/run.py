@@ -22,8 +22,8 @@ _SHARED_PARAMS = ("presence_penalty", "seed", "max_tokens")
 _DRAW_PARAMS = ("temperature", "top_p", "top_k", "min_p")
 _BEAM_PARAMS = ("beam_width", "length_penalty")
 _ENGINE_OPTIONS = ("threads", "kv_dtype", "max_model_len")
-_GUESS_OPTIONS = (
-    *("proposer", "max_guess_nodes", "guess_control", "acceptance"),
+_SPECULATION_OPTIONS = (
+    *("proposer", "max_draft_tokens", "adaptive_speculation", "acceptance_method"),
     *("draft_model", "draft_layers", "medusa_heads", "draft_depth", "draft_width"),
 )
 
@@ -54,10 +54,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; 0: as many as may be used")
     engine.add_argument("--kv-dtype", choices=get_args(KvDtype), default=EngineConfig.kv_dtype, help="number format of keys and values")
     engine.add_argument("--max-model-len", type=int, default=0, metavar="N", help="longest conversation in tokens; 0: all the model can")
-    _add_guessing(parser.add_argument_group("guessing ahead", "As far as it pays. Never changes a token, unless acceptance says so."))
+    _add_speculation(
+        parser.add_argument_group("speculative decoding", "As far as it pays. Never changes a token, unless the acceptance method says so.")
+    )
 
 
-def _add_guessing(group: argparse._ArgumentGroup) -> None:
+def _add_speculation(group: argparse._ArgumentGroup) -> None:
     default = EngineConfig
     group.add_argument(
         "--proposer",
@@ -65,21 +67,23 @@ def _add_guessing(group: argparse._ArgumentGroup) -> None:
         default="auto",  # answers often quote; where they do not it rests
         help="auto, off, ngram, online, jacobi, lookahead, draft_model, self_draft or medusa",
     )
-    group.add_argument("--max-guess-nodes", type=int, metavar="N", default=default.max_guess_nodes, help="most guesses in a step")
+    group.add_argument("--max-draft-tokens", type=int, metavar="N", default=default.max_draft_tokens, help="most drafts in a step")
     group.add_argument(
-        "--guess-control",
+        "--adaptive-speculation",
         action=argparse.BooleanOptionalAction,
-        default=default.guess_control,
-        help="guess as much as pays; with --no-guess-control as much as there is room for",
+        default=default.adaptive_speculation,
+        help="draft as much as pays; with --no-adaptive-speculation as much as there is room for",
     )
     group.add_argument("--draft-model", metavar="MODEL", default="", help="for draft_model: a smaller model with the same vocabulary")
     group.add_argument(
         "--draft-layers", type=int, metavar="N", default=0, help="for self_draft: how many first layers draft; see calibrate"
     )
     group.add_argument("--medusa-heads", metavar="FILE", default="", help="for medusa: safetensors with heads made for the model")
-    group.add_argument("--draft-depth", type=int, metavar="K", default=default.draft_depth, help="most guesses in a row of these three")
-    group.add_argument("--draft-width", type=int, metavar="W", default=default.draft_width, help="guesses at each depth")
-    group.add_argument("--acceptance", metavar="NAME", default=default.acceptance, help="descend, rejection, or typical, which is lossy")
+    group.add_argument("--draft-depth", type=int, metavar="K", default=default.draft_depth, help="most drafts in a row of these three")
+    group.add_argument("--draft-width", type=int, metavar="W", default=default.draft_width, help="drafts at each depth")
+    group.add_argument(
+        "--acceptance-method", metavar="NAME", default=default.acceptance_method, help="exact, rejection, or typical, which is lossy"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
     names = _SHARED_PARAMS + (_DRAW_PARAMS if args.beam_width is None else _BEAM_PARAMS)
     params = SamplingParams(**{name: getattr(args, name) for name in names})
-    options = {name: getattr(args, name) for name in (*_ENGINE_OPTIONS, *_GUESS_OPTIONS)}
+    options = {name: getattr(args, name) for name in (*_ENGINE_OPTIONS, *_SPECULATION_OPTIONS)}
     config = engine_config(options | {"max_num_seqs": params.beam_width or 1})
 
     from headrace.cli.session import Session

@@ -103,10 +103,10 @@ def _step(executable: Executable, start: int, rows: int) -> NDArray[np.float32]:
         slots=positions,
         row_start=ints([0, rows]),
         context_len=ints([start]),
-        forced_len=ints([rows]),
+        scheduled_len=ints([rows]),
         block_table=ints([[0, 1, 2, 3]]),
         ancestors=None,
         logit_rows=local,
-        branch_of=np.zeros_like(local),
+        seq_of=np.zeros_like(local),
     )
     return executable.run(batch).logits.copy()

@@ -55,7 +55,7 @@ class Session:
             raise self.result.error
 
     def closing_line(self) -> str:
-        """Tokens and speed of the last answer, the limit that this machine sets to plain decoding, and how many tokens were guessed."""
+        """Tokens and speed of the last answer, the limit that this machine sets to plain decoding, and how many tokens were drafted."""
         result = self.result
         if result is None:
             return ""
@@ -67,8 +67,8 @@ class Session:
             speed = (num_out - 1) / result.timing.decode
             limit = self._decode_limit(num_in + num_out // 2, speed)
             parts.append(f"limit {limit:,.0f} tok/s, {speed / limit:.0%}".replace("%", " %"))
-        if guessed := sum(books.accepted for books in result.guesses.values()):
-            parts.append(f"{guessed:,} guessed")
+        if drafted := sum(books.accepted for books in result.drafts.values()):
+            parts.append(f"{drafted:,} drafted")
         return f"[{' · '.join(parts)}]"
 
     def _decode_limit(self, depth: int, speed: float) -> float:
@@ -76,7 +76,7 @@ class Session:
         threads, kv_bytes = self.config.threads, self._checkpoint.spec.kv_number_bytes(self.config.kv_dtype)
         program = fuse(trace_model(self._checkpoint.spec, self._checkpoint.tensors))
         limit = roofline.decode_limit(program, hardware.this_machine(threads), depth, kv_bytes)
-        if speed > limit and self.result and not self.result.guesses:
+        if speed > limit and self.result and not self.result.drafts:
             limit = roofline.decode_limit(program, hardware.measure(threads), depth, kv_bytes)
         return limit
 

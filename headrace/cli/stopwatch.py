@@ -21,7 +21,7 @@ _SECONDS = 0.3
 
 def num_blocks(phase: Phase) -> int:
     """KV blocks that a phase needs."""
-    return phase.branches * _blocks_of_branch(phase.length)
+    return phase.seqs * _blocks_of_sequence(phase.length)
 
 
 class Stopwatch:
@@ -50,26 +50,26 @@ class Stopwatch:
         self.executable.close()
 
     def _batch(self, load: Load) -> RaggedBatch:
-        """A step of this load: branch after branch, each with blocks of its own in order, and logits for its last row."""
-        context, rows = np.array(load.branches, np.int32).T.copy()
+        """A step of this load: sequence after sequence, each with blocks of its own in order, and logits for its last row."""
+        context, rows = np.array(load.seqs, np.int32).T.copy()
         ends = np.cumsum(rows, dtype=np.int32)
-        branch = np.repeat(np.arange(len(rows), dtype=np.int32), rows)
+        seq = np.repeat(np.arange(len(rows), dtype=np.int32), rows)
         row = np.arange(ends[-1], dtype=np.int32)
-        positions = row - (ends - rows)[branch] + context[branch]
-        blocks = _blocks_of_branch(int((context + rows).max()))
+        positions = row - (ends - rows)[seq] + context[seq]
+        blocks = _blocks_of_sequence(int((context + rows).max()))
         return RaggedBatch(
             tokens=row * 37 % self._vocab,
             positions=positions,
-            slots=branch * (blocks * BLOCK_SIZE) + positions,
+            slots=seq * (blocks * BLOCK_SIZE) + positions,
             row_start=np.concatenate([[0], ends]).astype(np.int32),
             context_len=context,
-            forced_len=rows,
+            scheduled_len=rows,
             block_table=np.arange(len(rows) * blocks, dtype=np.int32).reshape(len(rows), blocks),
             ancestors=None,
             logit_rows=ends - 1,
-            branch_of=np.arange(len(rows), dtype=np.int32),
+            seq_of=np.arange(len(rows), dtype=np.int32),
         )
 
 
-def _blocks_of_branch(length: int) -> int:
+def _blocks_of_sequence(length: int) -> int:
     return -(-length // BLOCK_SIZE)

@@ -21,10 +21,10 @@ _STATES = {"decode": "green", "prefill": "cyan", "waiting": "dim", "preempted": 
 
 
 def screen(records: Sequence[Record], now: float, width: int = 100, rows: int = 40) -> RenderableType:
-    """All engines, and the first of them in full, with so many of its branches, on so many columns."""
+    """All engines, and the first of them in full, with so many of its sequences, on so many columns."""
     parts: list[RenderableType] = [_engines(records, now)] if len(records) > 1 else []
     record = records[0]
-    return Group(*parts, _head(record, now, width), _figures(record, width), _branches(record, rows))
+    return Group(*parts, _head(record, now, width), _figures(record, width), _sequences(record, rows))
 
 
 def bar(share: float, width: int, *, warns: bool = False) -> Text:
@@ -57,7 +57,7 @@ def _engines(records: Sequence[Record], now: float) -> Table:
         table.add_column(name, justify="left" if name == "model" else "right")
     for record in records:
         stats: Stats = record["stats"]
-        speed = "idle" if _idle(record, now) else f"{stats.tokens_per_second:,.0f}"
+        speed = "idle" if _is_inactive(record, now) else f"{stats.tokens_per_second:,.0f}"
         kv = f"{100 * stats.occupancy:.0f} %"
         cells = (str(record["pid"]), _model(record), speed, f"{stats.running:,}", f"{stats.waiting:,}", kv)
         table.add_row(*map(Text, cells), duration(now - record["started"]))
@@ -69,39 +69,39 @@ def _head(record: Record, now: float, width: int) -> Panel:
     config, stats = record["config"], record["stats"]
     words = [f"{config.get('backend')}, {config.get('threads')} threads", f"{config.get('kv_dtype')} KV"]
     words += [] if config.get("batching") == "inflight" else [f"{config.get('batching')} batching"]
-    words += [] if config.get("proposer") == "off" else [f"guesses: {config.get('proposer')}"]
+    words += [] if config.get("proposer") == "off" else [f"drafts: {config.get('proposer')}"]
     words += [f"context {config.get('max_model_len', 0):,}", f"up {duration(now - record['started'])}"]
     title = Text.assemble((_model(record), "bold"), f" · process {record['pid']} · ", printable(" · ".join(words)))
-    idle = _idle(record, now)
+    inactive = _is_inactive(record, now)
     rate = stats.tokens_per_second
-    speed = f"idle for {duration(now - record['time'])}" if idle else f"{rate:,.{0 if rate >= 10 else 1}f} tokens/s"
+    speed = f"idle for {duration(now - record['time'])}" if inactive else f"{rate:,.{0 if rate >= 10 else 1}f} tokens/s"
     grid = Table.grid(padding=(0, 2))
     history = record["history"][-min(60, max(10, width - 48)) :]
-    line = Text.assemble((sparkline(history), "dim" if idle else "green"))
+    line = Text.assemble((sparkline(history), "dim" if inactive else "green"))
     grid.add_row(
-        Text(speed, "bold dim" if idle else "bold green"), line, Text(f"last minute, at most {max(history, default=0):,.0f}", "dim")
+        Text(speed, "bold dim" if inactive else "bold green"), line, Text(f"last minute, at most {max(history, default=0):,.0f}", "dim")
     )
     return Panel(grid, title=title, title_align="left", box=box.ROUNDED, border_style="grey50")
 
 
 def _figures(record: Record, width: int) -> Table:
     stats, config = record["stats"], record["config"]
-    seats, most_rows = config.get("max_num_seqs") or 1, config.get("max_step_rows") or 1
+    num_running, most_rows = config.get("max_num_seqs") or 1, config.get("max_num_batched_tokens") or 1
     grid = Table.grid(padding=(0, 2))
     wide = min(32, max(10, width - 70))
     used = stats.blocks_used * stats.block_size
     kv = f"{stats.blocks_used:,} of {stats.blocks_total:,} blocks, {used - stats.slots_empty:,} tokens; {100 * stats.waste:.1f} % empty"
     cached = f"; {stats.blocks_cached:,} free ones cached" if stats.blocks_cached else ""
     grid.add_row("KV in use", bar(stats.occupancy, wide, warns=True), f"{100 * stats.occupancy:3.0f} %", kv + cached)
-    queue = f"{stats.running:,} of {seats:,} seats; {stats.waiting:,} waiting"
-    grid.add_row("running", bar(stats.running / seats, wide), f"{100 * stats.running / seats:3.0f} %", queue)
+    queue = f"{stats.running:,} of {num_running:,} seats; {stats.waiting:,} waiting"
+    grid.add_row("running", bar(stats.running / num_running, wide), f"{100 * stats.running / num_running:3.0f} %", queue)
     step = f"{stats.rows_last:,} of {most_rows:,} rows (mean {stats.rows_mean:,.1f}) in {1000 * stats.step_seconds:,.1f} ms"
     grid.add_row("last step", bar(stats.rows_last / most_rows, wide), f"{100 * stats.rows_last / most_rows:3.0f} %", step)
     hits = f"{stats.cached_tokens:,} of {stats.prompt_tokens:,} prompt tokens were there already"
     grid.add_row("prefix hits", bar(stats.prefix_hit_rate, wide), f"{100 * stats.prefix_hit_rate:3.0f} %", hits)
-    if stats.guessed:
-        kept = f"{stats.accepted:,} of {stats.guessed:,} guesses were right"
-        grid.add_row("guesses", bar(stats.acceptance, wide), f"{100 * stats.acceptance:3.0f} %", kept)
+    if stats.drafted:
+        kept = f"{stats.accepted:,} of {stats.drafted:,} drafts were right"
+        grid.add_row("drafts", bar(stats.acceptance_rate, wide), f"{100 * stats.acceptance_rate:3.0f} %", kept)
     counts = {"finished": stats.finished, "aborted": stats.aborted, "refused": stats.refused, "preemptions": stats.preemptions}
     done = f"{stats.tokens:,} tokens out; " + ", ".join(f"{value:,} {name}" for name, value in counts.items())
     outer = Table.grid()
@@ -110,24 +110,24 @@ def _figures(record: Record, width: int) -> Table:
     return outer
 
 
-def _branches(record: Record, rows: int) -> RenderableType:
-    lines: list[dict[str, Any]] = record["branches"]
+def _sequences(record: Record, rows: int) -> RenderableType:
+    lines: list[dict[str, Any]] = record["seqs"]
     if not lines:
         return Text("")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("request", "state", "prompt", "cached", "output", "age"):
         table.add_column(name, justify="left" if name in ("request", "state") else "right")
-    several = {line["request"] for line in lines if line["branch"]}
+    several = {line["request"] for line in lines if line["seq"]}
     for line in lines[:rows]:
-        name = f"{line['request']}.{line['branch']}" if line["request"] in several else str(line["request"])
+        name = f"{line['request']}.{line['seq']}" if line["request"] in several else str(line["request"])
         state = str(line["state"])
         numbers = (f"{line[key]:,}" for key in ("prompt", "cached", "output"))
         table.add_row(Text(printable(name[:40])), Text(printable(state), _STATES.get(state, "")), *numbers, duration(line["age"]))
-    more = len(lines) - rows + record["branches_left_off"] if len(lines) > rows else record["branches_left_off"]
+    more = len(lines) - rows + record["sequences_left_off"] if len(lines) > rows else record["sequences_left_off"]
     return Group(table, Text(f"and {more:,} more", "dim")) if more else table
 
 
-def _idle(record: Record, now: float) -> bool:
+def _is_inactive(record: Record, now: float) -> bool:
     stats = record["stats"]
     return (now - record["time"] > _IDLE and not (stats.running or stats.waiting)) or now - record["time"] > 10 * _IDLE
 

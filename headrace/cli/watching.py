@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.engine.publish import FRESH, INTERVAL, MOST_LINES, VERSION, WATCH, folder, is_private
 from headrace.errors import HeadraceError, RequestError
-from headrace.request import GuessStats
+from headrace.request import DraftStats
 from headrace.stats import BlockMap, Holding, Stats
 
 _MOST_BYTES = 16 << 20
@@ -99,7 +99,9 @@ class Watch:
 def facts(record: Record) -> Record:
     """The record for JSON, with the ratios that follow from its counts."""
     stats: Stats = record["stats"]
-    ratios = {name: getattr(stats, name) for name in ("occupancy", "waste", "fragmentation", "rows_mean", "prefix_hit_rate", "acceptance")}
+    ratios = {
+        name: getattr(stats, name) for name in ("occupancy", "waste", "fragmentation", "rows_mean", "prefix_hit_rate", "acceptance_rate")
+    }
     return record | {"stats": stats._asdict() | ratios}
 
 
@@ -109,12 +111,12 @@ def _parsed(file: Path) -> Record:
     if record["version"] != VERSION:
         raise ValueError
     stats = record["stats"]
-    stats["guesses"] = {name: GuessStats(*figures) for name, figures in dict(stats["guesses"]).items()}
+    stats["drafts"] = {name: DraftStats(*figures) for name, figures in dict(stats["drafts"]).items()}
     record["stats"] = Stats(**stats)
-    checks: dict[str, Callable[[Any], Any]] = {"pid": int, "time": float, "started": float, "model": str, "branches_left_off": int}
+    checks: dict[str, Callable[[Any], Any]] = {"pid": int, "time": float, "started": float, "model": str, "sequences_left_off": int}
     for name, check in checks.items():
         record[name] = check(record[name])
-    record["branches"], record["history"] = record["branches"][:MOST_LINES], list(map(float, record["history"]))
+    record["seqs"], record["history"] = record["seqs"][:MOST_LINES], list(map(float, record["history"]))
     return record
 
 

@@ -5,70 +5,70 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.batch import Guess, RaggedBatch
-from headrace.engine.scheduler import Part
+from headrace.batch import DraftTree, RaggedBatch
+from headrace.engine.scheduler import ScheduledSequence
 from headrace.kv.blocks import BlockPool
 from headrace.kv.rows import block_table, ints
 
 WORD_BITS = 64
-"""Guess rows for which a word of `ancestors` has bits."""
+"""DraftTree rows for which a word of `ancestors` has bits."""
 
 
-def build(parts: list[Part], pool: BlockPool) -> RaggedBatch:
+def build(scheduled: list[ScheduledSequence], pool: BlockPool) -> RaggedBatch:
     """One batch of all rows; notes in each part where its logits will be."""
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     row_start = [0]
     logit_rows: list[int] = []
-    branch_of: list[int] = []
-    for i, part in enumerate(parts):
-        branch, guess = part.branch, part.guess
-        first, end, start = branch.computed, branch.computed + part.forced, len(tokens)
-        tokens += branch.known[first:end]
+    seq_of: list[int] = []
+    for i, item in enumerate(scheduled):
+        seq, draft = item.seq, item.draft
+        first, end, start = seq.computed, seq.computed + item.num_scheduled, len(tokens)
+        tokens += seq.known[first:end]
         positions += range(first, end)
-        if guess.tokens:
-            tokens += guess.tokens
-            positions += (end - 1 + depth for depth in _depths(guess))
-        slots += pool.slots(branch.table, first, end + len(guess.tokens))
+        if draft.tokens:
+            tokens += draft.tokens
+            positions += (end - 1 + depth for depth in _depths(draft))
+        slots += pool.slots(seq.table, first, end + len(draft.tokens))
         row_start.append(len(tokens))
-        part.first_logit = len(logit_rows)
-        logit_rows += [start + position - first for position in branch.prompt_rows(part.forced)]
-        part.first_draw = len(logit_rows)
-        if part.draws:
-            logit_rows += range(start + part.forced - 1, len(tokens))
-        branch_of += [i] * (len(logit_rows) - part.first_logit)
+        item.first_logit = len(logit_rows)
+        logit_rows += [start + position - first for position in seq.prompt_rows(item.num_scheduled)]
+        item.first_draw = len(logit_rows)
+        if item.draws:
+            logit_rows += range(start + item.num_scheduled - 1, len(tokens))
+        seq_of += [i] * (len(logit_rows) - item.first_logit)
     return RaggedBatch(
         tokens=ints(tokens),
         positions=ints(positions),
         slots=ints(slots),
         row_start=ints(row_start),
-        context_len=ints([part.branch.computed for part in parts]),
-        forced_len=ints([part.forced for part in parts]),
-        block_table=block_table([part.branch.table for part in parts]),
-        ancestors=_ancestors(parts, row_start),
+        context_len=ints([item.seq.computed for item in scheduled]),
+        scheduled_len=ints([item.num_scheduled for item in scheduled]),
+        block_table=block_table([item.seq.table for item in scheduled]),
+        ancestors=_ancestors(scheduled, row_start),
         logit_rows=ints(logit_rows),
-        branch_of=ints(branch_of),
+        seq_of=ints(seq_of),
     )
 
 
-def _depths(guess: Guess) -> Iterator[int]:
-    """Distance of each node from the last forced row."""
+def _depths(draft: DraftTree) -> Iterator[int]:
+    """Distance of each node from the last scheduled row."""
     depths: list[int] = []
-    for parent in guess.parents:
+    for parent in draft.parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
     return iter(depths)
 
 
-def _ancestors(parts: list[Part], row_start: list[int]) -> NDArray[np.uint64] | None:  # [rows, words]
-    """Bits over the guess rows of a branch; None when every guess is a chain, in which all earlier nodes are ancestors."""
-    if all(parent == node - 1 for part in parts for node, parent in enumerate(part.guess.parents)):
+def _ancestors(scheduled: list[ScheduledSequence], row_start: list[int]) -> NDArray[np.uint64] | None:  # [rows, words]
+    """Bits over the draft rows of a sequence; None when every draft is a chain, in which all earlier nodes are ancestors."""
+    if all(parent == node - 1 for item in scheduled for node, parent in enumerate(item.draft.parents)):
         return None
-    words = -(-max(len(part.guess.tokens) for part in parts) // WORD_BITS)
+    words = -(-max(len(item.draft.tokens) for item in scheduled) // WORD_BITS)
     bits = np.zeros((row_start[-1], words), np.uint64)
-    for part, start in zip(parts, row_start, strict=False):
-        first = start + part.forced
-        for node, parent in enumerate(part.guess.parents):
+    for item, start in zip(scheduled, row_start, strict=False):
+        first = start + item.num_scheduled
+        for node, parent in enumerate(item.draft.parents):
             if parent >= 0:
                 bits[first + node] = bits[first + parent]
             bits[first + node, node // WORD_BITS] |= np.uint64(1 << node % WORD_BITS)

@@ -1,17 +1,17 @@
-"""How much to guess: as many nodes as give the most tokens per second, which is often none."""
+"""How much to draft: as many nodes as give the most tokens per second, which is often none."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from headrace.batch import Guess
+from headrace.batch import DraftTree
 from headrace.engine.acceptance import AcceptanceRates, place
-from headrace.engine.branch import Branch
+from headrace.engine.sequence import Sequence
 from headrace.engine.step_cost import StepCost
 
 _SHARE = 0.004
-"""Share of all time that guessing may take beyond what it is known to have saved."""
+"""Share of all time that speculation may take beyond what it is known to have saved."""
 _SAVINGS = 2
 """Steps whose time is the most that can be saved up for that."""
 _DEBT = 0.1
@@ -19,11 +19,11 @@ _DEBT = 0.1
 _RESERVE = 0.0001
 """Seconds of it to save up before a rest ends: else rests would be short and many, and break up steps that could run in a row."""
 _CREDIT = 0.02
-"""Seconds of it that a new engine begins with, so that its first answer may be guessed."""
+"""Seconds of it that a new engine begins with, so that its first answer may be drafted."""
 _LOOK_SHARE = 0.005
-"""Share of a branch's time for asking where it has not paid of late, to see whether it would now."""
+"""Share of a sequence's time for asking where it has not paid of late, to see whether it would now."""
 _TRIAL_SHARE = 0.005
-"""Share of all time for rows that are not expected to pay: some ways of guessing learn only from their rows."""
+"""Share of all time for rows that are not expected to pay: some proposers learn only from their rows."""
 _TRIAL_STEPS = 6
 """Steps of a trial, for which time is saved before it begins."""
 _TRIAL_NODES = 4
@@ -32,32 +32,32 @@ _PLAIN_SHARE = 0.015
 _PLAIN_EVERY = (6, 64)
 """Steps after which one is plain: least and most."""
 _FIRST_PLAIN = 3
-"""Plain steps before the first guess."""
+"""Plain steps before the first draft."""
 _VISITS_SPAN = 2
-"""The first plain steps come close to each other: after so many times as many with guesses as there have been plain ones."""
+"""The first plain steps come close to each other: after so many times as many with drafts as there have been plain ones."""
 _MARGIN = 1.05
-"""Gain in tokens per second below which guessing is not worth it: the figures are not better than that, and more tokens a step are
+"""Gain in tokens per second below which speculation is not worth it: the figures are not better than that, and more tokens a step are
 more work between steps."""
 _WORTH_AT_FIRST = 0.5
-"""Tokens that a way of guessing is expected to gain before it was asked."""
+"""Tokens that a proposer is expected to gain before it was asked."""
 _RISE, _FALL, _SLOWLY = 0.5, 0.2, 0.05
 """How quickly such expectations follow what is seen."""
 _PRICE, _DEAREST = 0.1, 4
 """How quickly what it takes to ask follows what is seen, and how many times as much is the most that is believed."""
 
 
-class Offer(NamedTuple):
-    """A guess that a branch could have in the step."""
+class DraftCandidate(NamedTuple):
+    """A draft that a sequence could have in the step."""
 
     method: str
-    guess: Guess
+    draft: DraftTree
     values: list[float]
     """Probability of each node to be accepted."""
 
 
 @dataclass
 class _Track:
-    """What is known of one way of guessing on one branch."""
+    """What is known of one proposer on one sequence."""
 
     acceptance: AcceptanceRates
     worth: float
@@ -68,53 +68,53 @@ class _Track:
 
 @dataclass
 class _Method:
-    """What is known of one way of guessing."""
+    """What is known of one proposer."""
 
     needs_rows: bool
     width: int
     """Nodes at each depth, if each depth takes time of its own; else 0."""
     acceptance: AcceptanceRates = field(default_factory=AcceptanceRates)
     seconds: float = 0.0
-    """To ask it for one branch, and let it learn; decayed."""
+    """To ask it for one sequence, and let it learn; decayed."""
     seconds_by_node: float = 0.0
     worth: float = _WORTH_AT_FIRST
-    """As of a branch, of all branches; where new ones start."""
-    tracks: WeakKeyDictionary[Branch, _Track] = field(default_factory=WeakKeyDictionary)
+    """As of a sequence, of all sequences; where new ones start."""
+    tracks: WeakKeyDictionary[Sequence, _Track] = field(default_factory=WeakKeyDictionary)
 
 
 class Controller:
-    """Weighs what guesses bring against what they cost. Timing decides how much is guessed, and never a token.
+    """Weighs what drafts bring against what they cost. Timing decides how much is drafted, and never a token.
 
-    It keeps an account of time. A small share of all time comes in, and all that guesses have saved; out goes what it takes to
-    look for something to guess, to weigh it and to learn from it. While it is in debt, guessing rests. The rows of guesses are not
+    It keeps an account of time. A small share of all time comes in, and all that drafts have saved; out goes what it takes to
+    look for something to draft, to weigh it and to learn from it. While it is in debt, speculation rests. The rows of drafts are not
     in it: how often these are right decides about them.
     """
 
     def __init__(self, methods: Mapping[str, tuple[bool, int]]) -> None:
-        """By the name of each way of guessing, whether it needs rows to learn, and `width` of a `_Method`."""
+        """By the name of each proposer, whether it needs rows to learn, and `width` of a `_Method`."""
         self._methods = {name: _Method(needs_rows, width) for name, (needs_rows, width) in methods.items()}
         self._cost = StepCost()
         self._now = 0.0
         """Time of all steps so far."""
         self._account = _CREDIT
         self._price = 0.0
-        """Of all that was asked when guesses were looked for last."""
+        """Of all that was asked when drafts were looked for last."""
         self._in_debt = False
         """Since the account was overdrawn it has not been filled up to the reserve."""
         self._trial_seconds = 0.0
         self._num_trials = 0
         self._tried: tuple[int, int] | None = None
-        """Key of the branch that a trial is being made on."""
+        """Key of the sequence that a trial is being made on."""
         self._trying: tuple[int, int] | None = None
         """The same, before the step."""
-        self._forced = self._num_drawing = 1
+        self._num_scheduled = self._num_drawing = 1
         self._token_seconds = 0.0
-        """Of plain decoding, for one branch of the next step."""
+        """Of plain decoding, for one sequence of the next step."""
         self._extras = [0.0]
-        """What so many guess rows cost in it, in tokens that plain decoding would give in that time; as far as was asked."""
-        self._idle = True
-        """Whether the next step is a plain one, whatever could be guessed."""
-        self._num_guessing = 0
+        """What so many draft rows cost in it, in tokens that plain decoding would give in that time; as far as was asked."""
+        self._evictable = True
+        """Whether the next step is a plain one, whatever could be drafted."""
+        self._num_drafting = 0
         self._plain_every = _PLAIN_EVERY[0]
 
     @property
@@ -122,31 +122,31 @@ class Controller:
         """Seconds for which steps are to be plain, and nothing is learned from them."""
         return max(0.0, _RESERVE - self._account) / _SHARE if self._in_debt and self._tried is None else 0.0
 
-    def begin(self, cost: StepCost, forced: int, num_drawing: int) -> None:
-        """A step of so many forced rows, in which some branches draw; what such steps cost."""
-        self._cost, self._forced, self._num_drawing, self._extras, self._price = cost, forced, num_drawing, [0.0], 0.0
-        visits = cost.visits(forced)
-        self._idle = visits < _FIRST_PLAIN or self._num_guessing >= min(self._plain_every, _VISITS_SPAN * visits)
+    def begin(self, cost: StepCost, num_scheduled: int, num_drawing: int) -> None:
+        """A step of so many scheduled rows, in which some sequences draw; what such steps cost."""
+        self._cost, self._num_scheduled, self._num_drawing, self._extras, self._price = cost, num_scheduled, num_drawing, [0.0], 0.0
+        visits = cost.visits(num_scheduled)
+        self._evictable = visits < _FIRST_PLAIN or self._num_drafting >= min(self._plain_every, _VISITS_SPAN * visits)
         self._token_seconds = cost.seconds(num_drawing) / num_drawing
-        if self._idle:
-            self._num_guessing = 0
+        if self._evictable:
+            self._num_drafting = 0
         else:
             self._trying, self._tried = self._tried, None
 
-    def asks(self, name: str, branch: Branch, rival: Offer | None = None) -> bool:
-        """Whether to ask for a guess: where it should pay beyond what another has offered, or now and then."""
-        if self._idle:
+    def asks(self, name: str, seq: Sequence, rival: DraftCandidate | None = None) -> bool:
+        """Whether to ask for a draft: where it should pay beyond what another has offered, or now and then."""
+        if self._evictable:
             return False
-        method, track = self._methods[name], self._track(name, branch)
+        method, track = self._methods[name], self._track(name, seq)
         worth = track.worth - (self._net(rival) if rival else 0.0)
-        return worth * self._token_seconds >= method.seconds or track.look_at <= self._now or branch.key == self._trying
+        return worth * self._token_seconds >= method.seconds or track.look_at <= self._now or seq.seq_id == self._trying
 
-    def room(self, name: str, branch: Branch, most: int) -> int:
+    def budget(self, name: str, seq: Sequence, most: int) -> int:
         """Nodes to ask for: fewer than `most` where each depth takes time, and the deeper ones should not pay."""
         method = self._methods[name]
         if not method.width:
             return most
-        acceptance, reached, nodes = self._track(name, branch).acceptance, 1.0, 0
+        acceptance, reached, nodes = self._track(name, seq).acceptance, 1.0, 0
         while nodes < most:
             width = min(method.width, most - nodes)
             rates = [acceptance.rate(place(0, nodes // method.width + 1, rank)) for rank in range(width)]
@@ -158,30 +158,30 @@ class Controller:
             reached *= rates[0]
         return nodes
 
-    def offer(self, name: str, branch: Branch, guess: Guess) -> Offer:
-        """The guess with its values."""
-        method, track = self._methods[name], self._track(name, branch)
-        offer = Offer(name, guess, track.acceptance.values(guess) if guess.tokens else [])
-        net = self._net(offer)
+    def candidate(self, name: str, seq: Sequence, draft: DraftTree) -> DraftCandidate:
+        """The draft with its values."""
+        method, track = self._methods[name], self._track(name, seq)
+        candidate = DraftCandidate(name, draft, track.acceptance.values(draft) if draft.tokens else [])
+        net = self._net(candidate)
         track.worth += (net - track.worth) * (_RISE if net > track.worth else _FALL)
         method.worth += (net - method.worth) * _SLOWLY
         track.look_at = self._now + method.seconds * self._num_drawing / _LOOK_SHARE
-        return offer
+        return candidate
 
-    def better(self, one: Offer, other: Offer) -> Offer:
+    def better(self, one: DraftCandidate, other: DraftCandidate) -> DraftCandidate:
         """That which gains more; of equals the first."""
         return other if self._net(other) > self._net(one) else one
 
-    def choose(self, offers: dict[Branch, Offer]) -> dict[Branch, list[int]]:
+    def choose(self, candidates: dict[Sequence, DraftCandidate]) -> dict[Sequence, list[int]]:
         """The nodes to run of each offer, parents with their children, ascending."""
         num_drawing = self._num_drawing
-        bundles: list[tuple[float, Branch, list[int]]] = []
-        for branch, offer in offers.items():
-            if offer.guess.whole:
-                nodes = list(range(len(offer.values)))
-                bundles.append((sum(offer.values) / len(nodes), branch, nodes))
+        bundles: list[tuple[float, Sequence, list[int]]] = []
+        for seq, candidate in candidates.items():
+            if candidate.draft.whole:
+                nodes = list(range(len(candidate.values)))
+                bundles.append((sum(candidate.values) / len(nodes), seq, nodes))
             else:
-                bundles += [(value, branch, [node]) for node, value in enumerate(offer.values)]
+                bundles += [(value, seq, [node]) for node, value in enumerate(candidate.values)]
         bundles.sort(key=lambda bundle: -bundle[0])  # stable, so parents stay before children of the same value
         best, taken, tokens, num_nodes = _MARGIN, 0, float(num_drawing), 0
         for i, (value, _, nodes) in enumerate(bundles):
@@ -191,24 +191,24 @@ class Controller:
             if gain > best:
                 best, taken = gain, i + 1
         self._plain_every = min(max(int((best - 1) / _PLAIN_SHARE), _PLAIN_EVERY[0]), _PLAIN_EVERY[1])
-        chosen: dict[Branch, list[int]] = {}
-        for _, branch, nodes in bundles[:taken]:
-            chosen.setdefault(branch, []).extend(nodes)
-        self._try(offers, chosen)
-        self._num_guessing += bool(chosen)
-        return {branch: sorted(nodes) for branch, nodes in chosen.items()}
+        chosen: dict[Sequence, list[int]] = {}
+        for _, seq, nodes in bundles[:taken]:
+            chosen.setdefault(seq, []).extend(nodes)
+        self._try(candidates, chosen)
+        self._num_drafting += bool(chosen)
+        return {seq: sorted(nodes) for seq, nodes in chosen.items()}
 
-    def spend(self, name: str, num_branches: int, num_nodes: int, seconds: float) -> None:
-        """To ask one way of guessing for so many branches and nodes, and to let it learn, has taken so long."""
+    def spend(self, name: str, num_seqs: int, num_nodes: int, seconds: float) -> None:
+        """To ask one proposer for so many sequences and nodes, and to let it learn, has taken so long."""
         method = self._methods[name]
         if method.seconds:
-            seconds = min(seconds, _DEAREST * method.seconds * num_branches)
-        method.seconds += (seconds / num_branches - method.seconds) * _PRICE
+            seconds = min(seconds, _DEAREST * method.seconds * num_seqs)
+        method.seconds += (seconds / num_seqs - method.seconds) * _PRICE
         method.seconds_by_node += (seconds / num_nodes - method.seconds_by_node) * _PRICE
-        self._price += method.seconds * num_branches
+        self._price += method.seconds * num_seqs
 
     def finish(self, seconds: float, saved: float) -> None:
-        """A step has taken so long, after guesses that have saved so much."""
+        """A step has taken so long, after drafts that have saved so much."""
         self._now += seconds
         most = _SAVINGS * seconds
         self._account = min(max(self._account, -_DEBT * seconds - self._price) + _SHARE * seconds + saved, most)
@@ -216,51 +216,51 @@ class Controller:
         self._trial_seconds += _TRIAL_SHARE * seconds
 
     def charge(self, seconds: float) -> None:
-        """What belongs to guessing has taken so long, all told."""
+        """What belongs to speculation has taken so long, all told."""
         self._account -= seconds
         self._in_debt |= self._account < 0
 
-    def learn(self, branch: Branch, offer: Offer, tokens: list[int]) -> None:
+    def learn(self, seq: Sequence, candidate: DraftCandidate, tokens: list[int]) -> None:
         """These tokens have followed."""
-        self._track(offer.method, branch).acceptance.record(offer.guess, tokens)
+        self._track(candidate.method, seq).acceptance.record(candidate.draft, tokens)
 
-    def _try(self, offers: dict[Branch, Offer], chosen: dict[Branch, list[int]]) -> None:
-        """Run rows of a branch that are not expected to pay, for some steps on end, when enough time has been saved for that."""
-        idle = [b for b, offer in offers.items() if b not in chosen and self._methods[offer.method].needs_rows]
+    def _try(self, candidates: dict[Sequence, DraftCandidate], chosen: dict[Sequence, list[int]]) -> None:
+        """Run rows of a sequence that are not expected to pay, for some steps on end, when enough time has been saved for that."""
+        idle = [b for b, candidate in candidates.items() if b not in chosen and self._methods[candidate.method].needs_rows]
         if not idle:
             return
-        begun = [branch for branch in idle if branch.key == self._trying]
-        branch = begun[0] if begun else idle[self._num_trials % len(idle)]
-        offer = offers[branch]
-        nodes = list(range(len(offer.values) if offer.guess.whole else min(_TRIAL_NODES, len(offer.values))))
+        begun = [seq for seq in idle if seq.seq_id == self._trying]
+        seq = begun[0] if begun else idle[self._num_trials % len(idle)]
+        candidate = candidates[seq]
+        nodes = list(range(len(candidate.values) if candidate.draft.whole else min(_TRIAL_NODES, len(candidate.values))))
         before = sum(map(len, chosen.values()))
-        tokens = self._extra(before + len(nodes)) - self._extra(before) - sum(offer.values[node] for node in nodes)
+        tokens = self._extra(before + len(nodes)) - self._extra(before) - sum(candidate.values[node] for node in nodes)
         seconds = max(0.0, tokens * self._token_seconds)
         if self._trial_seconds >= seconds * (1 if begun else _TRIAL_STEPS):
             self._trial_seconds = min(self._trial_seconds, seconds * _TRIAL_STEPS) - seconds
-            self._tried = branch.key
+            self._tried = seq.seq_id
             self._num_trials += not begun
-            chosen[branch] = nodes
+            chosen[seq] = nodes
 
-    def _net(self, offer: Offer) -> float:
+    def _net(self, candidate: DraftCandidate) -> float:
         """Tokens that an offer gains at best, less those that its rows cost."""
-        if offer.guess.whole:
-            return max(0.0, sum(offer.values) - self._extra(len(offer.values)))
+        if candidate.draft.whole:
+            return max(0.0, sum(candidate.values) - self._extra(len(candidate.values)))
         best = total = 0.0
-        for n, value in enumerate(sorted(offer.values, reverse=True), 1):
+        for n, value in enumerate(sorted(candidate.values, reverse=True), 1):
             total += value
             best = max(best, total - self._extra(n))
         return best
 
     def _extra(self, nodes: int) -> float:
         while len(self._extras) <= nodes:
-            more = self._cost.seconds(self._forced + len(self._extras)) - self._cost.seconds(self._forced)
+            more = self._cost.seconds(self._num_scheduled + len(self._extras)) - self._cost.seconds(self._num_scheduled)
             self._extras.append(more / self._token_seconds)
         return self._extras[nodes]
 
-    def _track(self, name: str, branch: Branch) -> _Track:
+    def _track(self, name: str, seq: Sequence) -> _Track:
         method = self._methods[name]
-        track = method.tracks.get(branch)
+        track = method.tracks.get(seq)
         if track is None:
-            track = method.tracks[branch] = _Track(AcceptanceRates(method.acceptance), method.worth)
+            track = method.tracks[seq] = _Track(AcceptanceRates(method.acceptance), method.worth)
         return track

@@ -13,19 +13,19 @@ from typing import Any
 
 from headrace.accept import Acceptor
 from headrace.accept.beam import BeamSearch
-from headrace.accept.rules import RULES, Separately
+from headrace.accept.independent import METHODS, IndependentAcceptor
 from headrace.accept.sampler import derive_seed, make_sampler
 from headrace.backend import Executable
 from headrace.batch import Proposer
 from headrace.config import EngineConfig, KvConfig
-from headrace.engine import survey
-from headrace.engine.ahead import Ahead
-from headrace.engine.branch import Branch, Request
-from headrace.engine.guessing import Guessing
+from headrace.engine import snapshot
 from headrace.engine.meter import Meter
+from headrace.engine.multi_step import MultiStep
 from headrace.engine.output import Output, TokenizerView, end_ids
 from headrace.engine.publish import MOST_BLOCKS, MOST_LINES, VERSION, Publisher
 from headrace.engine.scheduler import Scheduler
+from headrace.engine.sequence import Request, Sequence
+from headrace.engine.speculation import Speculation
 from headrace.engine.static import StaticScheduler
 from headrace.engine.step import Stepper
 from headrace.engine.stops import StopPattern
@@ -36,14 +36,14 @@ from headrace.stats import BlockMap, Stats
 
 SCHEDULERS: dict[str, type[Scheduler]] = {"inflight": Scheduler, "static": StaticScheduler}
 """By the name of `EngineConfig.batching`."""
-_SHOWN = ("backend", "threads", "kv_dtype", "batching", "proposer", "max_num_seqs", "max_step_rows")
+_SHOWN = ("backend", "threads", "kv_dtype", "batching", "proposer", "max_num_seqs", "max_num_batched_tokens")
 
 NO_PROPOSERS: Mapping[str, Proposer] = MappingProxyType({})
 """Plain decoding."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class EngineLimits:
     """What the model and its executable can hold."""
 
     vocab_size: int
@@ -53,7 +53,7 @@ class Limits:
     kv: KvConfig
     window: int = 0
     """How far back a row sees, itself included; 0: to the beginning."""
-    balance: float = inf
+    attention_crossover: float = inf
     """Context with which attention takes a row as long as all the rest."""
 
 
@@ -64,7 +64,7 @@ class Engine:
         self,
         executable: Executable,
         tokenizer: TokenizerView,
-        limits: Limits,
+        limits: EngineLimits,
         config: EngineConfig,
         proposers: Mapping[str, Proposer] = NO_PROPOSERS,
         name: str = "",
@@ -74,11 +74,11 @@ class Engine:
         self.config = config
         self._tokenizer = tokenizer
         self._pool = BlockPool(limits.kv.num_blocks, limits.kv.block_size)
-        self._guessing = Guessing(proposers, config, limits.vocab_size)
-        self._scheduler = SCHEDULERS[config.batching](self._pool, config, limits.window, limits.balance)
-        ahead = Ahead(self._scheduler, executable, limits.kv.block_size, config)
-        self._stepper = Stepper(self._scheduler, self._guessing, executable, self._pool, tokenizer, ahead)
-        self._plain = Separately(RULES[config.acceptance])
+        self._speculation = Speculation(proposers, config, limits.vocab_size)
+        self._scheduler = SCHEDULERS[config.batching](self._pool, config, limits.window, limits.attention_crossover)
+        multi_step = MultiStep(self._scheduler, executable, limits.kv.block_size, config)
+        self._stepper = Stepper(self._scheduler, self._speculation, executable, self._pool, tokenizer, multi_step)
+        self._plain = IndependentAcceptor(METHODS[config.acceptance_method])
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         """A heap of (time, number, id) of requests that have a timeout, some of which may have ended."""
@@ -107,11 +107,11 @@ class Engine:
         request_id = str(number) if request_id is None else request_id
         limit = self._limit(len(known), params)
         request = Request(number, request_id, prompt, known, params, limit, self._acceptor(params), service=service or Service())
-        request.branches = self._branches(request)
+        request.seqs = self._sequences(request)
         self._requests[request_id] = request
         if request.service.timeout is not None:
             heappush(self._deadlines, (request.stopwatch.added + request.service.timeout, number, request_id))
-        self._scheduler.add(request.branches[0])
+        self._scheduler.add(request.seqs[0])
         return request_id
 
     def check(self, prompt_token_ids: list[int], params: SamplingParams) -> list[int]:
@@ -150,7 +150,7 @@ class Engine:
                 self._forget(update.request_id)
         if flight:
             now = perf_counter()
-            self._scheduler.pace.record((now - begun) / flight.num_steps)
+            self._scheduler.step_timer.record((now - begun) / flight.num_steps)
             self._meter.step(begun, now, num_tokens, self._stepper.num_rows, flight.num_steps)
             self._publisher.tick(now, last=not self._requests)
         return updates
@@ -175,17 +175,17 @@ class Engine:
         """A snapshot."""
         meter, stepper, scheduler = self._meter, self._stepper, self._scheduler
         tokens_per_second, rows_per_second = meter.rates(perf_counter())
-        empty = survey.empty_slots(scheduler.running, self._pool.block_size, lambda branch: branch.computed)
-        beyond = survey.empty_slots(scheduler.running, self._pool.block_size, lambda branch: len(branch.known))
+        empty = snapshot.empty_slots(scheduler.running, self._pool.block_size, lambda seq: seq.computed)
+        beyond = snapshot.empty_slots(scheduler.running, self._pool.block_size, lambda seq: len(seq.known))
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             blocks_free=self._pool.num_free,
-            blocks_cached=self._pool.num_idle,
+            blocks_cached=self._pool.num_evictable,
             blocks_total=self._pool.num_blocks,
             block_size=self._pool.block_size,
             slots_empty=empty,
-            slots_ahead=empty - beyond,
+            slots_promised=empty - beyond,
             steps=stepper.num_steps,
             rows=stepper.num_rows,
             rows_last=meter.rows_last,
@@ -193,10 +193,10 @@ class Engine:
             tokens=meter.latest.tokens,
             tokens_per_second=tokens_per_second,
             rows_per_second=rows_per_second,
-            guessed=stepper.num_guessed,
+            drafted=stepper.num_drafted,
             accepted=stepper.num_accepted,
-            guesses=dict(self._guessing.stats),
-            proposer_failures=self._guessing.failures,
+            drafts=dict(self._speculation.stats),
+            proposer_failures=self._speculation.failures,
             preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.num_prompt_tokens,
             cached_tokens=scheduler.num_cached_tokens,
@@ -207,7 +207,7 @@ class Engine:
 
     def block_map(self) -> BlockMap:
         """Who holds which block of KV now."""
-        return survey.block_map(self._scheduler, self._pool)
+        return snapshot.block_map(self._scheduler, self._pool)
 
     def close(self) -> None:
         """Abort all requests and give the memory back. May be called more than once."""
@@ -216,7 +216,7 @@ class Engine:
                 self.abort(request_id)
             self._closed = True
             self._publisher.close()
-            self._guessing.close()
+            self._speculation.close()
             self._stepper.executable.close()
 
     def _expire(self) -> list[Update]:
@@ -231,9 +231,9 @@ class Engine:
         return updates
 
     def _check_size(self, prompt_len: int, params: SamplingParams) -> None:
-        """Branches that draw together must fit in a step and in the pool together; of others any one, by itself."""
+        """Sequences that draw together must fit in a step and in the pool together; of others any one, by itself."""
         width, size = params.beam_width or 1, self._pool.block_size
-        for name in ("max_num_seqs", "max_step_rows"):
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
             most = getattr(self.config, name)
             if width > most:
                 raise RequestError(f"beam_width is {width}, and {name} is {most}: search with fewer beams, or raise it")
@@ -255,7 +255,7 @@ class Engine:
     def _record(self, with_map: bool) -> dict[str, Any]:
         """What `headrace top` shows, fit for JSON."""
         now = perf_counter()
-        lines = survey.lines(self._scheduler, now)
+        lines = snapshot.lines(self._scheduler, now)
         record: dict[str, Any] = {
             "version": VERSION,
             "pid": os.getpid(),
@@ -265,35 +265,35 @@ class Engine:
             "time": time.time(),
             "stats": self.stats()._asdict(),
             "history": self._meter.history(now),
-            "branches": [line._asdict() for line in lines[:MOST_LINES]],
-            "branches_left_off": max(0, len(lines) - MOST_LINES),
+            "seqs": [line._asdict() for line in lines[:MOST_LINES]],
+            "sequences_left_off": max(0, len(lines) - MOST_LINES),
         }
         if with_map and self._pool.num_blocks <= MOST_BLOCKS:
             record["map"] = self.block_map()._asdict()
         return record
 
-    def _branches(self, request: Request) -> list[Branch]:
-        """All branches of a request; the first owns the others until its prompt ends."""
+    def _sequences(self, request: Request) -> list[Sequence]:
+        """All sequences of a request; the first owns the others until its prompt ends."""
         params, prompt = request.params, request.prompt_token_ids
         seed = derive_seed(self.config.seed, request.number) if params.seed is None else params.seed
         sampler = make_sampler(params, prompt, self.limits.vocab_size, seed, end_ids(params, self._tokenizer))
         patterns = [StopPattern(stop) for stop in params.stop or ()]
         max_tokens = request.limit - len(prompt)
-        branches = []
+        seqs = []
         for index in range(params.n if params.beam_width is None else 1):
             output = Output(params, self._tokenizer, patterns, max_tokens)
-            branches.append(Branch((request.number, index), request, list(prompt), sampler.clone(index), output, len(prompt)))
-        branches[0].siblings = branches[1:]
-        return branches
+            seqs.append(Sequence((request.number, index), request, list(prompt), sampler.clone(index), output, len(prompt)))
+        seqs[0].siblings = seqs[1:]
+        return seqs
 
     def _limit(self, prompt_len: int, params: SamplingParams) -> int:
-        """Tokens, prompt and output, at which a branch of the request ends."""
+        """Tokens, prompt and output, at which a sequence of the request ends."""
         longest = self.limits.max_model_len
         return longest if params.max_tokens is None else min(longest, prompt_len + params.max_tokens)
 
     def _forget(self, request_id: str) -> None:
-        """Let go of a request that has ended; its branches and it refer to each other."""
-        self._requests.pop(request_id).branches.clear()
+        """Let go of a request that has ended; its sequences and it refer to each other."""
+        self._requests.pop(request_id).seqs.clear()
 
     def _check_open(self) -> None:
         if self._closed:

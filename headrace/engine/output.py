@@ -31,7 +31,7 @@ class TokenizerView(Protocol):
 
 
 class Output:
-    """The growing output of one branch. It ends by a stop token, a stop string or its length, whichever comes first."""
+    """The growing output of one sequence. It ends by a stop token, a stop string or its length, whichever comes first."""
 
     def __init__(self, params: SamplingParams, tokenizer: TokenizerView, patterns: Iterable[StopPattern], max_tokens: int) -> None:
         self.token_ids: list[int] = []

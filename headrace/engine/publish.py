@@ -24,7 +24,7 @@ FRESH = 3.0
 INTERVAL = 0.25
 """Least seconds between two records."""
 MOST_LINES = 200
-"""Branches that a record names."""
+"""Sequences that a record names."""
 MOST_BLOCKS = 2**16
 """Blocks of the largest pool whose map goes into a record."""
 

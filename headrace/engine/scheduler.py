@@ -1,25 +1,25 @@
 """Who is in the next step, with how many rows, and which slots they write.
 
-There are no phases: every branch has known tokens without KV (one while it decodes, many in a prompt or after preemption),
+There are no phases: every sequence has known tokens without KV (one while it decodes, many in a prompt or after preemption),
 and a step computes some of them.
 
-**One order.** Everything goes by `Branch.rank`: the step at which its request came, a level of priority counting as
+**One order.** Everything goes by `Sequence.rank`: the step at which its request came, a level of priority counting as
 `STEPS_PER_PRIORITY` steps, then its key. Whoever waits grows more urgent as the steps go by, beside those who come later; no
 rank ever changes.
 
-**Everybody finishes.** Take the branch of the lowest rank of all. If it runs, it has a row in every step and never gives way:
+**Everybody finishes.** Take the sequence of the lowest rank of all. If it runs, it has a row in every step and never gives way:
 who gives way comes last among those running, so it would have to be alone, and alone every request fits, or it would have been
 refused. If it waits, nobody is admitted before it, and those that run end in the same way, the first of them first; at the
-latest it is alone then, and is admitted. So it ends, and another is the lowest. Only finitely many ever come before a branch:
+latest it is alone then, and is admitted. So it ends, and another is the lowest. Only finitely many ever come before a sequence:
 besides those that were there, those that came within `STEPS_PER_PRIORITY` x (difference of priorities) steps after it.
 
-**Nobody gives way twice for nothing.** A branch is admitted when there are blocks for all its known tokens, and has them at
+**Nobody gives way twice for nothing.** A sequence is admitted when there are blocks for all its known tokens, and has them at
 once, so it needs no other before it has drawn a token. Only who has drawn since it was admitted gives way, unless the first
 needs a block and nobody else has drawn yet; that happens at most once for each block that the first grows by.
 
 **Beams go together.** Those of one request are chosen among each other, so they draw in the same step or not at all, and give
 way together. When they come back, one of them computes what they have in common before the others fork off. The blocks that
-these will need are kept from newcomers, not from those that run, so here a branch may have to give way before it has drawn.
+these will need are kept from newcomers, not from those that run, so here a sequence may have to give way before it has drawn.
 """
 
 from bisect import insort
@@ -30,10 +30,10 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
-from headrace.batch import NO_GUESS, Guess
+from headrace.batch import NO_DRAFT, DraftTree
 from headrace.config import EngineConfig
-from headrace.engine.branch import Branch
-from headrace.engine.pace import Pace
+from headrace.engine.sequence import Sequence
+from headrace.engine.step_timer import StepTimer
 from headrace.kv.blocks import BlockCopy, BlockPool
 from headrace.kv.prefix import Node, PrefixCache
 
@@ -44,42 +44,42 @@ _RANK = attrgetter("rank")
 
 
 @dataclass(slots=True, eq=False)
-class Part:
-    """One branch's part of a step."""
+class ScheduledSequence:
+    """One sequence's part of a step."""
 
-    branch: Branch
-    forced: int
+    seq: Sequence
+    num_scheduled: int
     """Rows of decided tokens. Their slots are reserved."""
     draws: bool
     """Whether they reach the end of what is known, so that the next token can be drawn."""
-    room: int = 0
-    """Slots reserved beyond those: for the nodes of a guess, or for more steps in a row."""
-    guess: Guess = NO_GUESS
+    budget: int = 0
+    """Slots reserved beyond those: for the nodes of a draft, or for more steps in a row."""
+    draft: DraftTree = NO_DRAFT
     first_logit: int = 0
     """Index of its first row among the step's rows with logits: first those that score the prompt, then those that draw."""
     first_draw: int = 0
 
     @property
     def forks(self) -> bool:
-        """Whether the branch's siblings go their own ways after these rows."""
-        return bool(self.branch.siblings) and self.forced == self.branch.due
+        """Whether the sequence's siblings go their own ways after these rows."""
+        return bool(self.seq.siblings) and self.num_scheduled == self.seq.num_until_draw
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one row, without a guess, from which one token is drawn."""
-        alone = self.forced == 1 and self.draws and not self.room and not self.branch.may_fork
-        return alone and self.branch.output.finish_reason is None
+        """Whether it is one row, without a draft, from which one token is drawn."""
+        alone = self.num_scheduled == 1 and self.draws and not self.budget and not self.seq.may_fork
+        return alone and self.seq.output.finish_reason is None
 
     @property
-    def most_guessed(self) -> int:
-        """Guess nodes that are of use: none where the branch may fork, since its draws go different ways, nor for the last token."""
-        return self.branch.request.limit - len(self.branch.known) - 1 if self.draws and not self.branch.may_fork else 0
+    def max_useful_draft(self) -> int:
+        """DraftTree nodes that are of use: none where the sequence may fork, since its draws go different ways, nor for the last token."""
+        return self.seq.request.limit - len(self.seq.known) - 1 if self.draws and not self.seq.may_fork else 0
 
 
-class Plan(NamedTuple):
+class SchedulerOutput(NamedTuple):
     """A step to be: its parts, and the block copies to make before it."""
 
-    parts: list[Part]
+    scheduled: list[ScheduledSequence]
     copies: list[BlockCopy]
 
 
@@ -89,19 +89,19 @@ class _Budget:
 
     rows: int
     chunk_work: float
-    """For prompts and replays, in rows at the beginning of a context."""
+    """For prompts and recomputations, in rows at the beginning of a context."""
     logit_rows: int
-    """Beyond the one that every branch may have."""
-    balance: float
+    """Beyond the one that every sequence may have."""
+    attention_crossover: float
     """Context with which a row costs two such rows."""
 
-    def take(self, branch: Branch, most: int) -> int:
-        """As many of the branch's next `most` rows as there is room for."""
-        cost = 1 + branch.computed / self.balance
+    def take(self, seq: Sequence, most: int) -> int:
+        """As many of the sequence's next `most` rows as there is room for."""
+        cost = 1 + seq.computed / self.attention_crossover
         rows = min(most, self.rows, max(1, int(self.chunk_work / cost)) if self.chunk_work > 0 else 0)
-        wanted = branch.prompt_rows(rows)
+        wanted = seq.prompt_rows(rows)
         if len(wanted) > self.logit_rows:
-            rows, wanted = wanted.start - branch.computed + self.logit_rows, wanted[: self.logit_rows]
+            rows, wanted = wanted.start - seq.computed + self.logit_rows, wanted[: self.logit_rows]
         self.rows -= rows
         self.chunk_work -= rows * cost
         self.logit_rows -= len(wanted)
@@ -111,11 +111,11 @@ class _Budget:
 class Scheduler:
     """Continuous batching under a budget of rows, with a prefix cache and recompute preemption."""
 
-    def __init__(self, pool: BlockPool, config: EngineConfig, window: int = 0, balance: float = inf) -> None:
-        self.waiting: list[Branch] = []
-        self.running: list[Branch] = []
-        """Both by rank. A branch that runs has blocks for all its known tokens, and for those only that it computed KV."""
-        self.pace = Pace(config.target_token_ms)
+    def __init__(self, pool: BlockPool, config: EngineConfig, window: int = 0, attention_crossover: float = inf) -> None:
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        """Both by rank. A sequence that runs has blocks for all its known tokens, and for those only that it computed KV."""
+        self.step_timer = StepTimer(config.target_token_ms)
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         """Of all requests that were admitted."""
@@ -125,226 +125,229 @@ class Scheduler:
         self._cache = PrefixCache(pool) if config.prefix_cache else None
         self._config = config
         self._window = window
-        self._balance = balance
+        self._attention_crossover = attention_crossover
         self._num_steps = 0
         self._left = _Budget(0, 0, 0, inf)
         """Of the step that was planned last."""
 
-    def add(self, branch: Branch) -> None:
-        """Queue the first branch of a request."""
-        branch.request.arrival = self._num_steps + STEPS_PER_PRIORITY * branch.request.service.priority
-        insort(self.waiting, branch, key=_RANK)
+    def add(self, seq: Sequence) -> None:
+        """Queue the first sequence of a request."""
+        seq.request.arrival = self._num_steps + STEPS_PER_PRIORITY * seq.request.service.priority
+        insort(self.waiting, seq, key=_RANK)
 
-    def drop(self, branch: Branch) -> None:
-        """Forget a branch, whatever its state, and free what it holds."""
+    def drop(self, seq: Sequence) -> None:
+        """Forget a sequence, whatever its state, and free what it holds."""
         for queue in (self.running, self.waiting):
-            if branch in queue:
-                queue.remove(branch)
-        self._release(branch)
+            if seq in queue:
+                queue.remove(seq)
+        self._release(seq)
 
-    def fork(self, branch: Branch) -> list[Branch]:
-        """The branch and its siblings, which from now on run beside it on the same blocks."""
-        siblings, branch.siblings = branch.siblings, []
+    def fork(self, seq: Sequence) -> list[Sequence]:
+        """The sequence and its siblings, which from now on run beside it on the same blocks."""
+        siblings, seq.siblings = seq.siblings, []
         for sibling in siblings:
-            sibling.computed, sibling.node, sibling.num_admitted = branch.computed, branch.node, branch.num_admitted
-            sibling.table = self._pool.fork(branch.table)
+            sibling.computed, sibling.node, sibling.num_admitted = seq.computed, seq.node, seq.num_admitted
+            sibling.table = self._pool.fork(seq.table)
             insort(self.running, sibling, key=_RANK)
-        return [branch, *siblings]
+        return [seq, *siblings]
 
-    def succeed(self, branches: list[Branch], sources: list[Branch]) -> list[Branch]:
-        """Put the heirs of running branches that draw together in their place: one for each source, best first.
+    def replace_sequences(self, seqs: list[Sequence], sources: list[Sequence]) -> list[Sequence]:
+        """Put the heirs of running sequences that draw together in their place: one for each source, best first.
 
-        A branch that is the source of several is forked; one that is the source of none is freed.
+        A sequence that is the source of several is forked; one that is the source of none is freed.
         """
         left = Counter(sources)
-        for branch in branches:
-            if branch not in left:
-                self._release(branch)
-        heirs: list[Branch] = []
+        for seq in seqs:
+            if seq not in left:
+                self._release(seq)
+        successors: list[Sequence] = []
         for source in sources:
             left[source] -= 1  # the last heir is the source itself
-            heirs.append(source.fork(self._pool.fork(source.table)) if left[source] else source)
-        for rank, heir in enumerate(heirs):
-            heir.key = (heir.key[0], rank)
-        first = self.running.index(branches[0])
-        self.running[first : first + len(branches)] = heirs
-        return heirs
+            successors.append(source.fork(self._pool.fork(source.table)) if left[source] else source)
+        for rank, successor in enumerate(successors):
+            successor.seq_id = (successor.seq_id[0], rank)
+        first = self.running.index(seqs[0])
+        self.running[first : first + len(seqs)] = successors
+        return successors
 
-    def schedule(self) -> Plan:
+    def schedule(self) -> SchedulerOutput:
         """Choose the parts of the next step and reserve their slots."""
         self._num_steps += 1
-        for branch in self.running:
-            self._remember(branch)
+        for seq in self.running:
+            self._remember(seq)
             if self._window:
-                self._pool.forgo(branch.table, branch.computed + 1 - self._window)
+                self._pool.release_outside_window(seq.table, seq.computed + 1 - self._window)
         while len(self.running) > self._config.max_num_seqs:  # siblings were born
             self._preempt(self.running[-1])
-        plan = Plan([], [])
+        output = SchedulerOutput([], [])
         budget, groups = self._share_rows()
         self._left = budget
         for rows in groups:
             if next(iter(rows)).table:  # else they have given way
-                self._place(plan, rows)
-        self._admit(plan, budget)
-        return plan
+                self._place(output, rows)
+        self._admit(output, budget)
+        return output
 
-    def make_room(self, wanted: dict[Part, int]) -> list[BlockCopy]:
-        """Share what is left of the step among parts that want so many guess nodes: never at the cost of a branch.
+    def grant_draft_budgets(self, wanted: dict[ScheduledSequence, int]) -> list[BlockCopy]:
+        """Share what is left of the step among parts that want so many draft nodes: never at the cost of a sequence.
 
         Returns the block copies to make.
         """
         copies: list[BlockCopy] = []
         left = min(self._left.rows, self._left.logit_rows)
-        for i, part in enumerate(sorted(wanted, key=wanted.__getitem__)):  # what one leaves goes to those that want more
-            branch, end = part.branch, part.branch.computed + part.forced
-            slots = (len(branch.table) + self._pool.num_free) * self._pool.block_size - end
-            part.room = max(0, min(wanted[part], left // (len(wanted) - i), slots))
-            copies += self._pool.reserve(branch.table, end, part.room) or ()
-            left -= part.room
+        for i, item in enumerate(sorted(wanted, key=wanted.__getitem__)):  # what one leaves goes to those that want more
+            seq, end = item.seq, item.seq.computed + item.num_scheduled
+            slots = (len(seq.table) + self._pool.num_free) * self._pool.block_size - end
+            item.budget = max(0, min(wanted[item], left // (len(wanted) - i), slots))
+            copies += self._pool.reserve(seq.table, end, item.budget) or ()
+            left -= item.budget
         return copies
 
-    def reserve_ahead(self, parts: list[Part], most: int) -> int:
+    def reserve_steps(self, scheduled: list[ScheduledSequence], most: int) -> int:
         """Reserve slots for as many steps in a row, up to `most`, as there are blocks for; one step has its slots already.
 
-        What is left over is given back with the room for guesses, of which such parts have none.
+        What is left over is given back with the room for drafts, of which such parts have none.
         """
         pool = self._pool
         while most > 1:
-            ends = [part.branch.computed + most for part in parts]
-            if sum(max(0, pool.blocks_for(end) - len(part.branch.table)) for end, part in zip(ends, parts, strict=True)) <= pool.num_free:
-                for part in parts:
-                    part.room = most - 1
-                    pool.reserve(part.branch.table, part.branch.computed, most)
+            ends = [item.seq.computed + most for item in scheduled]
+            if sum(max(0, pool.blocks_for(end) - len(item.seq.table)) for end, item in zip(ends, scheduled, strict=True)) <= pool.num_free:
+                for item in scheduled:
+                    item.budget = most - 1
+                    pool.reserve(item.seq.table, item.seq.computed, most)
                 break
             most //= 2
         return most
 
-    def _share_rows(self) -> tuple[_Budget, list[dict[Branch, int]]]:
-        """What is left of the step, and the forced rows of the running branches, by rank, those that draw together in one group.
+    def _share_rows(self) -> tuple[_Budget, list[dict[Sequence, int]]]:
+        """What is left of the step, and the scheduled rows of the running sequences, by rank, those that draw together in one group.
 
         Groups that decode go first, then chunks; the first gets one row at least.
         """
         config = self._config
-        groups = [dict.fromkeys(group, 0) for _, group in groupby(self.running, lambda branch: branch.joined)]
-        decoding = [group for group in groups if all(branch.missing == 1 for branch in group)]
-        chunked = [group for group in groups if any(branch.missing > 1 for branch in group)]
+        groups = [dict.fromkeys(group, 0) for _, group in groupby(self.running, lambda seq: seq.group)]
+        decoding = [group for group in groups if all(seq.num_uncomputed == 1 for seq in group)]
+        chunked = [group for group in groups if any(seq.num_uncomputed > 1 for seq in group)]
         kept_free = 1 if chunked and chunked[0] is groups[0] else 0
-        left = config.max_step_rows
+        left = config.max_num_batched_tokens
         for group in decoding:
             if len(group) <= left - kept_free:
                 group.update(dict.fromkeys(group, 1))
                 left -= len(group)
         budget = _Budget(left, left, config.max_logit_rows, inf)
         if decoding:
-            budget.chunk_work, budget.balance = config.chunk_rows + config.max_step_rows - left, self._balance
+            budget.chunk_work, budget.attention_crossover = (
+                config.chunked_prefill_size + config.max_num_batched_tokens - left,
+                self._attention_crossover,
+            )
         for group in chunked:
             last = 1 if len(group) > 1 else 0  # the row that draws waits until all can
-            for branch in group:
-                group[branch] = budget.take(branch, branch.due - last)
+            for seq in group:
+                group[seq] = budget.take(seq, seq.num_until_draw - last)
         return budget, groups
 
-    def _place(self, plan: Plan, rows: dict[Branch, int]) -> None:
+    def _place(self, output: SchedulerOutput, rows: dict[Sequence, int]) -> None:
         """Reserve slots for a group, at the cost of others if need be, or give way."""
         copies: list[BlockCopy] = []
-        rows = {branch: num_rows for branch, num_rows in rows.items() if num_rows}
-        for branch, num_rows in rows.items():
-            while (more := self._pool.reserve(branch.table, branch.computed, num_rows)) is None:
-                victim = self._victim(branch)
+        rows = {seq: num_rows for seq, num_rows in rows.items() if num_rows}
+        for seq, num_rows in rows.items():
+            while (more := self._pool.reserve(seq.table, seq.computed, num_rows)) is None:
+                victim = self._victim(seq)
                 self._preempt(victim)
-                if victim.joined is branch.joined:
+                if victim.group is seq.group:
                     return
             copies += more
-        plan.parts.extend(Part(branch, num_rows, num_rows == branch.missing) for branch, num_rows in rows.items())
-        plan.copies.extend(copies)
+        output.scheduled.extend(ScheduledSequence(seq, num_rows, num_rows == seq.num_uncomputed) for seq, num_rows in rows.items())
+        output.copies.extend(copies)
 
-    def _victim(self, needy: Branch) -> Branch:
+    def _victim(self, needy: Sequence) -> Sequence:
         """Who gives way, `needy` itself or one after it: the last that has drawn since it was admitted, or, to the first, the last."""
         after = self.running[self.running.index(needy) :]
-        drawn = [branch for branch in after if branch.has_drawn]
-        return drawn[-1] if drawn and drawn[-1].joined is not self.running[0].joined else after[-1]
+        drawn = [seq for seq in after if seq.has_drawn]
+        return drawn[-1] if drawn and drawn[-1].group is not self.running[0].group else after[-1]
 
-    def _preempt(self, victim: Branch) -> None:
-        """Take the blocks away and let the branch wait; tokens that the cache does not keep are computed again later.
+    def _preempt(self, victim: Sequence) -> None:
+        """Take the blocks away and let the sequence wait; tokens that the cache does not keep are computed again later.
 
         All that draw with it share its fate.
         """
-        group = [branch for branch in self.running if branch.joined is victim.joined]
-        for branch in group:
-            self.running.remove(branch)
-            self._release(branch)
-            branch.computed = 0
+        group = [seq for seq in self.running if seq.group is victim.group]
+        for seq in group:
+            self.running.remove(seq)
+            self._release(seq)
+            seq.computed = 0
         first, *others = group
         if others:
             first.siblings, first.fork_at = others, _common_length(group)
         insort(self.waiting, first, key=_RANK)
         self.num_preemptions += len(group)
 
-    def _admit(self, plan: Plan, budget: _Budget) -> None:
-        """Start waiting branches as long as the first of them fits."""
+    def _admit(self, output: SchedulerOutput, budget: _Budget) -> None:
+        """Start waiting sequences as long as the first of them fits."""
         while self.waiting and budget.rows > 0 and budget.chunk_work > 0:
-            branch = self.waiting[0]
-            if not self._has_seat(branch):
+            seq = self.waiting[0]
+            if not self._may_run(seq):
                 return
-            node = self._find(branch)
+            node = self._find(seq)
             path = node.path() if node else []
-            if not self._fits(branch, path):
+            if not self._fits(seq, path):
                 return
             self._start(self.waiting.pop(0), node, path)
-            self._place(plan, {branch: budget.take(branch, branch.due)})
+            self._place(output, {seq: budget.take(seq, seq.num_until_draw)})
 
-    def _start(self, branch: Branch, node: Node | None, path: list[int]) -> None:
-        """Give a branch the blocks of all its known tokens: those of `path`, which are computed, then others."""
-        insort(self.running, branch, key=_RANK)
-        branch.node, branch.computed = node, len(path) * self._pool.block_size
-        branch.num_admitted = len(branch.known)
-        self._pool.share(branch.table, path)
-        self._pool.reserve(branch.table, branch.computed, branch.missing)
-        request = branch.request
+    def _start(self, seq: Sequence, node: Node | None, path: list[int]) -> None:
+        """Give a sequence the blocks of all its known tokens: those of `path`, which are computed, then others."""
+        insort(self.running, seq, key=_RANK)
+        seq.node, seq.computed = node, len(path) * self._pool.block_size
+        seq.num_admitted = len(seq.known)
+        self._pool.share(seq.table, path)
+        self._pool.reserve(seq.table, seq.computed, seq.num_uncomputed)
+        request = seq.request
         if request.stopwatch.start():
-            request.cached_tokens = branch.computed
-            self.num_prompt_tokens += branch.prompt_len
-            self.num_cached_tokens += branch.computed
-        self.pace.admit()
+            request.cached_tokens = seq.computed
+            self.num_prompt_tokens += seq.prompt_len
+            self.num_cached_tokens += seq.computed
+        self.step_timer.admit()
 
-    def _has_seat(self, branch: Branch) -> bool:
-        """Whether steps are fast enough for another branch, and few enough run. A branch alone has one always."""
-        seats = sum(b.width for b in (*self.running, branch))
-        return not self.running or (self.pace.allows and seats <= self._config.max_num_seqs)
+    def _may_run(self, seq: Sequence) -> bool:
+        """Whether steps are fast enough for another sequence, and few enough run. A sequence alone has one always."""
+        num_running = sum(b.width for b in (*self.running, seq))
+        return not self.running or (self.step_timer.allows and num_running <= self._config.max_num_seqs)
 
-    def _fits(self, branch: Branch, path: list[int]) -> bool:
-        """Whether there are blocks for all its tokens beside one more for every running branch. A branch alone fits always.
+    def _fits(self, seq: Sequence, path: list[int]) -> bool:
+        """Whether there are blocks for all its tokens beside one more for every running sequence. A sequence alone fits always.
 
         The margin keeps others from giving way as soon as it is admitted.
         """
         if not self.running:
             return True
         promised = sum(max(0, self._needs(b) - len(b.table)) for b in self.running)
-        blocks = self._needs(branch) - self._pool.num_held(path) + promised + len(self.running)
+        blocks = self._needs(seq) - self._pool.num_held(path) + promised + len(self.running)
         return blocks <= self._pool.num_free
 
-    def _needs(self, branch: Branch) -> int:
-        """Blocks that hold the known tokens and the next, and for every branch to come of it as many as it will not share."""
-        whole = self._pool.blocks_for(len(branch.known) + 1)
-        return whole + (branch.width - 1) * (whole - branch.fork_at // self._pool.block_size)
+    def _needs(self, seq: Sequence) -> int:
+        """Blocks that hold the known tokens and the next, and for every sequence to come of it as many as it will not share."""
+        whole = self._pool.blocks_for(len(seq.known) + 1)
+        return whole + (seq.width - 1) * (whole - seq.fork_at // self._pool.block_size)
 
-    def _find(self, branch: Branch) -> Node | None:
-        """The end of what the cache has of a branch."""
+    def _find(self, seq: Sequence) -> Node | None:
+        """The end of what the cache has of a sequence."""
         if self._cache is None:
             return None
-        return self._cache.find(branch.request.scope, branch.known, branch.most_cached)
+        return self._cache.find(seq.request.scope, seq.known, seq.most_cached)
 
-    def _remember(self, branch: Branch) -> None:
+    def _remember(self, seq: Sequence) -> None:
         """Let the cache know the blocks that were filled."""
-        if self._cache is not None and branch.node is not None:
-            branch.node = self._cache.extend(branch.node, branch.table, branch.known, branch.computed)
+        if self._cache is not None and seq.node is not None:
+            seq.node = self._cache.extend(seq.node, seq.table, seq.known, seq.computed)
 
-    def _release(self, branch: Branch) -> None:
-        self._remember(branch)
-        self._pool.free(branch.table)
-        branch.node = None
+    def _release(self, seq: Sequence) -> None:
+        self._remember(seq)
+        self._pool.free(seq.table)
+        seq.node = None
 
 
-def _common_length(branches: list[Branch]) -> int:
-    """Known tokens that the branches, no two of which are alike, have in common."""
-    columns = zip(*(branch.known for branch in branches), strict=True)
+def _common_length(seqs: list[Sequence]) -> int:
+    """Known tokens that the sequences, no two of which are alike, have in common."""
+    columns = zip(*(seq.known for seq in seqs), strict=True)
     return next(i for i, tokens in enumerate(columns) if len(set(tokens)) > 1)

@@ -7,21 +7,21 @@ import numpy as np
 
 from headrace.backend import Executable
 from headrace.batch import Commit, StepRows
-from headrace.engine.ahead import Ahead
-from headrace.engine.branch import Branch, Request
 from headrace.engine.build import build
-from headrace.engine.guessing import Guessing
-from headrace.engine.landing import land, land_plain
+from headrace.engine.multi_step import MultiStep
 from headrace.engine.output import TokenizerView
-from headrace.engine.scheduler import Part, Scheduler
+from headrace.engine.resolve import land_plain, resolve_step
+from headrace.engine.scheduler import ScheduledSequence, Scheduler
+from headrace.engine.sequence import Request, Sequence
+from headrace.engine.speculation import Speculation
 from headrace.kv.blocks import BlockPool
 from headrace.request import FinishReason, Update
 
 
-class Flight(NamedTuple):
+class InFlightStep(NamedTuple):
     """A step that has been launched and not yet finished."""
 
-    parts: list[Part]
+    scheduled: list[ScheduledSequence]
     rows: StepRows
     commits: list[Commit | None] | None
     """Of plain decoding, for each part, which may be of several steps; None: its logits were not finite."""
@@ -35,70 +35,70 @@ class Stepper:
     """All that takes part in a step, and what all steps so far came to."""
 
     scheduler: Scheduler
-    guessing: Guessing
+    speculation: Speculation
     executable: Executable
     pool: BlockPool
     tokenizer: TokenizerView
-    ahead: Ahead
+    multi_step: MultiStep
     num_steps: int = 0
     num_rows: int = 0
-    num_guessed: int = 0
+    num_drafted: int = 0
     num_accepted: int = 0
 
-    def launch(self) -> Flight | None:
+    def launch(self) -> InFlightStep | None:
         """Start the next step; None when there is nothing to do."""
-        parts, copies = self.scheduler.schedule()
-        if not parts:
+        scheduled, copies = self.scheduler.schedule()
+        if not scheduled:
             return None
-        copies += self.scheduler.make_room(self.guessing.ask(parts))
+        copies += self.scheduler.grant_draft_budgets(self.speculation.ask(scheduled))
         self._move(self.pool.slots_of(copies))  # before a proposer writes to the new blocks
-        self.guessing.guess()
-        most = self.ahead.plan(parts)
-        batch = build(parts, self.pool)
+        self.speculation.draft()
+        most = self.multi_step.plan(scheduled)
+        batch = build(scheduled, self.pool)
         if most:
-            rows, commits, num_steps = self.ahead.run(parts, batch, most, self.guessing.rest)
+            rows, commits, num_steps = self.multi_step.run(scheduled, batch, most, self.speculation.rest)
         else:
             rows, commits, num_steps = self.executable.run(batch), None, 1
-        flight = Flight(parts, rows, commits, num_steps, len(batch.tokens))
+        flight = InFlightStep(scheduled, rows, commits, num_steps, len(batch.tokens))
         self.num_steps += num_steps
         self.num_rows += num_steps * flight.num_rows
-        self.num_guessed += sum(len(part.guess.tokens) for part in parts)
+        self.num_drafted += sum(len(item.draft.tokens) for item in scheduled)
         return flight
 
-    def finish(self, flight: Flight) -> list[Update]:
+    def finish(self, flight: InFlightStep) -> list[Update]:
         """Keep what the step got right, and say what is new."""
         if flight.commits is None:
-            landing, failed = land(flight.parts, flight.rows.logits, self.executable.pool, self.scheduler, self.tokenizer)
+            resolved, failed = resolve_step(flight.scheduled, flight.rows.logits, self.executable.pool, self.scheduler, self.tokenizer)
         else:
-            landing, failed = land_plain(flight.parts, flight.commits)
+            resolved, failed = land_plain(flight.scheduled, flight.commits)
         for request, error in failed:
             self._fail(request, error)
-        kept = [one for one in landing if one.branch.output.finish_reason is None]  # or its request has failed
+        kept = [one for one in resolved if one.seq.output.finish_reason is None]  # or its request has failed
         self._move([move for one in kept for move in self._commit(*one)])
-        self.guessing.observe(flight.parts, [commit for _, _, commit in kept], flight.rows, flight.num_rows, flight.num_steps)
-        for branch, _, commit in kept:
-            if commit.tokens and branch.receive(commit):
-                self.scheduler.drop(branch)
-        return [update for request in dict.fromkeys(part.branch.request for part in flight.parts) for update in request.news()]
+        self.speculation.observe(flight.scheduled, [commit for _, _, commit in kept], flight.rows, flight.num_rows, flight.num_steps)
+        for seq, _, commit in kept:
+            if commit.tokens and seq.receive(commit):
+                self.scheduler.drop(seq)
+        return [update for request in dict.fromkeys(item.seq.request for item in flight.scheduled) for update in request.news()]
 
     def end(self, request: Request, reason: FinishReason, message: str | None = None) -> None:
         """End what still goes on of a request, and free what it holds."""
-        for branch in request.branches:
-            if branch.output.finish_reason is None:
-                branch.output.finish(reason, message)
-                self.scheduler.drop(branch)
+        for seq in request.seqs:
+            if seq.output.finish_reason is None:
+                seq.output.finish(reason, message)
+                self.scheduler.drop(seq)
 
     def _fail(self, request: Request, error: Exception) -> None:
         request.error = request.error or error
         self.end(request, "error", str(error))
 
-    def _commit(self, branch: Branch, part: Part, commit: Commit) -> list[tuple[int, int]]:
-        """Keep the forced rows and the accepted path, rewind the rest; returns the slots to move."""
-        end = branch.computed + part.forced
-        branch.computed = end + len(commit.path)
-        branch.known += commit.tokens
+    def _commit(self, seq: Sequence, item: ScheduledSequence, commit: Commit) -> list[tuple[int, int]]:
+        """Keep the scheduled rows and the accepted path, rewind the rest; returns the slots to move."""
+        end = seq.computed + item.num_scheduled
+        seq.computed = end + len(commit.path)
+        seq.known += commit.tokens
         self.num_accepted += len(commit.path)
-        return self.pool.keep(branch.table, end, commit.path) if part.room else []
+        return self.pool.keep(seq.table, end, commit.path) if item.budget else []
 
     def _move(self, moves: list[tuple[int, int]]) -> None:
         if moves:

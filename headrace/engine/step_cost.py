@@ -12,8 +12,8 @@ _LARGEST_ERROR = 0.5
 """Of the logarithm of a time: one step may be off by more, since somebody else had the machine, and must not count for more."""
 _FIRST_ERROR = 2.0
 """The same where nothing has been seen."""
-_PACE = 0.2
-_MOST_PACE = 0.02
+_SCALE_RATE = 0.2
+_MOST_SCALE_RATE = 0.02
 """For one step. What is left of a larger error belongs to the shape, or to nobody."""
 _SHAPE = 0.02
 _FIRST_VISIT = 1.5
@@ -30,7 +30,7 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        self._pace: float | None = None  # logarithms, all of them
+        self._scale: float | None = None  # logarithms, all of them
         self._shape: dict[int, float] = {}
         """At each knot that has been seen."""
         self._seen: list[int] = []
@@ -44,8 +44,8 @@ class StepCost:
         return self._visits[knot] + (self._visits[knot + 1] if place > knot else 0.0)
 
     def seconds(self, rows: int) -> float:
-        """The time of a step, not counting the time to guess; 0 as long as nothing has been measured."""
-        return 0.0 if self._pace is None or not rows else exp(self._pace + self._shape_at(_place(rows)))
+        """The time of a step, not counting the time to draft; 0 as long as nothing has been measured."""
+        return 0.0 if self._scale is None or not rows else exp(self._scale + self._shape_at(_place(rows)))
 
     def record(self, rows: int, seconds: float) -> None:
         """A step has taken so long."""
@@ -53,9 +53,9 @@ class StepCost:
             return
         place = _place(rows)
         shape, now = self._shape_at(place), log(seconds)
-        if self._pace is None:
-            self._pace = now - shape
-        error = now - self._pace - shape
+        if self._scale is None:
+            self._scale = now - shape
+        error = now - self._scale - shape
         small = min(max(error, -_LARGEST_ERROR), _LARGEST_ERROR)
         knot, after = int(place), place - int(place)
         trust = 1.0
@@ -65,7 +65,7 @@ class StepCost:
             trust = min(trust, visits / (visits + 2))
             self._move(moved, weight * used * max(_SHAPE, 1 / (visits + _FIRST_VISIT)))
             self._visits[moved] += weight
-        self._pace += min(max(_PACE * trust * small, -_MOST_PACE), _MOST_PACE)
+        self._scale += min(max(_SCALE_RATE * trust * small, -_MOST_SCALE_RATE), _MOST_SCALE_RATE)
 
     def _move(self, knot: int, change: float) -> None:
         """Move the curve at a knot; the others give way."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class StopPattern:
-    """A stop string, prepared for matching; a request's branches share it."""
+    """A stop string, prepared for matching; a request's sequences share it."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -34,7 +34,7 @@ class Stop(NamedTuple):
 
 
 class StopFinder:
-    """Looks for stop strings in one branch's text."""
+    """Looks for stop strings in one sequence's text."""
 
     def __init__(self, patterns: Iterable[StopPattern]) -> None:
         self._patterns = list(patterns)

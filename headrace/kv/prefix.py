@@ -3,8 +3,8 @@
 A radix tree whose edges are whole blocks of token ids. A root stands for everything else that KV depends on and for who may
 share it (`Scope`), and a node for one block: its path spells all tokens up to the block's end, which is all that its KV
 depends on. Edges are compared token by token, so a hit is never a matter of luck. The tree itself holds no block. Whoever
-holds a node's block holds those of its whole path, and lets go of them from the end; so of the blocks that nobody holds, the
-one that has been idle longest is always a leaf, and the pool may give it away. (Where branches forgo what no layer's window
+holds a node's block holds those of its whole path, and releases them from the end; so of the evictable blocks, the
+one least recently used is always a leaf, and the pool may evict it. (Where sequences release what no layer's window
 reaches, it may have nodes below it. Nobody finds them any more, so they only grow old.)
 """
 
@@ -52,7 +52,7 @@ class PrefixCache:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._roots = WeakValueDictionary[Scope, Node]()  # a root lasts as long as a node below it, or a branch at it
+        self._roots = WeakValueDictionary[Scope, Node]()  # a root lasts as long as a node below it, or a sequence at it
         self._nodes: dict[int, Node] = {}  # by block
 
     def find(self, scope: Scope, known: Sequence[int], most: int) -> Node:
@@ -69,9 +69,9 @@ class PrefixCache:
         return node
 
     def extend(self, node: Node, table: Table, known: Sequence[int], computed: int) -> Node:
-        """Put the full blocks of a branch beyond `node` into the tree; returns the node of the last one.
+        """Put the full blocks of a sequence beyond `node` into the tree; returns the node of the last one.
 
-        Where the tree has a block of the same tokens, the branch takes that one for its own, whose memory is free then.
+        Where the tree has a block of the same tokens, the sequence takes that one for its own, whose memory is free then.
         """
         size = self._pool.block_size
         while (node.depth + 1) * size <= computed:

@@ -17,14 +17,14 @@ class Fit:
     """Tokens of a full-length sequence."""
 
     @property
-    def kv_room(self) -> int:
+    def kv_budget(self) -> int:
         """Bytes left for KV, never below zero."""
         return max(0, self.memory - self.weights - RUNTIME_BYTES)
 
     @property
     def tokens(self) -> int:
         """Tokens that can have KV at the same time."""
-        return self.kv_room // self.kv_per_token
+        return self.kv_budget // self.kv_per_token
 
     @property
     def sequences(self) -> int:

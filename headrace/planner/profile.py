@@ -27,17 +27,17 @@ class Phase:
     """Steps that are profiled as one."""
 
     name: str
-    branches: int
+    seqs: int
     depth: int
-    """Tokens of context of each branch before the phase."""
+    """Tokens of context of each sequence before the phase."""
     tokens: int
-    """Computed in the phase, all branches together."""
+    """Computed in the phase, all sequences together."""
     steps: tuple[Load, ...]
 
     @property
     def length(self) -> int:
-        """Tokens of context of each branch after the phase."""
-        return self.depth + self.tokens // self.branches
+        """Tokens of context of each sequence after the phase."""
+        return self.depth + self.tokens // self.seqs
 
 
 def prefill_phase(tokens: int, kv_bytes: float) -> Phase:
@@ -47,10 +47,10 @@ def prefill_phase(tokens: int, kv_bytes: float) -> Phase:
     return Phase(f"prefill {tokens:,}", 1, 0, tokens, steps)
 
 
-def decode_phase(depth: int, branches: int, kv_bytes: float) -> Phase:
-    """One step of so many plainly decoding branches, each with `depth` tokens of context."""
-    step = Load(((depth, 1),) * branches, branches, kv_bytes)
-    return Phase(f"decode, depth {depth:,}, batch {branches:,}", branches, depth, branches, (step,))
+def decode_phase(depth: int, seqs: int, kv_bytes: float) -> Phase:
+    """One step of so many plainly decoding sequences, each with `depth` tokens of context."""
+    step = Load(((depth, 1),) * seqs, seqs, kv_bytes)
+    return Phase(f"decode, depth {depth:,}, batch {seqs:,}", seqs, depth, seqs, (step,))
 
 
 def phases(prefill: Iterable[int], depths: Sequence[int], batches: Sequence[int], kv_bytes: float) -> list[Phase]:

@@ -53,7 +53,7 @@ class Report:
         phase = profile.phase
         return {
             "name": phase.name,
-            "batch": phase.branches,
+            "batch": phase.seqs,
             "depth": phase.depth,
             "tokens": phase.tokens,
             "steps": len(phase.steps),

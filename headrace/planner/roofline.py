@@ -8,7 +8,7 @@ from headrace.program.ops import Attention, Load, Op, Weight
 from headrace.program.trace import Program
 
 PREFILL_CHUNK = 512
-"""Rows of a prompt in one step, as in `EngineConfig.max_step_rows`."""
+"""Rows of a prompt in one step, as in `EngineConfig.max_num_batched_tokens`."""
 
 
 def op_kind(op: Op, load: Load) -> Kind:
@@ -33,10 +33,10 @@ def step_seconds(program: Program, load: Load, machine: Machine) -> float:
     return sum(op_seconds(op, load, machine) for op in program.ops)
 
 
-def decode_limit(program: Program, machine: Machine, depth: int, kv_bytes: float, branches: int = 1) -> float:
-    """Most output tokens per second of `branches` plainly decoding branches, each with `depth` tokens of context."""
-    load = Load(((depth, 1),) * branches, branches, kv_bytes)
-    return branches / step_seconds(program, load, machine)
+def decode_limit(program: Program, machine: Machine, depth: int, kv_bytes: float, seqs: int = 1) -> float:
+    """Most output tokens per second of `sequences` plainly decoding sequences, each with `depth` tokens of context."""
+    load = Load(((depth, 1),) * seqs, seqs, kv_bytes)
+    return seqs / step_seconds(program, load, machine)
 
 
 def prefill_limit(program: Program, machine: Machine, tokens: int, kv_bytes: float) -> float:

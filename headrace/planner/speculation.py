@@ -1,4 +1,4 @@
-"""What guessing ahead brings: tokens per step from how often guesses are right, and the speed that follows from what steps cost."""
+"""What speculative decoding brings: tokens per step from how often drafts are right, and the speed that follows from what steps cost."""
 
 import random
 from collections.abc import Sequence
@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 
 def expected_tokens(acceptance: float, depth: int) -> float:
-    """Tokens of a step with a chain of `depth` guesses, each right with chance `acceptance` if those before it are.
+    """Tokens of a step with a chain of `depth` drafts, each right with chance `acceptance` if those before it are.
 
-    (1 - a^(K+1)) / (1 - a): the guesses up to the first wrong one, and the token that the target draws behind them (Leviathan et al.
+    (1 - a^(K+1)) / (1 - a): the drafts up to the first wrong one, and the token that the target draws behind them (Leviathan et al.
     2023, equation 1).
     """
     return float(depth + 1) if acceptance == 1 else (1 - acceptance ** (depth + 1)) / (1 - acceptance)
@@ -31,9 +31,9 @@ class Costs(NamedTuple):
     """Seconds of steps."""
 
     target: Sequence[float]
-    """Of the target with 1, 2, ... rows: the last token, and guesses behind it."""
+    """Of the target with 1, 2, ... rows: the last token, and drafts behind it."""
     draft: float
-    """Of the draft, for one guess."""
+    """Of the draft, for one draft."""
 
 
 class Gain(NamedTuple):
@@ -43,7 +43,7 @@ class Gain(NamedTuple):
     tokens: float
     """Of a step."""
     speedup: float
-    """Against plain decoding; below 1 guessing costs more than it brings."""
+    """Against plain decoding; below 1 speculation costs more than it brings."""
 
 
 def gain(acceptance: float, depth: int, costs: Costs) -> Gain:

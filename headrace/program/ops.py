@@ -13,13 +13,13 @@ from typing import Literal, NamedTuple
 class Load(NamedTuple):
     """What the cost of a step depends on besides the program."""
 
-    branches: tuple[tuple[int, int], ...]  # (context, rows) of each branch
+    seqs: tuple[tuple[int, int], ...]  # (context, rows) of each sequence
     logit_rows: int
     kv_bytes: float  # bytes of one stored key or value number
 
     @property
     def rows(self) -> int:
-        return sum(rows for _, rows in self.branches)
+        return sum(rows for _, rows in self.seqs)
 
 
 @dataclass(frozen=True)
@@ -211,12 +211,12 @@ class Attention(Op):
         return min(position + 1, self.window) if self.window else position + 1
 
     def flops(self, load: Load) -> int:
-        pairs = sum(self._visible(context + r) for context, rows in load.branches for r in range(rows))
+        pairs = sum(self._visible(context + r) for context, rows in load.seqs for r in range(rows))
         return 4 * pairs * self.num_heads * self.head_dim
 
     def bytes(self, load: Load) -> int:
-        """K and V of every visible slot, read once for all rows and heads of a branch."""
-        slots = sum(min(context + rows, self.window + rows - 1 if self.window else context + rows) for context, rows in load.branches)
+        """K and V of every visible slot, read once for all rows and heads of a sequence."""
+        slots = sum(min(context + rows, self.window + rows - 1 if self.window else context + rows) for context, rows in load.seqs)
         return int(2 * slots * self.num_kv_heads * self.head_dim * load.kv_bytes)
 
 

@@ -49,7 +49,7 @@ class Program:
         return len(attention), attention[0].num_kv_heads, attention[0].head_dim
 
     @property
-    def balance(self) -> float:
+    def attention_crossover(self) -> float:
         """Context with which attention takes a row of a prompt about as long as all the rest, before any window ends.
 
         Attention computes in bf16, the rest mostly in int8, of which a processor does twice as many operations in the same time.

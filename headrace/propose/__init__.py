@@ -1,4 +1,4 @@
-"""Ways of guessing by name."""
+"""Proposers by name."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,21 +8,21 @@ from headrace.batch import Proposer
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
 from headrace.kv.blocks import BlockPool
-from headrace.propose.draft_model import DraftModel
+from headrace.propose.draft_model import DraftModelProposer
 from headrace.propose.guard import Guard
-from headrace.propose.jacobi import Jacobi
-from headrace.propose.lookahead import Lookahead
-from headrace.propose.medusa import Medusa
-from headrace.propose.ngram import Ngram
-from headrace.propose.online import Online
-from headrace.propose.self_draft import SelfDraft
+from headrace.propose.jacobi import JacobiProposer
+from headrace.propose.lookahead import LookaheadProposer
+from headrace.propose.medusa import MedusaProposer
+from headrace.propose.ngram import NgramProposer
+from headrace.propose.online import OnlineProposer
+from headrace.propose.self_draft import SelfDraftProposer
 from headrace.propose.trees import prune
 
-__all__ = ["METHODS", "NEEDS", "PROPOSERS", "Draft", "Guard", "Materials", "asked_for", "check_guessing", "make_proposers", "prune"]
+__all__ = ["METHODS", "NEEDS", "PROPOSERS", "Draft", "Guard", "Materials", "asked_for", "check_speculation", "make_proposers", "prune"]
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftModel:
     """A compiled draft model."""
 
     executable: Executable
@@ -33,10 +33,10 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Materials:
-    """What ways of guessing are made from; each takes what it needs."""
+class DraftModels:
+    """What proposers are made from; each takes what it needs."""
 
-    draft: Draft | None = None
+    draft: DraftModel | None = None
     short: Executable | None = None
     """The first layers of the model and its head, over its weights and KV."""
     block_size: int = 32
@@ -45,40 +45,40 @@ class Materials:
     """Medusa heads, the nearest first."""
 
 
-NO_MATERIALS = Materials()
+NO_DRAFT_MODELS = DraftModels()
 
 
-def _draft_model(config: EngineConfig, materials: Materials) -> Proposer:
-    if materials.draft is None:
+def _draft_model(config: EngineConfig, draft_models: DraftModels) -> Proposer:
+    if draft_models.draft is None:
         raise RequestError("proposer 'draft_model' needs a smaller model with the same vocabulary: set draft_model to one")
-    draft, wants = materials.draft, config.acceptance == "rejection"
+    draft, wants = draft_models.draft, config.acceptance_method == "rejection"
     shape = (config.draft_depth, config.draft_width)
-    return DraftModel(draft.executable, draft.pool, draft.longest, *shape, probabilities=wants)
+    return DraftModelProposer(draft.executable, draft.pool, draft.longest, *shape, probabilities=wants)
 
 
-def _self_draft(config: EngineConfig, materials: Materials) -> Proposer:
-    if materials.short is None:
+def _self_draft(config: EngineConfig, draft_models: DraftModels) -> Proposer:
+    if draft_models.short is None:
         raise RequestError("proposer 'self_draft' needs draft_layers: `headrace calibrate` suggests how many")
-    wants = config.acceptance == "rejection"
-    return SelfDraft(materials.short, materials.block_size, config.draft_depth, config.draft_width, probabilities=wants)
+    wants = config.acceptance_method == "rejection"
+    return SelfDraftProposer(draft_models.short, draft_models.block_size, config.draft_depth, config.draft_width, probabilities=wants)
 
 
-def _medusa(config: EngineConfig, materials: Materials) -> Proposer:
-    if not materials.heads:
+def _medusa(config: EngineConfig, draft_models: DraftModels) -> Proposer:
+    if not draft_models.heads:
         raise RequestError("proposer 'medusa' needs heads that were trained for the model: set medusa_heads to their safetensors file")
-    return Medusa(materials.heads, config.draft_depth, config.draft_width)
+    return MedusaProposer(draft_models.heads, config.draft_depth, config.draft_width)
 
 
-METHODS: dict[str, Callable[[EngineConfig, Materials], Proposer]] = {
-    "ngram": lambda config, materials: Ngram(config.max_guess_nodes),
-    "online": lambda config, materials: Online(config.max_guess_nodes),
-    "jacobi": lambda config, materials: Jacobi(config.max_guess_nodes),
-    "lookahead": lambda config, materials: Lookahead(config.max_guess_nodes),
+METHODS: dict[str, Callable[[EngineConfig, DraftModels], Proposer]] = {
+    "ngram": lambda config, draft_models: NgramProposer(config.max_draft_tokens),
+    "online": lambda config, draft_models: OnlineProposer(config.max_draft_tokens),
+    "jacobi": lambda config, draft_models: JacobiProposer(config.max_draft_tokens),
+    "lookahead": lambda config, draft_models: LookaheadProposer(config.max_draft_tokens),
     "draft_model": _draft_model,
     "self_draft": _self_draft,
     "medusa": _medusa,
 }
-"""Each way of guessing by its name."""
+"""Each proposer by its name."""
 PROPOSERS = ("off", "auto", *METHODS)
 """What `EngineConfig.proposer` may be."""
 NEEDS = {"draft_model": "draft_model", "self_draft": "draft_layers", "medusa": "medusa_heads"}
@@ -86,7 +86,7 @@ NEEDS = {"draft_model": "draft_model", "self_draft": "draft_layers", "medusa": "
 _AT_HAND = ("ngram", "online")
 """Those that `auto` always has: they cost microseconds, and nothing where they have nothing to say."""
 _DRAWN = ("draft_model", "self_draft")
-"""Those whose guesses are draws from a distribution."""
+"""Those whose drafts are draws from a distribution."""
 
 
 def asked_for(config: EngineConfig) -> tuple[str, ...]:
@@ -99,26 +99,28 @@ def asked_for(config: EngineConfig) -> tuple[str, ...]:
     return () if name == "off" else (name,)
 
 
-def make_proposers(config: EngineConfig, materials: Materials = NO_MATERIALS) -> dict[str, Proposer]:
+def make_proposers(config: EngineConfig, draft_models: DraftModels = NO_DRAFT_MODELS) -> dict[str, Proposer]:
     """New proposers, by name: those that the configuration asks for.
 
     Raises RequestError for a name that is not in PROPOSERS, and where what a proposer is made from is missing.
     """
-    return {name: METHODS[name](config, materials) for name in asked_for(config)}
+    return {name: METHODS[name](config, draft_models) for name in asked_for(config)}
 
 
-def check_guessing(config: EngineConfig) -> None:
-    """Refuse options about guesses that do not go together: RequestError."""
-    proposer, acceptance = config.proposer, config.acceptance
+def check_speculation(config: EngineConfig) -> None:
+    """Refuse options of speculative decoding that do not go together: RequestError."""
+    proposer, acceptance = config.proposer, config.acceptance_method
     for method, option in NEEDS.items():
         if getattr(config, option) and method not in asked_for(config):
             raise RequestError(
                 f"{option} is for proposer {method!r} or 'auto', and the proposer is {proposer!r}: set the one, or leave out the other"
             )
-    if acceptance != "descend" and proposer == "off":
-        raise RequestError(f"acceptance {acceptance!r} is about guesses, and the proposer is 'off': set proposer, or leave acceptance out")
+    if acceptance != "exact" and proposer == "off":
+        raise RequestError(
+            f"acceptance_method {acceptance!r} is about drafts, and the proposer is 'off': set proposer, or leave acceptance_method out"
+        )
     if acceptance == "rejection" and (config.draft_width > 1 or not set(_DRAWN).intersection(asked_for(config))):
         raise RequestError(
-            "acceptance 'rejection' is for chains of guesses drawn by a model (proposer draft_model or self_draft, or auto with one of "
-            "them, draft_width 1); 'descend' takes any guesses"
+            "acceptance_method 'rejection' is for chains of drafts drawn by a model (proposer draft_model or self_draft, or auto "
+            "with one of them, draft_width 1); 'exact' takes any drafts"
         )

@@ -1,4 +1,4 @@
-"""Guesses from a model: it continues several branches at once, one token each in a run, with the noise of their own draws."""
+"""Drafts from a model: it continues several sequences at once, one token each in a run, with the noise of their own draws."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,25 +8,25 @@ from numpy.typing import NDArray
 
 from headrace._native import Sampler, draw_all
 from headrace.backend import Executable
-from headrace.batch import BranchView, Guess
+from headrace.batch import DraftTree, SequenceView
 from headrace.kv.blocks import Table
-from headrace.kv.rows import Run, forced_rows
+from headrace.kv.rows import TokenRun, batch_of_runs
 
 
 @dataclass(slots=True, eq=False)
 class Chain:
-    """What a drafting model makes of one branch: a chain of its draws, each beside the next best tokens in its place."""
+    """What a drafting model makes of one sequence: a chain of its draws, each beside the next best tokens in its place."""
 
-    run: Run
+    run: TokenRun
     """What is to be computed next."""
-    branch: int
+    seq: int
     """The index that gives its noise."""
     sampler: Sampler
-    """Draws as the branch will, from what the draft thinks of it."""
+    """Draws as the sequence will, from what the draft thinks of it."""
     position: int
     """Of the next token."""
-    room: int
-    """Guess nodes that it may have."""
+    budget: int
+    """DraftTree nodes that it may have."""
     probabilities: list[NDArray[np.float64]] | None
     """Of each node, if they are wanted."""
     tokens: list[int] = field(default_factory=list)
@@ -35,8 +35,8 @@ class Chain:
     """The node from which the chain goes on."""
 
     @property
-    def guess(self) -> Guess:
-        return Guess(self.tokens, self.parents, probabilities=np.array(self.probabilities) if self.probabilities else None)
+    def draft(self) -> DraftTree:
+        return DraftTree(self.tokens, self.parents, probabilities=np.array(self.probabilities) if self.probabilities else None)
 
     @property
     def path(self) -> list[int]:
@@ -52,14 +52,14 @@ class Chain:
         """Go on below this node."""
         self.end = node
         self.position += 1
-        self.run = Run([self.tokens[node]], self.run.computed + len(self.run.tokens), self.run.table)
+        self.run = TokenRun([self.tokens[node]], self.run.computed + len(self.run.tokens), self.run.table)
 
 
-def chain(branch: BranchView, computed: int, table: Table, room: int, *, probabilities: bool) -> Chain:
-    """A chain below a branch of which the draft has KV for the first `computed` tokens, in `table`."""
-    run = Run(branch.known[computed:], computed, table)
-    index = branch.key[1]
-    return Chain(run, index, branch.sampler.clone(index), len(branch.known), room, [] if probabilities else None)
+def chain(seq: SequenceView, computed: int, table: Table, budget: int, *, probabilities: bool) -> Chain:
+    """A chain below a sequence of which the draft has KV for the first `computed` tokens, in `table`."""
+    run = TokenRun(seq.known[computed:], computed, table)
+    index = seq.seq_id[1]
+    return Chain(run, index, seq.sampler.clone(index), len(seq.known), budget, [] if probabilities else None)
 
 
 def grow(executable: Executable, chains: Sequence[Chain], width: int, block_size: int) -> None:
@@ -68,7 +68,7 @@ def grow(executable: Executable, chains: Sequence[Chain], width: int, block_size
     Their tables must have slots for all depths but the last.
     """
     while chains:
-        logits = executable.run(forced_rows([c.run for c in chains], block_size, logits=True)).logits
+        logits = executable.run(batch_of_runs([c.run for c in chains], block_size, logits=True)).logits
         chains = _deepen(executable, chains, width, logits)
 
 
@@ -77,11 +77,11 @@ def _deepen(executable: Executable, chains: Sequence[Chain], width: int, logits:
     for c, row in zip(chains, logits, strict=True):
         if c.probabilities is not None:
             c.probabilities.append(c.sampler.probabilities(row, c.position))
-    before = [c.sampler.clone(c.branch) for c in chains] if width > 1 else []
+    before = [c.sampler.clone(c.seq) for c in chains] if width > 1 else []
     firsts: list[tuple[Chain, int]] = []
     for rank in range(width):
-        turn = [row for row, c in enumerate(chains) if len(c.tokens) < c.room]
-        samplers = [before[row].clone(chains[row].branch) if rank else chains[row].sampler for row in turn]
+        turn = [row for row, c in enumerate(chains) if len(c.tokens) < c.budget]
+        samplers = [before[row].clone(chains[row].seq) if rank else chains[row].sampler for row in turn]
         draws = [(sampler, row, chains[row].position, -1) for sampler, row in zip(samplers, turn, strict=True)]
         for row, drawn in zip(turn, draw_all(executable.pool, logits, draws), strict=True):
             if drawn is None:  # not finite: it ends here
@@ -94,4 +94,4 @@ def _deepen(executable: Executable, chains: Sequence[Chain], width: int, logits:
             logits[row, token] = -np.inf  # the next draw in its place is the next best
     for c, node in firsts:
         c.advance(node)
-    return [c for c, _ in firsts if len(c.tokens) < c.room]
+    return [c for c, _ in firsts if len(c.tokens) < c.budget]

@@ -1,7 +1,7 @@
-"""A smaller model guesses what the larger one will draw (Leviathan et al. 2023; Chen et al. 2023).
+"""A smaller model drafts what the larger one will draw (Leviathan et al. 2023; Chen et al. 2023).
 
 The draft draws with the noise that the target will use at the same place, so that of two near distributions both draw the same token
-as often as not: the Gumbel coupling that needs no probabilities. Its KV follows the branches: what it has of a branch is kept beside
+as often as not: the Gumbel coupling that needs no probabilities. Its KV follows the sequences: what it has of a sequence is kept beside
 it, compared with what is known by now, rewound to where they part, and caught up with. So preemption, forks and prefix hits of the
 target need nothing here.
 """
@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary, finalize
 import numpy as np
 
 from headrace.backend import Executable
-from headrace.batch import NO_GUESS, BranchView, Commit, Guess, StepRows
+from headrace.batch import NO_DRAFT, Commit, DraftTree, SequenceView, StepRows
 from headrace.kv.blocks import BlockPool, Table
-from headrace.kv.rows import Run, forced_rows
+from headrace.kv.rows import TokenRun, batch_of_runs
 from headrace.propose.chains import Chain, chain, grow
 
 _CATCH_UP_ROWS = 512
@@ -22,11 +22,11 @@ _CATCH_UP_ROWS = 512
 
 
 @dataclass(slots=True, eq=False)
-class _Draft:
-    """What the draft has of a branch."""
+class _DraftContext:
+    """What the draft has of a sequence."""
 
     tokens: list[int] = field(default_factory=list)  # with KV
-    agreed: int = 0  # so many of them are known to be those of the branch
+    agreed: int = 0  # so many of them are known to be those of the sequence
     table: Table = field(default_factory=list)
 
     def follow(self, known: list[int], pool: BlockPool) -> None:
@@ -40,8 +40,8 @@ def _num_common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-class DraftModel:
-    """Guesses what another model draws."""
+class DraftModelProposer:
+    """Drafts what another model draws."""
 
     bounded = True
     """Called in the engine's own thread only: it runs on the engine's compute threads, which serve one caller at a time."""
@@ -55,63 +55,63 @@ class DraftModel:
         self._depth = depth
         self.width = width
         self._probabilities = probabilities
-        self._drafts: WeakKeyDictionary[BranchView, _Draft] = WeakKeyDictionary()
+        self._drafts: WeakKeyDictionary[SequenceView, _DraftContext] = WeakKeyDictionary()
 
-    def propose(self, branches: list[BranchView], room: list[int]) -> list[Guess]:
+    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
         chains: dict[int, Chain] = {}
-        behind: list[tuple[_Draft, Run]] = []
+        behind: list[tuple[_DraftContext, TokenRun]] = []
         rows, begun = _CATCH_UP_ROWS, set[int]()
-        for i, branch in enumerate(branches):
-            nodes = min(room[i], (self._longest - len(branch.known)) * self.width)
-            draft = self._drafts.get(branch) or self._begin(branch, begun)
+        for i, seq in enumerate(seqs):
+            nodes = min(budget[i], (self._longest - len(seq.known)) * self.width)
+            draft = self._drafts.get(seq) or self._begin(seq, begun)
             if nodes <= 0 or draft is None:
                 continue
-            draft.follow(branch.known, self.pool)
-            missing = len(branch.known) - draft.agreed
-            num_rows = min(missing, rows)
-            if not num_rows or not self._reserve(draft, num_rows + self._depth - 1, branches):
+            draft.follow(seq.known, self.pool)
+            num_uncomputed = len(seq.known) - draft.agreed
+            num_rows = min(num_uncomputed, rows)
+            if not num_rows or not self._reserve(draft, num_rows + self._depth - 1, seqs):
                 continue
             rows -= num_rows
-            if num_rows == missing:
-                chains[i] = chain(branch, draft.agreed, draft.table, nodes, probabilities=self._probabilities)
+            if num_rows == num_uncomputed:
+                chains[i] = chain(seq, draft.agreed, draft.table, nodes, probabilities=self._probabilities)
             else:
-                behind.append((draft, Run(branch.known[draft.agreed : draft.agreed + num_rows], draft.agreed, draft.table)))
+                behind.append((draft, TokenRun(seq.known[draft.agreed : draft.agreed + num_rows], draft.agreed, draft.table)))
         self._catch_up(behind)
         grow(self._executable, list(chains.values()), self.width, self.pool.block_size)
         for i, grown in chains.items():  # the last token of a chain has no KV
-            self._drafts[branches[i]].tokens[:] = branches[i].known + grown.path[:-1]
-        return [chains[i].guess if i in chains else NO_GUESS for i in range(len(branches))]
+            self._drafts[seqs[i]].tokens[:] = seqs[i].known + grown.path[:-1]
+        return [chains[i].draft if i in chains else NO_DRAFT for i in range(len(seqs))]
 
-    def _catch_up(self, behind: list[tuple[_Draft, Run]]) -> None:
+    def _catch_up(self, behind: list[tuple[_DraftContext, TokenRun]]) -> None:
         if behind:
-            self._executable.run(forced_rows([run for _, run in behind], self.pool.block_size, logits=False))
+            self._executable.run(batch_of_runs([run for _, run in behind], self.pool.block_size, logits=False))
         for draft, run in behind:
             draft.tokens += run.tokens
 
-    def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
         pass
 
-    def _begin(self, branch: BranchView, begun: set[int]) -> _Draft | None:
+    def _begin(self, seq: SequenceView, begun: set[int]) -> _DraftContext | None:
         """A draft that shares what one of the same request has; None: one has just begun, and in the next step will have more."""
-        request = branch.key[0]
+        request = seq.seq_id[0]
         if request in begun:
             return None
-        kin = [draft for other, draft in self._drafts.items() if other.key[0] == request]
-        draft = _Draft()
+        kin = [draft for other, draft in self._drafts.items() if other.seq_id[0] == request]
+        draft = _DraftContext()
         if kin:
-            common = [_num_common(other.tokens, branch.known) for other in kin]
+            common = [_num_common(other.tokens, seq.known) for other in kin]
             best = int(np.argmax(common))
-            draft = _Draft(kin[best].tokens[: common[best]], 0, self.pool.fork(kin[best].table))
+            draft = _DraftContext(kin[best].tokens[: common[best]], 0, self.pool.fork(kin[best].table))
         else:
             begun.add(request)
-        self._drafts[branch] = draft
-        finalize(branch, self.pool.free, draft.table).atexit = False
+        self._drafts[seq] = draft
+        finalize(seq, self.pool.free, draft.table).atexit = False
         return draft
 
-    def _reserve(self, draft: _Draft, length: int, busy: list[BranchView]) -> bool:
-        """Slots behind what is computed, at the cost of branches that do not guess now; whether there are enough."""
+    def _reserve(self, draft: _DraftContext, length: int, busy: list[SequenceView]) -> bool:
+        """Slots behind what is computed, at the cost of sequences that do not draft now; whether there are enough."""
         while (copies := self.pool.reserve(draft.table, draft.agreed, length)) is None:
-            idle = next((other for branch, other in self._drafts.items() if other.table and branch not in busy), None)
+            idle = next((other for seq, other in self._drafts.items() if other.table and seq not in busy), None)
             if idle is None:
                 return False
             idle.tokens.clear()

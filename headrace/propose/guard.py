@@ -1,4 +1,4 @@
-"""The guard between the engine and a way of guessing: whatever goes wrong there becomes no guess, and counts."""
+"""The guard between the engine and a proposer: whatever goes wrong there becomes no draft, and counts."""
 
 import operator
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from threading import Thread
 from typing import Any, NamedTuple
 from weakref import finalize
 
-from headrace.batch import NO_GUESS, BranchView, Commit, Guess, Proposer, StepRows
+from headrace.batch import NO_DRAFT, Commit, DraftTree, Proposer, SequenceView, StepRows
 
 PATIENCE = 1.0
 """Seconds that a proposer may take for one call."""
@@ -15,7 +15,7 @@ MOST_CONFIDENT = 7
 
 
 class Guard:
-    """A proposer around another. What the inner one raises, or returns that is no guess tree, becomes no guess.
+    """A proposer around another. What the inner one raises, or returns that is no draft tree, becomes no draft.
 
     A proposer that does not promise to be quick (see `Proposer`) works in a thread of its own. Python cannot stop a thread: one
     that takes longer than `patience` seconds is left to itself, its proposer is not asked again, and all it can hold up is
@@ -33,28 +33,28 @@ class Guard:
         self._vocab_size = vocab_size
         self._worker = None if getattr(proposer, "bounded", False) else _Worker(patience)
 
-    def propose(self, branches: list[BranchView], room: list[int]) -> list[Guess]:
-        """A sound guess for each branch; those without room are not asked for."""
-        guesses = [NO_GUESS] * len(branches)
-        asked = [i for i, nodes in enumerate(room) if nodes > 0]
+    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
+        """A sound draft for each sequence; those without room are not asked for."""
+        drafts = [NO_DRAFT] * len(seqs)
+        asked = [i for i, nodes in enumerate(budget) if nodes > 0]
         if not asked:
-            return guesses
-        proposed = self._call(lambda: self._proposer.propose([branches[i] for i in asked], [room[i] for i in asked]))
+            return drafts
+        proposed = self._call(lambda: self._proposer.propose([seqs[i] for i in asked], [budget[i] for i in asked]))
         if proposed is None or self.hung:
-            return guesses
+            return drafts
         try:
             pairs = list(zip(asked, proposed, strict=True))
         except Exception:  # whatever a proposer does wrong, the step goes on
             self.failures += 1
-            return guesses
-        for i, guess in pairs:
-            if guess is not NO_GUESS:
-                guesses[i] = self._checked(guess, room[i])
-        return guesses
+            return drafts
+        for i, draft in pairs:
+            if draft is not NO_DRAFT:
+                drafts[i] = self._checked(draft, budget[i])
+        return drafts
 
-    def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
         """Pass it on."""
-        self._call(lambda: self._proposer.observe(branches, commits, rows), answers=False)
+        self._call(lambda: self._proposer.observe(seqs, commits, rows), answers=False)
 
     def close(self) -> None:
         """Let go of the proposer; it is not called again."""
@@ -74,22 +74,22 @@ class Guard:
             self.failures += 1
         return answer
 
-    def _checked(self, guess: Guess, room: int) -> Guess:
+    def _checked(self, draft: DraftTree, budget: int) -> DraftTree:
         try:
-            tokens, parents = [operator.index(t) for t in guess.tokens], [operator.index(p) for p in guess.parents]
-            confidence = min(max(operator.index(guess.confidence), 0), MOST_CONFIDENT)
+            tokens, parents = [operator.index(t) for t in draft.tokens], [operator.index(p) for p in draft.parents]
+            confidence = min(max(operator.index(draft.confidence), 0), MOST_CONFIDENT)
             sound = (
-                len(tokens) == len(parents) <= room
+                len(tokens) == len(parents) <= budget
                 and all(0 <= token < self._vocab_size for token in tokens)
                 and all(-1 <= parent < node for node, parent in enumerate(parents))
             )
-            probabilities = guess.probabilities
+            probabilities = draft.probabilities
             sound = sound and (probabilities is None or probabilities.shape == (len(tokens), self._vocab_size))
         except Exception:
             sound = False
         if not sound:
             self.failures += 1
-        return Guess(tokens, parents, confidence, bool(guess.whole), probabilities) if sound else NO_GUESS
+        return DraftTree(tokens, parents, confidence, bool(draft.whole), probabilities) if sound else NO_DRAFT
 
 
 class _Hung(Exception):
@@ -132,6 +132,6 @@ def _serve(calls: "SimpleQueue[Callable[[], Any] | None]", answers: "SimpleQueue
             answer = _Answer(function(), None)
         except Exception as error:
             answer = _Answer(None, error)
-        del function  # or the last branches would live until the next call
+        del function  # or the last sequences would live until the next call
         answers.put(answer)
         del answer

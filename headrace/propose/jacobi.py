@@ -1,35 +1,35 @@
-"""Jacobi decoding: guesses are what the model itself said in the last step, below guesses that were wrong.
+"""Jacobi decoding: drafts are what the model itself said in the last step, below drafts that were wrong.
 
-The rows of a chain are all computed at once, each from the guess before it; their likeliest tokens are the chain of the next
+The rows of a chain are all computed at once, each from the draft before it; their likeliest tokens are the chain of the next
 step, and settle from left to right into what plain decoding gives (Santilli et al. 2023).
 """
 
 from weakref import WeakKeyDictionary
 
-from headrace.batch import BranchView, Commit, Guess, StepRows
+from headrace.batch import Commit, DraftTree, SequenceView, StepRows
 
 
-class Jacobi:
-    """Guesses by iteration; one look at the logits of each guess row."""
+class JacobiProposer:
+    """Drafts by iteration; one look at the logits of each draft row."""
 
     bounded = True
     needs_rows = True
 
     def __init__(self, max_nodes: int = 16) -> None:
         self.max_nodes = max_nodes
-        self._chains: WeakKeyDictionary[BranchView, list[int]] = WeakKeyDictionary()
+        self._chains: WeakKeyDictionary[SequenceView, list[int]] = WeakKeyDictionary()
 
-    def propose(self, branches: list[BranchView], room: list[int]) -> list[Guess]:
-        return [self._guess(branch, nodes) for branch, nodes in zip(branches, room, strict=True)]
+    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
+        return [self._draft(seq, nodes) for seq, nodes in zip(seqs, budget, strict=True)]
 
-    def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
         for commit in commits:
-            if commit.tokens and commit.guess.tokens:
-                # The first rows led to the new tokens. The next one is that of the first wrong guess, and says what follows it.
-                first, end = commit.row + 1 + len(commit.path), commit.row + 1 + len(commit.guess.tokens)
-                self._chains[branches[commit.source]] = rows.logits[first:end].argmax(axis=1).tolist()
+            if commit.tokens and commit.draft.tokens:
+                # The first rows led to the new tokens. The next one is that of the first wrong draft, and says what follows it.
+                first, end = commit.row + 1 + len(commit.path), commit.row + 1 + len(commit.draft.tokens)
+                self._chains[seqs[commit.source]] = rows.logits[first:end].argmax(axis=1).tolist()
 
-    def _guess(self, branch: BranchView, room: int) -> Guess:
+    def _draft(self, seq: SequenceView, budget: int) -> DraftTree:
         # Any tokens do to begin with; those of the text itself are at least of its kind.
-        chain = [*self._chains.pop(branch, ()), *branch.known[:room]][:room]
-        return Guess(chain, list(range(-1, len(chain) - 1)))
+        chain = [*self._chains.pop(seq, ()), *seq.known[:budget]][:budget]
+        return DraftTree(chain, list(range(-1, len(chain) - 1)))

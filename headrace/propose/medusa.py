@@ -1,4 +1,4 @@
-"""Medusa heads (Cai et al. 2024): small extra heads guess, from the row that gave the last token, those after the next.
+"""Medusa heads (Cai et al. 2024): small extra heads draft, from the row that gave the last token, those after the next.
 
 Head i looks i + 2 tokens ahead of its row. The row has drawn one token by the time it is asked, so head i gives depth i of the tree. What
 it takes to be likeliest, in every combination that may pay, makes a static tree.
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from headrace._native import token_logprobs
 from headrace.backend import Executable
-from headrace.batch import NO_GUESS, BranchView, Commit, Guess, RaggedBatch, StepRows
+from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch, SequenceView, StepRows
 from headrace.kv.rows import ints
 from headrace.program.ops import Value
 from headrace.program.trace import Tracer
@@ -34,14 +34,14 @@ def head_forward(index: int, dim: int, vocab: int, g: Tracer) -> Value:
 
 
 class _Kept(NamedTuple):
-    """Of a branch, from the step that drew its last token."""
+    """Of a sequence, from the step that drew its last token."""
 
     num_known: int
     hidden: NDArray[np.float32]  # [dim]
 
 
-class Medusa:
-    """Guesses by heads that were trained for the model."""
+class MedusaProposer:
+    """Drafts by heads that were trained for the model."""
 
     bounded = True
     """Called in the engine's own thread only: it runs on the engine's compute threads, which serve one caller at a time."""
@@ -50,38 +50,38 @@ class Medusa:
         self.max_nodes = min(depth, len(heads)) * width
         self._tree = static_tree(min(depth, len(heads)), self.max_nodes)
         self._heads = heads[: max(map(len, self._tree))]
-        self._kept: WeakKeyDictionary[BranchView, _Kept] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[SequenceView, _Kept] = WeakKeyDictionary()
 
-    def propose(self, branches: list[BranchView], room: list[int]) -> list[Guess]:
-        kept = [self._kept.get(branch) for branch in branches]
-        asked = [i for i, (branch, k) in enumerate(zip(branches, kept, strict=True)) if k and k.num_known == len(branch.known)]
+    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
+        kept = [self._kept.get(seq) for seq in seqs]
+        asked = [i for i, (seq, k) in enumerate(zip(seqs, kept, strict=True)) if k and k.num_known == len(seq.known)]
         if not asked:
-            return [NO_GUESS] * len(branches)
+            return [NO_DRAFT] * len(seqs)
         batch = _input_rows(np.stack([k.hidden for i in asked if (k := kept[i])]))
         ranks = [1 + max(path[depth] for path in self._tree if len(path) > depth) for depth in range(len(self._heads))]
         likeliest = [
             [token_logprobs(row, 0, most)[2] for row in head.run(batch).logits] for head, most in zip(self._heads, ranks, strict=True)
         ]
-        guesses = [NO_GUESS] * len(branches)
+        drafts = [NO_DRAFT] * len(seqs)
         for row, i in enumerate(asked):
-            guesses[i] = self._guess([by_head[row] for by_head in likeliest], room[i])
-        return guesses
+            drafts[i] = self._draft([by_head[row] for by_head in likeliest], budget[i])
+        return drafts
 
-    def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
         if rows.hidden is None:
             return
         seen = set[int]()
         for commit in commits:
-            branch = branches[commit.source]
-            if commit.tokens and commit.source not in seen:  # the first of several goes to the branch itself
-                self._kept[branch] = _Kept(len(branch.known), rows.hidden[commit.last_row].copy())
+            seq = seqs[commit.source]
+            if commit.tokens and commit.source not in seen:  # the first of several goes to the sequence itself
+                self._kept[seq] = _Kept(len(seq.known), rows.hidden[commit.last_row].copy())
             seen.add(commit.source)
 
-    def _guess(self, likeliest: list[list[int]], room: int) -> Guess:
-        paths = self._tree[:room]
+    def _draft(self, likeliest: list[list[int]], budget: int) -> DraftTree:
+        paths = self._tree[:budget]
         nodes = {path: node for node, path in enumerate(paths)}
         tokens = [likeliest[len(path) - 1][path[-1]] for path in paths]
-        return Guess(tokens, [nodes.get(path[:-1], -1) for path in paths])
+        return DraftTree(tokens, [nodes.get(path[:-1], -1) for path in paths])
 
 
 def static_tree(num_heads: int, num_nodes: int) -> list[tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 from weakref import WeakKeyDictionary
 
-from headrace.batch import NO_GUESS, BranchView, Commit, Guess, StepRows
+from headrace.batch import NO_DRAFT, Commit, DraftTree, SequenceView, StepRows
 from headrace.propose.trees import merge
 
 _SIZES = (8, 4, 2)
@@ -14,37 +14,37 @@ _CANDIDATES = 3
 _LONGEST = 16
 """Tokens beyond which a match is not measured."""
 _MOST_RUNS = 1 << 16
-"""Runs kept of a branch; the oldest go first."""
+"""Runs kept of a sequence; the oldest go first."""
 
 
-class Ngram:
-    """Guesses that the text repeats itself. Microseconds for a branch, and for each token that is new in it."""
+class NgramProposer:
+    """Drafts that the text repeats itself. Microseconds for a sequence, and for each token that is new in it."""
 
     bounded = True
 
     def __init__(self, max_nodes: int = 16) -> None:
         self.max_nodes = max_nodes
-        # An entry goes when its branch does, whichever way that ends.
-        self._indices: WeakKeyDictionary[BranchView, _Index] = WeakKeyDictionary()
+        # An entry goes when its sequence does, whichever way that ends.
+        self._indices: WeakKeyDictionary[SequenceView, _Index] = WeakKeyDictionary()
 
-    def propose(self, branches: list[BranchView], room: list[int]) -> list[Guess]:
-        return [self._guess(branch, nodes) for branch, nodes in zip(branches, room, strict=True)]
+    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
+        return [self._draft(seq, nodes) for seq, nodes in zip(seqs, budget, strict=True)]
 
-    def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
         pass  # the index reads what is known when it is asked
 
-    def _guess(self, branch: BranchView, room: int) -> Guess:
-        index = self._indices.get(branch)
+    def _draft(self, seq: SequenceView, budget: int) -> DraftTree:
+        index = self._indices.get(seq)
         if index is None:
-            index = self._indices[branch] = _Index()
-        known = branch.known
+            index = self._indices[seq] = _Index()
+        known = seq.known
         index.extend(known)
         matches = index.matches(known)
         if not matches:
-            return NO_GUESS
+            return NO_DRAFT
         longest = matches[0][0]
-        chains = [_continuation(known, place, room) for length, place in matches if 2 * length > longest]
-        return merge(chains, room, confidence=longest.bit_length() - 2)  # of matches of 2, 4, 8 and 16 tokens or more
+        chains = [_continuation(known, place, budget) for length, place in matches if 2 * length > longest]
+        return merge(chains, budget, confidence=longest.bit_length() - 2)  # of matches of 2, 4, 8 and 16 tokens or more
 
 
 class _Index:

@@ -1,6 +1,6 @@
-"""A table of what followed what in the outputs of requests that it guessed for: it learns while the engine serves.
+"""A table of what followed what in the outputs of requests that it drafted for: it learns while the engine serves.
 
-Where requests are alike, and answers repeat across them, it guesses what no single prompt holds. What one request taught it is for
+Where requests are alike, and answers repeat across them, it drafts what no single prompt holds. What one request taught it is for
 those of the same cache salt only: how fast an answer comes hints at what others were answered, as with any cache that is shared.
 """
 
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Hashable
 from weakref import WeakKeyDictionary, finalize
 
-from headrace.batch import NO_GUESS, BranchView, Commit, Guess, StepRows
+from headrace.batch import NO_DRAFT, Commit, DraftTree, SequenceView, StepRows
 from headrace.propose.trees import merge
 
 _SIZES = (8, 4, 2)
@@ -17,8 +17,8 @@ _FOLLOWERS = 2
 """Different tokens kept after a run, the latest first."""
 
 
-class Online:
-    """Guesses that outputs repeat each other. At most `max_runs` runs, the least recently used go first."""
+class OnlineProposer:
+    """Drafts that outputs repeat each other. At most `max_runs` runs, the least recently used go first."""
 
     bounded = True
 
@@ -26,35 +26,35 @@ class Online:
         self.max_nodes = max_nodes
         self._max_runs = max_runs
         self._followers: dict[tuple[Hashable, ...], list[int]] = {}  # in the order of last use
-        self._lines: WeakKeyDictionary[BranchView, _Line] = WeakKeyDictionary()
+        self._lines: WeakKeyDictionary[SequenceView, _Line] = WeakKeyDictionary()
         self._ended = deque[_Line]()
 
-    def propose(self, branches: list[BranchView], room: list[int]) -> list[Guess]:
+    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
         # Learning waits until there is something to ask: many tokens at once take far less time than one by one between steps.
         while self._ended:
             self._learn(self._ended.popleft())
-        return [self._guess(self._follow(branch), nodes) for branch, nodes in zip(branches, room, strict=True)]
+        return [self._draft(self._follow(seq), nodes) for seq, nodes in zip(seqs, budget, strict=True)]
 
-    def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:
-        pass  # it reads what is known when it is asked, or when a branch has ended
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
+        pass  # it reads what is known when it is asked, or when a sequence has ended
 
-    def _follow(self, branch: BranchView) -> "_Line":
-        """What there is of a branch, all of it learned."""
-        line = self._lines.get(branch)
+    def _follow(self, seq: SequenceView) -> "_Line":
+        """What there is of a sequence, all of it learned."""
+        line = self._lines.get(seq)
         if line is None:
-            line = self._lines[branch] = _Line(branch)
-            finalize(branch, self._ended.append, line).atexit = False
+            line = self._lines[seq] = _Line(seq)
+            finalize(seq, self._ended.append, line).atexit = False
         self._learn(line)
         return line
 
-    def _guess(self, line: "_Line", room: int) -> Guess:
+    def _draft(self, line: "_Line", budget: int) -> DraftTree:
         tail = line.known[-_SIZES[0] :]
         found = self._look_up(line.scope, tail)
         if found is None:
-            return NO_GUESS
+            return NO_DRAFT
         size, followers = found
-        chains = [[token, *self._walk(line.scope, [*tail, token], room - 1)] for token in followers]
-        return merge(chains, room, confidence=_SIZES[::-1].index(size))
+        chains = [[token, *self._walk(line.scope, [*tail, token], budget - 1)] for token in followers]
+        return merge(chains, budget, confidence=_SIZES[::-1].index(size))
 
     def _walk(self, scope: Hashable, tokens: list[int], length: int) -> list[int]:
         """The likeliest way on, as far as it is known."""
@@ -92,11 +92,11 @@ class Online:
 
 
 class _Line:
-    """What there is to learn from a branch; lives on when the branch has ended."""
+    """What there is to learn from a sequence; lives on when the sequence has ended."""
 
-    def __init__(self, branch: BranchView) -> None:
-        self.scope = branch.scope
-        self.known = branch.known
-        """The branch's own list, which grows."""
-        self.learned = branch.prompt_len
+    def __init__(self, seq: SequenceView) -> None:
+        self.scope = seq.scope
+        self.known = seq.known
+        """The sequence's own list, which grows."""
+        self.learned = seq.prompt_len
         """Tokens that the table has: only outputs teach it."""

@@ -1,20 +1,20 @@
-"""The model's own first layers and its head guess what the whole of it will draw (Zhang et al. 2024, Draft & Verify; Elhoushi et al.
+"""The model's own first layers and its head draft what the whole of it will draw (Zhang et al. 2024, Draft & Verify; Elhoushi et al.
 2024, LayerSkip).
 
 The short program runs over the weights and the KV of the long one. What these layers have of the context is there already; what they
-write for guesses lies in slots that the step writes again, with the same numbers where the guess stays the same.
+write for drafts lies in slots that the step writes again, with the same numbers where the draft stays the same.
 """
 
 from headrace.backend import Executable
-from headrace.batch import NO_GUESS, BranchView, Commit, Guess, StepRows
+from headrace.batch import NO_DRAFT, Commit, DraftTree, SequenceView, StepRows
 from headrace.propose.chains import chain, grow
 
 _MOST_ROWS = 16
-"""Of known tokens without KV. At the end of a prompt there are more, and computing them twice costs more than a guess brings."""
+"""Of known tokens without KV. At the end of a prompt there are more, and computing them twice costs more than a draft brings."""
 
 
-class SelfDraft:
-    """Guesses by leaving out the last layers."""
+class SelfDraftProposer:
+    """Drafts by leaving out the last layers."""
 
     bounded = True
     """Called in the engine's own thread only: it runs on the engine's compute threads, which serve one caller at a time."""
@@ -26,14 +26,14 @@ class SelfDraft:
         self.width = width
         self._probabilities = probabilities
 
-    def propose(self, branches: list[BranchView], room: list[int]) -> list[Guess]:
+    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
         chains = {
-            i: chain(branch, branch.computed, branch.table, nodes, probabilities=self._probabilities)
-            for i, (branch, nodes) in enumerate(zip(branches, room, strict=True))
-            if nodes > 0 and len(branch.known) - branch.computed <= _MOST_ROWS
+            i: chain(seq, seq.computed, seq.table, nodes, probabilities=self._probabilities)
+            for i, (seq, nodes) in enumerate(zip(seqs, budget, strict=True))
+            if nodes > 0 and len(seq.known) - seq.computed <= _MOST_ROWS
         }
         grow(self._executable, list(chains.values()), self.width, self._block_size)
-        return [chains[i].guess if i in chains else NO_GUESS for i in range(len(branches))]
+        return [chains[i].draft if i in chains else NO_DRAFT for i in range(len(seqs))]
 
-    def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
         pass

@@ -1,23 +1,23 @@
-"""Building and cutting guess trees: what ways of guessing share."""
+"""Building and cutting draft trees: what proposers share."""
 
 from collections.abc import Iterable
 
-from headrace.batch import Guess
+from headrace.batch import DraftTree
 
 
 class Tree:
-    """A guess tree that grows, up to `room` nodes. A token is at most once among the children of a node."""
+    """A draft tree that grows, up to `room` nodes. A token is at most once among the children of a node."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, budget: int) -> None:
         self.tokens: list[int] = []
         self.parents: list[int] = []
-        self._room = room
+        self._budget = budget
         self._nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node
 
     def add(self, parent: int, token: int) -> int | None:
         """The child of `parent` that carries the token, made if need be; None when there is no room for it."""
         node = self._nodes.get((parent, token))
-        if node is None and len(self.tokens) < self._room:
+        if node is None and len(self.tokens) < self._budget:
             node = self._nodes[parent, token] = len(self.tokens)
             self.tokens.append(token)
             self.parents.append(parent)
@@ -34,27 +34,27 @@ class Tree:
         return nodes
 
 
-def merge(chains: list[list[int]], room: int, confidence: int = 0) -> Guess:
+def merge(chains: list[list[int]], budget: int, confidence: int = 0) -> DraftTree:
     """The chains as one tree. It is filled level by level: those that agree go deep, those that differ share the room."""
-    tree = Tree(room)
+    tree = Tree(budget)
     ends = [-1] * len(chains)
     for depth in range(max(map(len, chains), default=0)):
         for i, chain in enumerate(chains):
             if depth < len(chain):
                 node = tree.add(ends[i], chain[depth])
                 if node is None:
-                    return Guess(tree.tokens, tree.parents, confidence)
+                    return DraftTree(tree.tokens, tree.parents, confidence)
                 ends[i] = node
-    return Guess(tree.tokens, tree.parents, confidence)
+    return DraftTree(tree.tokens, tree.parents, confidence)
 
 
-def prune(guess: Guess, kept: list[int]) -> Guess:
+def prune(draft: DraftTree, kept: list[int]) -> DraftTree:
     """The tree of these nodes alone, ascending; with a node its parent must be there."""
-    if len(kept) == len(guess.tokens):
-        return guess
+    if len(kept) == len(draft.tokens):
+        return draft
     place = {node: i for i, node in enumerate(kept)} | {-1: -1}
-    return guess._replace(
-        tokens=[guess.tokens[node] for node in kept],
-        parents=[place[guess.parents[node]] for node in kept],
-        probabilities=None if guess.probabilities is None else guess.probabilities[kept],
+    return draft._replace(
+        tokens=[draft.tokens[node] for node in kept],
+        parents=[place[draft.parents[node]] for node in kept],
+        probabilities=None if draft.probabilities is None else draft.probabilities[kept],
     )

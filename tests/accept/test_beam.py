@@ -8,7 +8,7 @@ import pytest
 from headrace import _native
 from headrace.accept import Draw
 from headrace.accept.beam import BeamSearch
-from headrace.batch import NO_GUESS
+from headrace.batch import NO_DRAFT
 from headrace.engine.output import Output
 from headrace.engine.stops import StopPattern
 from headrace.request import SamplingParams
@@ -32,15 +32,15 @@ class Searching:
         with np.errstate(divide="ignore"):
             logits = np.log(np.array(probabilities, np.float32))
         draws = [
-            Draw(i, i, known, _native.Sampler(4, [], temperature=0.0), NO_GUESS, -1, output) for i, (known, output) in enumerate(self.beams)
+            Draw(i, i, known, _native.Sampler(4, [], temperature=0.0), NO_DRAFT, -1, output) for i, (known, output) in enumerate(self.beams)
         ]
         beams = []
         for which, commit in self.search.accept(draws, logits, POOL):
             assert commit is not None and commit.source == which
             known, output = self.beams[which]
-            heir = output.clone()
-            heir.push(commit.tokens[0], None)
-            beams.append(([*known, *commit.tokens], heir))
+            successor = output.clone()
+            successor.push(commit.tokens[0], None)
+            beams.append(([*known, *commit.tokens], successor))
         self.beams = beams
         return [output.token_ids for _, output in beams]
 

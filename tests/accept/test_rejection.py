@@ -1,7 +1,7 @@
 """Every rule that claims to be lossless is held to the exact distribution of what a step gives, on a toy of five tokens.
 
-A step with one guess x ~ q gives one token, or, where the guess survives, two. Under rejection sampling a single token y has the
-probability max(p(y) - q(y), 0), and a pair (x, b) min(p(x), q(x)) p2(b | x). Under draw-then-descend with a guess that is independent of
+A step with one draft x ~ q gives one token, or, where the draft survives, two. Under rejection sampling a single token y has the
+probability max(p(y) - q(y), 0), and a pair (x, b) min(p(x), q(x)) p2(b | x). Under draw-then-exact with a draft that is independent of
 the draw these are p(y) (1 - q(y)) and p(x) q(x) p2(b | x). In both cases the first token has the distribution p.
 """
 
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from headrace import _native
 from headrace.accept import rejection
-from headrace.accept.descend import Descent, Rule, descend
-from headrace.accept.rejection import pick, reject, residual
+from headrace.accept.exact import Rule, Verification, verify_exact
+from headrace.accept.rejection import pick, residual, verify_rejection
 from headrace.accept.sampler import Sampler
-from headrace.batch import Commit, Guess
+from headrace.batch import Commit, DraftTree
 
 VOCAB = 5
 DRAWS = 200_000
@@ -51,19 +51,19 @@ def tally(accept: Rule, draft_seed: int, num_draws: int = DRAWS) -> Tally:
         positions = range(first, first + 2 * size, 2)
         drafts = [draft.clone(0) for _ in positions]
         drawn = _native.draw_all(POOL, rows, [(d, i, p, -1) for i, (d, p) in enumerate(zip(drafts, positions, strict=True))])
-        guesses = [token for token, _ in drawn]
-        logits = np.stack([np.tile(TARGET, (size, 1)), AFTER[guesses]], axis=1).reshape(2 * size, VOCAB)
-        descents = [
-            Descent(Commit(i, [], [], []), target.clone(0), Guess([x], [-1], probabilities=Q[None]), 2 * i, p, -1)
-            for i, (x, p) in enumerate(zip(guesses, positions, strict=True))
+        drafts = [token for token, _ in drawn]
+        logits = np.stack([np.tile(TARGET, (size, 1)), AFTER[drafts]], axis=1).reshape(2 * size, VOCAB)
+        verifications = [
+            Verification(Commit(i, [], [], []), target.clone(0), DraftTree([x], [-1], probabilities=Q[None]), 2 * i, p, -1)
+            for i, (x, p) in enumerate(zip(drafts, positions, strict=True))
         ]
-        assert accept(descents, logits, POOL) == set()
-        counts.update(tuple(d.commit.tokens) for d in descents)
+        assert accept(verifications, logits, POOL) == set()
+        counts.update(tuple(d.commit.tokens) for d in verifications)
     return counts
 
 
 def exact(single: Floats, pair: Floats) -> dict[tuple[int, ...], float]:
-    """The distribution of what a step gives, by those of the single token and of the guess that survives."""
+    """The distribution of what a step gives, by those of the single token and of the draft that survives."""
     pairs = {(x, b): float(pair[x] * P2[x, b]) for x in range(VOCAB) for b in range(VOCAB)}
     return {(y,): float(single[y]) for y in range(VOCAB)} | pairs
 
@@ -92,24 +92,24 @@ def first_tokens(counts: Tally) -> Tally:
     return firsts
 
 
-def without_bonus(descents: list[Descent], logits: NDArray[np.float32], pool: _native.Pool) -> set[int]:
-    """A step ends with its last guess."""
-    failed = reject(descents, logits, pool)
-    for descent in descents:
-        del descent.commit.tokens[max(1, len(descent.commit.path)) :]
+def without_bonus(verifications: list[Verification], logits: NDArray[np.float32], pool: _native.Pool) -> set[int]:
+    """A step ends with its last draft."""
+    failed = verify_rejection(verifications, logits, pool)
+    for verification in verifications:
+        del verification.commit.tokens[max(1, len(verification.commit.path)) :]
     return failed
 
 
 class TestRejection:
     def test_what_a_step_gives_has_the_exact_distribution(self) -> None:
-        counts = tally(reject, draft_seed=1)
+        counts = tally(verify_rejection, draft_seed=1)
         assert is_drawn_from(counts, REJECTION)
         assert is_drawn_from(first_tokens(counts), {(y,): float(P[y]) for y in range(VOCAB)})
         accepted = sum(count for outcome, count in counts.items() if len(outcome) == 2)
         assert accepted / DRAWS == pytest.approx(np.minimum(P, Q).sum(), abs=0.005)
 
-    def test_draw_then_descend_with_an_independent_guess(self) -> None:
-        counts = tally(descend, draft_seed=2)
+    def test_draw_then_descend_with_an_independent_draft(self) -> None:
+        counts = tally(verify_exact, draft_seed=2)
         assert is_drawn_from(counts, INDEPENDENT)
         assert is_drawn_from(first_tokens(counts), {(y,): float(P[y]) for y in range(VOCAB)})
 
@@ -126,7 +126,7 @@ class TestRejection:
     ) -> None:
         monkeypatch.setattr(rejection, "residual", wrong)
         monkeypatch.setattr(rejection, "pick", lambda p, uniform: min(int(np.searchsorted(np.cumsum(p), uniform)), VOCAB - 1))
-        counts = tally(reject, draft_seed=1, num_draws=FEWER)
+        counts = tally(verify_rejection, draft_seed=1, num_draws=FEWER)
         assert not is_drawn_from(counts, REJECTION)
         assert not is_drawn_from(first_tokens(counts), {(y,): float(P[y]) for y in range(VOCAB)})
 
@@ -157,19 +157,19 @@ def test_shared_noise_recovers_nearly_what_rejection_sampling_gains(spread: floa
     assert (p * q).sum(axis=1).mean() == pytest.approx(independent, abs=0.01)
 
 
-def test_a_guess_without_probabilities_was_certain() -> None:
+def test_a_draft_without_probabilities_was_certain() -> None:
     """So a plain draw decides, and a step has the probabilities of a draw and a descent."""
     sampler, logits = Sampler(VOCAB, [], seed=3), np.stack([TARGET, AFTER[2], AFTER[4]])
     for position in range(50):
-        one = Descent(Commit(0, [], [], []), sampler.clone(0), Guess([], []), 0, position, 1)
-        tree = Descent(Commit(1, [], [], []), sampler.clone(0), Guess([2, 4], [-1, -1]), 0, position, 1)
-        assert reject([one, tree], logits, POOL) == set()
+        one = Verification(Commit(0, [], [], []), sampler.clone(0), DraftTree([], []), 0, position, 1)
+        tree = Verification(Commit(1, [], [], []), sampler.clone(0), DraftTree([2, 4], [-1, -1]), 0, position, 1)
+        assert verify_rejection([one, tree], logits, POOL) == set()
         assert tree.commit.tokens[0] == one.commit.tokens[0] and tree.commit.logprobs[0] == one.commit.logprobs[0]
         assert tree.commit.path == {2: [0], 4: [1]}.get(one.commit.tokens[0], [])
 
 
-def test_logits_that_are_not_finite_fail_their_own_branch() -> None:
+def test_logits_that_are_not_finite_fail_their_own_sequence() -> None:
     logits = np.stack([TARGET, np.full(VOCAB, np.nan, np.float32)])
-    descents = [Descent(Commit(i, [], [], []), Sampler(VOCAB, []), Guess([], []), i, 0, -1) for i in range(2)]
-    assert reject(descents, logits, POOL) == {1}
-    assert len(descents[0].commit.tokens) == 1
+    verifications = [Verification(Commit(i, [], [], []), Sampler(VOCAB, []), DraftTree([], []), i, 0, -1) for i in range(2)]
+    assert verify_rejection(verifications, logits, POOL) == {1}
+    assert len(verifications[0].commit.tokens) == 1

@@ -1,4 +1,4 @@
-"""Random ragged batches: prompt chunks, single rows and guess trees at random depths of their contexts."""
+"""Random ragged batches: prompt chunks, single rows and draft trees at random depths of their contexts."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from headrace.batch import RaggedBatch
 
 
 class Sequence:
-    """One branch's slots: a shuffled block table, and how much of its context has KV."""
+    """One sequence's slots: a shuffled block table, and how much of its context has KV."""
 
     def __init__(self, blocks: list[int], block_size: int) -> None:
         self.block_size = block_size
@@ -17,27 +17,32 @@ class Sequence:
         return [self.blocks[i // self.block_size] * self.block_size + i % self.block_size for i in range(first, first + count)]
 
 
-def batch_of(sequences: list[Sequence], forced: list[list[int]], guesses: list[tuple[list[int], list[int]]], trees: bool) -> RaggedBatch:
+def batch_of(
+    sequences: list[Sequence], num_scheduled: list[list[int]], drafts: list[tuple[list[int], list[int]]], trees: bool
+) -> RaggedBatch:
     """One step: forced tokens and a (tokens, parents) tree for each sequence, logits for all rows."""
     tokens, positions, slots, starts, rows_seen = [], [], [], [0], []
-    for sequence, decided, (guessed, parents) in zip(sequences, forced, guesses, strict=True):
+    for sequence, decided, (drafted, parents) in zip(sequences, num_scheduled, drafts, strict=True):
         depths, seen = [], []
         for i, parent in enumerate(parents):
             depths.append(0 if parent < 0 else depths[parent] + 1)
             seen.append((0 if parent < 0 else seen[parent]) | 1 << i)
         start = sequence.computed
-        tokens += decided + guessed
+        tokens += decided + drafted
         positions += [*range(start, start + len(decided)), *(start + len(decided) + d for d in depths)]
-        slots += sequence.slots(start, len(decided) + len(guessed))
+        slots += sequence.slots(start, len(decided) + len(drafted))
         starts.append(len(tokens))
         rows_seen += [0] * len(decided) + seen
-    words = 1 + max((len(g) for g, _ in guesses), default=0) // 64
+    words = 1 + max((len(g) for g, _ in drafts), default=0) // 64
     mask = 2**64 - 1
     ancestors = np.array([[seen >> 64 * w & mask for w in range(words)] for seen in rows_seen], np.uint64) if trees else None
     table = np.zeros((len(sequences), max(len(s.blocks) for s in sequences)), np.int32)
     for b, sequence in enumerate(sequences):
         table[b, : len(sequence.blocks)] = sequence.blocks
-    i32 = [np.asarray(x, np.int32) for x in (tokens, positions, slots, starts, [s.computed for s in sequences], [len(f) for f in forced])]
+    i32 = [
+        np.asarray(x, np.int32)
+        for x in (tokens, positions, slots, starts, [s.computed for s in sequences], [len(f) for f in num_scheduled])
+    ]
     rows = np.arange(len(tokens), dtype=np.int32)
-    branch_of = np.repeat(np.arange(len(sequences)), np.diff(starts)).astype(np.int32)
-    return RaggedBatch(*i32, table, ancestors, rows, branch_of)
+    seq_of = np.repeat(np.arange(len(sequences)), np.diff(starts)).astype(np.int32)
+    return RaggedBatch(*i32, table, ancestors, rows, seq_of)

@@ -36,7 +36,7 @@ def product(isa: str, stored: StoredTensor, x: Array, offset: bool = False, thre
 
 
 def run_rows(plan: _native.Plan, num_rows: int) -> None:
-    """One step of `num_rows` one-row branches; row i carries token i."""
+    """One step of `num_rows` one-row sequences; row i carries token i."""
     i32 = lambda x: np.ascontiguousarray(x, np.int32)  # noqa: E731
     rows, zeros = np.arange(num_rows), np.zeros(num_rows)
     table = np.zeros((num_rows, 1), np.int32)

@@ -41,19 +41,19 @@ def random_tree(rng: np.random.Generator, nodes: int, vocab: int) -> tuple[list[
 
 
 def random_steps(rng: np.random.Generator, vocab: int, trees: bool):
-    """A few steps of up to four branches: prompt chunks of all sizes, then single rows; contexts cross blocks and splits."""
+    """A few steps of up to four sequences: prompt chunks of all sizes, then single rows; contexts cross blocks and splits."""
     order = rng.permutation(BLOCKS)
     sequences = [Sequence([int(b) for b in part], 32) for part in np.array_split(order, rng.integers(1, 5))]
     for _ in range(3):
-        forced, guesses = [], []
+        num_scheduled, drafts = [], []
         for sequence in sequences:
-            room = len(sequence.blocks) * 32 - sequence.computed
+            budget = len(sequence.blocks) * 32 - sequence.computed
             count = int(rng.choice([1, 1, 5, 33, 140, 300]))
-            forced.append(rng.integers(0, vocab, max(1, min(count, room // 3))).tolist())
+            num_scheduled.append(rng.integers(0, vocab, max(1, min(count, budget // 3))).tolist())
             nodes = int(rng.integers(0, 70)) if trees else 0
-            guesses.append(random_tree(rng, min(nodes, room // 3), vocab))
-        yield batch_of(sequences, forced, guesses, trees)
-        for sequence, decided in zip(sequences, forced, strict=True):
+            drafts.append(random_tree(rng, min(nodes, budget // 3), vocab))
+        yield batch_of(sequences, num_scheduled, drafts, trees)
+        for sequence, decided in zip(sequences, num_scheduled, strict=True):
             sequence.computed += len(decided)
 
 

@@ -14,11 +14,11 @@ from headrace.config import KvDtype
 
 SERVING = Path(__file__).parents[2] / "benchmarks/serving"
 Rows = list[dict[str, Any]]
-Run = Callable[..., tuple[Rows, str]]
+TokenRun = Callable[..., tuple[Rows, str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> TokenRun:
     """The rows of a program, and what it printed."""
 
     def run(*words: str) -> tuple[Rows, str]:
@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def test_waste(run: Run) -> None:
+def test_waste(run: TokenRun) -> None:
     rows, text = run("waste")
     found = {(row["batching"], row["block_size"]): row["fragmentation"] for row in rows}
     assert list(found) == [("inflight", 16), ("inflight", 32), ("static", 32)]
@@ -44,28 +44,28 @@ def test_waste(run: Run) -> None:
         assert row["waste"] >= row["fragmentation"] and f"{100 * row['waste']:.1f} %" in text
 
 
-def test_batching(run: Run) -> None:
+def test_batching(run: TokenRun) -> None:
     inflight, static, ratio = run("batching")[0]
     assert (inflight["batching"], static["batching"]) == ("inflight", "static")
     assert ratio["ratio"] == pytest.approx([inflight["tokens_per_second"][0] / static["tokens_per_second"][0]])
     assert inflight["waste"][0] < static["waste"][0]
 
 
-def test_pauses(run: Run) -> None:
-    rows, text = run("pauses", "--set", "max_step_rows=64", "--set", "max_step_rows=32,proposer=ngram")
-    assert [row["config"] for row in rows] == ["max_step_rows=64", "max_step_rows=32, proposer=ngram"]
+def test_pauses(run: TokenRun) -> None:
+    rows, text = run("pauses", "--set", "max_num_batched_tokens=64", "--set", "max_num_batched_tokens=32,proposer=ngram")
+    assert [row["config"] for row in rows] == ["max_num_batched_tokens=64", "max_num_batched_tokens=32, proposer=ngram"]
     for row in rows:
         assert row["config"] in text and row["during_p50"][0] <= row["during_p99"][0] <= row["first_token"][0]
         assert row["ratio"] == [row["during_p99"][0] / row["quiet_p99"][0]]
 
 
-def test_memory(run: Run) -> None:
+def test_memory(run: TokenRun) -> None:
     for row in run("memory")[0]:
         assert row["used"] <= row["predicted"] <= row["mapped"] < row["predicted"] + (2 << 20)
         assert 0 < row["resident"] <= row["mapped"]
 
 
-def test_kv_formats(run: Run) -> None:
+def test_kv_formats(run: TokenRun) -> None:
     truth, *rows = run("kv_formats")[0]
     assert {row["kv_dtype"] for row in rows} == set(get_args(KvDtype)) and truth["kl"] == 0
     for row in rows:
@@ -76,8 +76,8 @@ def test_kv_formats(run: Run) -> None:
     ("words", "message"),
     [
         (("speed",), "there is no speed; there are waste, batching"),
-        (("pauses", "--set", "max_step_rows"), "'max_step_rows' must be FIELD=VALUE"),
-        (("pauses", "--set", "max_rows=3"), "did you mean max_step_rows?"),
+        (("pauses", "--set", "max_num_batched_tokens"), "'max_num_batched_tokens' must be FIELD=VALUE"),
+        (("pauses", "--set", "max_rows=3"), "did you mean max_num_batched_tokens?"),
     ],
 )
 def test_refusals(words: tuple[str, ...], message: str) -> None:

@@ -123,8 +123,8 @@ class TestHuggingFace:
         assert spec_of(tmp_path, old).rope == RopeSpec(16, 5000.0, "linear", 2.0)
         old = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "finetuned": True}}
         assert spec_of(tmp_path, old).rope == RopeSpec(16, 10000.0, "yarn", 4.0, 32)
-        beside = {"rope_scaling": {"rope_type": "yarn", "factor": None}, "original_max_position_embeddings": 512}
-        assert spec_of(tmp_path, beside).rope == RopeSpec(16, 10000.0, "yarn", 4.0, 512)
+        attach = {"rope_scaling": {"rope_type": "yarn", "factor": None}, "original_max_position_embeddings": 512}
+        assert spec_of(tmp_path, attach).rope == RopeSpec(16, 10000.0, "yarn", 4.0, 512)
 
     def test_defaults_are_those_of_transformers(self, tmp_path: Path) -> None:
         for architecture, family in (("LlamaForCausalLM", "llama"), ("MistralForCausalLM", "mistral"), ("Qwen2ForCausalLM", "qwen2")):

@@ -84,8 +84,8 @@ class TestTheDefaultModel:
 
     @given(ids=st.lists(st.integers(0, 49151), max_size=12))
     def test_any_ids_stream_to_what_they_decode_to(self, smollm2_tokenizer: Tokenizer, ids: list[int]) -> None:
-        joined = b"".join(smollm2_tokenizer.token_bytes(token) for token in ids if token not in smollm2_tokenizer.special_ids)
-        assert "".join(stream(smollm2_tokenizer, ids)) == smollm2_tokenizer.decode(ids) == joined.decode("utf-8", "replace")
+        group = b"".join(smollm2_tokenizer.token_bytes(token) for token in ids if token not in smollm2_tokenizer.special_ids)
+        assert "".join(stream(smollm2_tokenizer, ids)) == smollm2_tokenizer.decode(ids) == group.decode("utf-8", "replace")
 
     def test_lone_surrogates(self, smollm2_tokenizer: Tokenizer) -> None:
         with pytest.raises(RequestError, match="surrogates"):

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.cli import bench as verb
 from headrace.cli import main as cli
-from headrace.cli.measure import Bench, Limits, Run
+from headrace.cli.measure import Bench, Run, SpeedLimits
 from headrace.config import EngineConfig
 from headrace.model import trace_model
 from headrace.planner.hardware import Machine
@@ -182,7 +182,7 @@ class TestRuns:
 
     def test_limits(self, model: str) -> None:
         with Bench(model, EngineConfig(max_model_len=64, threads=1)) as bench:
-            limits, checkpoint = Limits(bench.checkpoint, MACHINE, "f32"), bench.checkpoint
+            limits, checkpoint = SpeedLimits(bench.checkpoint, MACHINE, "f32"), bench.checkpoint
         program = fuse(trace_model(checkpoint.spec, checkpoint.tensors))
         step = {rows: step_seconds(program, Load(((20, 1),) * rows, rows, 4), MACHINE) for rows in (1, 3)}
         assert limits.decode(8, 16) == pytest.approx(1 / step[1])

@@ -16,7 +16,7 @@ from headrace.cli import main as cli
 from headrace.cli import run as verb
 
 HEADRACE = [sys.executable, "-m", "headrace"]
-CLOSING = re.compile(r"^\[(\d+) in, [\d,]+ tok/s · (\d+) out(, [\d,]+ tok/s · limit [\d,]+ tok/s, \d+ %)?(?: · [\d,]+ guessed)?\]$")
+CLOSING = re.compile(r"^\[(\d+) in, [\d,]+ tok/s · (\d+) out(, [\d,]+ tok/s · limit [\d,]+ tok/s, \d+ %)?(?: · [\d,]+ drafted)?\]$")
 CAPITAL = "What is the capital city of France? Answer in one word."
 SHORT = ("--max-tokens", "12", "--temperature", "0")
 
@@ -58,7 +58,7 @@ class TestAnswer:
 
         assert answer("--seed", "5") == answer("--seed", "5", "--threads", "1") == answer("--seed", "5", "--proposer", "off")
         assert answer("--seed", "5") == answer("--seed", "5", "--proposer", "self_draft", "--draft-layers", "20", "--draft-width", "2")
-        assert answer("--seed", "5") == answer("--seed", "5", "--proposer", "ngram", "--no-guess-control", "--max-guess-nodes", "5")
+        assert answer("--seed", "5") == answer("--seed", "5", "--proposer", "ngram", "--no-adaptive-speculation", "--max-draft-tokens", "5")
         assert len({answer("--seed", str(seed)) for seed in range(4)}) > 1
 
     def test_beams_find_a_likelier_answer_than_greedy(self, headrace) -> None:
@@ -87,11 +87,14 @@ class TestRefusal:
             (("--max-model-len", "16"), "the prompt has"),
             (("--threads", "-1"), "threads"),
             (("--proposer", "ngrams"), "proposer must be one of"),
-            (("--proposer", "ngram", "--max-guess-nodes", "0"), "max_guess_nodes must be a whole number from 1"),
+            (("--proposer", "ngram", "--max-draft-tokens", "0"), "max_draft_tokens must be a whole number from 1"),
             (("--proposer", "draft_model"), "needs a smaller model with the same vocabulary"),
             (("--draft-model", "smollm2", "--proposer", "off"), "is for proposer 'draft_model' or 'auto', and the proposer is 'off'"),
             (("--proposer", "self_draft", "--draft-layers", "30"), "draft_layers is 30, and must be 1 to 29"),
-            (("--acceptance", "rejection", "--proposer", "ngram"), "acceptance 'rejection' is for chains of guesses drawn by a model"),
+            (
+                ("--acceptance-method", "rejection", "--proposer", "ngram"),
+                "acceptance_method 'rejection' is for chains of drafts drawn by a model",
+            ),
         ],
     )
     def test_a_value_out_of_range(self, headrace, flags: tuple[str, ...], message: str) -> None:

@@ -58,7 +58,7 @@ class TestWriting:
         engine.step()
         (record,) = watch.read()
         assert record["pid"] == os.getpid() and record["stats"].running == 2 and "map" not in record
-        assert [(line["prompt"], line["output"], line["state"]) for line in record["branches"]] == [(3, 1, "decode"), (4, 1, "decode")]
+        assert [(line["prompt"], line["output"], line["state"]) for line in record["seqs"]] == [(3, 1, "decode"), (4, 1, "decode")]
         (file,) = folder.glob("*.json")
         assert file.stat().st_mode & 0o777 == 0o600
         engine.close()
@@ -80,7 +80,7 @@ class TestWriting:
             engine.step()
             engine._publisher._next = float("inf")
         (record,) = watch.read()
-        assert (record["stats"].running, record["stats"].finished, record["branches"]) == (0, 2, [])
+        assert (record["stats"].running, record["stats"].finished, record["seqs"]) == (0, 2, [])
 
     def test_an_old_look_does_not_count(self, folder: Path) -> None:
         Watch()
@@ -113,7 +113,7 @@ class TestWriting:
         watch, engine = Watch(with_map=True), busy_engine(9)
         engine.step()
         (record,) = watch.read()
-        assert len(record["branches"]) == 5 and record["branches_left_off"] == 4 and "map" not in record
+        assert len(record["seqs"]) == 5 and record["sequences_left_off"] == 4 and "map" not in record
 
 
 class TestReading:
@@ -179,7 +179,7 @@ class TestScreen:
         if width >= 80:
             assert len(text.splitlines()) < 20 and "…" not in text
 
-    def test_several_engines_and_many_branches(self, folder: Path) -> None:
+    def test_several_engines_and_many_sequences(self, folder: Path) -> None:
         text = self.shown(self.records(folder, engines=2, requests=12), rows=5)
         assert text.count(str(os.getpid())) == 3 and "and 7 more" in text
 
@@ -214,7 +214,7 @@ class TestVerb:
         code, out, _ = ask("--json", str(os.getpid()))
         (record,) = json.loads(out)
         assert code == 0 and record["stats"]["blocks_total"] == 64 and 0 < record["stats"]["waste"] < 1
-        assert len(record["history"]) == 60 and len(record["branches"]) > 4
+        assert len(record["history"]) == 60 and len(record["seqs"]) > 4
 
     def test_map(self, ask: Ask, tmp_path: Path) -> None:
         code, out, _ = ask("--map", str(tmp_path / "map.svg"))

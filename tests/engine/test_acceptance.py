@@ -1,18 +1,18 @@
-"""Measured acceptance of guesses."""
+"""Measured acceptance of drafts."""
 
 import random
 
 import pytest
 
-from headrace.batch import Guess
+from headrace.batch import DraftTree
 from headrace.engine.acceptance import AcceptanceRates
 
-CHAIN = Guess([1, 2, 3], [-1, 0, 1])
+CHAIN = DraftTree([1, 2, 3], [-1, 0, 1])
 
 
 def test_nothing_known_is_half() -> None:
     assert AcceptanceRates().values(CHAIN) == [0.5, 0.25, 0.125]
-    assert AcceptanceRates().values(Guess([1, 2], [-1, -1])) == [0.5, 0.125]
+    assert AcceptanceRates().values(DraftTree([1, 2], [-1, -1])) == [0.5, 0.125]
 
 
 def test_rates_by_depth_are_found() -> None:
@@ -26,7 +26,7 @@ def test_rates_by_depth_are_found() -> None:
 
 def test_confidence_and_rank_are_apart() -> None:
     acceptance = AcceptanceRates()
-    fork = Guess([1, 2], [-1, -1], confidence=1)
+    fork = DraftTree([1, 2], [-1, -1], confidence=1)
     for _ in range(50):
         acceptance.record(fork, [2])
     first, second = acceptance.values(fork)
@@ -43,7 +43,7 @@ def test_what_is_not_decided_is_not_counted() -> None:
     assert first > 0.5 and second / first == pytest.approx(first)  # taken from the first depth, since nothing is known of the second
 
 
-def test_a_branch_starts_from_all_and_becomes_its_own() -> None:
+def test_a_sequence_starts_from_all_and_becomes_its_own() -> None:
     general = AcceptanceRates()
     other, mine = AcceptanceRates(general), AcceptanceRates(general)
     for _ in range(100):
@@ -56,8 +56,8 @@ def test_a_branch_starts_from_all_and_becomes_its_own() -> None:
 
 def test_no_node_is_likelier_than_its_parent() -> None:
     acceptance, rng = AcceptanceRates(), random.Random(1)
-    guess = Guess([1, 2, 1, 2, 3], [-1, -1, 0, 0, 2])
+    draft = DraftTree([1, 2, 1, 2, 3], [-1, -1, 0, 0, 2])
     for _ in range(200):
-        acceptance.record(guess, [rng.choice([1, 2]), rng.choice([1, 2, 3]), 3])
-        values = acceptance.values(guess)
-        assert all(parent < 0 or value <= values[parent] for value, parent in zip(values, guess.parents, strict=True))
+        acceptance.record(draft, [rng.choice([1, 2]), rng.choice([1, 2, 3]), 3])
+        values = acceptance.values(draft)
+        assert all(parent < 0 or value <= values[parent] for value, parent in zip(values, draft.parents, strict=True))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headrace.config import KvConfig
 from headrace.engine.engine import Engine
 from headrace.errors import NonFiniteLogitsError, RequestError
-from headrace.propose.ngram import Ngram
+from headrace.propose.ngram import NgramProposer
 from headrace.request import RequestOutput, SamplingParams
 from tests.accept.beam_twin import Beam, beam_search
 from tests.backend.batches import Sequence, batch_of
@@ -77,7 +77,7 @@ def idle(engine: Engine) -> None:
     num_blocks=st.sampled_from([0, 4, 60]),
     block_size=st.sampled_from([1, 3, 4]),
     max_num_seqs=st.sampled_from([5, 6, 20]),
-    max_step_rows=st.sampled_from([5, 7, 64]),
+    max_num_batched_tokens=st.sampled_from([5, 7, 64]),
     max_logit_rows=st.sampled_from([1, 64]),
     stagger=st.integers(0, 3),
 )
@@ -86,7 +86,7 @@ def test_the_results_are_those_of_the_naive_search(
 ) -> None:
     """The pool has `num_blocks` more than the largest request needs by itself."""
     needed = [blocks_alone(len(prompt), params, block_size) for prompt, params in requests]
-    engine = toy_engine(num_blocks=max(needed) + num_blocks, block_size=block_size, proposer=Ngram(), **config)
+    engine = toy_engine(num_blocks=max(needed) + num_blocks, block_size=block_size, proposer=NgramProposer(), **config)
     ids, updates = [], []
     for prompt, params in requests:
         ids.append(engine.add_request(prompt, params))
@@ -157,7 +157,7 @@ def test_preemption_is_not_seen_and_keeps_the_prompt_shared() -> None:
     ("prompt_len", "params", "message"),
     [
         (3, {"beam_width": 7}, "beam_width is 7, and max_num_seqs is 6: search with fewer"),
-        (3, {"beam_width": 6}, "beam_width is 6, and max_step_rows is 5"),
+        (3, {"beam_width": 6}, "beam_width is 6, and max_num_batched_tokens is 5"),
         (
             9,
             {"beam_width": 5, "max_tokens": 20},
@@ -166,7 +166,7 @@ def test_preemption_is_not_seen_and_keeps_the_prompt_shared() -> None:
     ],
 )
 def test_refused(prompt_len: int, params: dict[str, Any], message: str) -> None:
-    engine = toy_engine(num_blocks=26, max_num_seqs=6, max_step_rows=5)
+    engine = toy_engine(num_blocks=26, max_num_seqs=6, max_num_batched_tokens=5)
     with pytest.raises(RequestError, match=message):
         engine.add_request([1] * prompt_len, SamplingParams(**params))
     assert not engine.has_work
@@ -187,7 +187,7 @@ def test_a_row_that_is_not_finite_fails_the_request_alone() -> None:
 def test_abort_in_every_state() -> None:
     params = SamplingParams(beam_width=3, n=3, max_tokens=12, stop_token_ids=[2, 7])
     for steps in range(30):
-        engine = toy_engine(num_blocks=18, block_size=3, max_step_rows=5)
+        engine = toy_engine(num_blocks=18, block_size=3, max_num_batched_tokens=5)
         ids = [engine.add_request([i, 2, 3, 4, 5, 6, 7], params) for i in range(3)]
         for _ in range(steps):
             engine.step()
@@ -217,10 +217,10 @@ def test_prompt_logprobs() -> None:
     assert searched.prompt_logprobs == drawn.prompt_logprobs
 
 
-def test_guesses_change_nothing() -> None:
+def test_drafts_change_nothing() -> None:
     params = SamplingParams(beam_width=3, max_tokens=12)
     plain = SamplingParams(temperature=0, max_tokens=20)
-    engine = toy_engine(proposer=Ngram())
+    engine = toy_engine(proposer=NgramProposer())
     searched, _ = run_all(engine, [([1, 2] * 4, params), ([1, 2] * 4, plain)])
     agree(searched, toy_search([1, 2] * 4, params), params)
-    assert engine.stats().guessed > 0
+    assert engine.stats().drafted > 0

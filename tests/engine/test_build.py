@@ -1,40 +1,40 @@
 """From parts to a batch, on one example drawn by hand."""
 
-from headrace.batch import Guess
+from headrace.batch import DraftTree
 from headrace.engine.build import build
-from headrace.engine.scheduler import Part
+from headrace.engine.scheduler import ScheduledSequence
 from headrace.kv.blocks import BlockPool
 from headrace.request import SamplingParams
 from tests.engine.toy import toy_engine
 
 
-def parts(guesses: list[Guess]) -> tuple[list[Part], BlockPool]:
+def parts(drafts: list[DraftTree]) -> tuple[list[ScheduledSequence], BlockPool]:
     engine = toy_engine(block_size=4)
     for prompt in ([1, 2, 3, 4, 5], [6, 7]):
         engine.add_request(prompt, SamplingParams(prompt_logprobs=0 if len(prompt) > 2 else None))
     first, second = engine._scheduler.waiting
     first.computed, first.table = 2, [3, 9]
     second.table = [5, 6]
-    return [Part(first, 3, True, guess=guesses[0]), Part(second, 1, False, guess=guesses[1])], engine._pool
+    return [ScheduledSequence(first, 3, True, draft=drafts[0]), ScheduledSequence(second, 1, False, draft=drafts[1])], engine._pool
 
 
 def test_chains() -> None:
-    made, pool = parts([Guess([11, 12], [-1, 0]), Guess([], [])])
+    made, pool = parts([DraftTree([11, 12], [-1, 0]), DraftTree([], [])])
     batch = build(made, pool)
     assert batch.tokens.tolist() == [3, 4, 5, 11, 12, 6]
     assert batch.positions.tolist() == [2, 3, 4, 5, 6, 0]
     assert batch.slots.tolist() == [14, 15, 36, 37, 38, 20]
     assert batch.row_start.tolist() == [0, 5, 6]
-    assert (batch.context_len.tolist(), batch.forced_len.tolist()) == ([2, 0], [3, 1])
+    assert (batch.context_len.tolist(), batch.scheduled_len.tolist()) == ([2, 0], [3, 1])
     assert batch.block_table.tolist() == [[3, 9], [5, 6]]
     assert batch.ancestors is None
     assert batch.logit_rows.tolist() == [0, 1, 2, 3, 4]
-    assert batch.branch_of.tolist() == [0] * 5
+    assert batch.seq_of.tolist() == [0] * 5
     assert [part.first_logit for part in made] == [0, 5]
 
 
 def test_a_tree() -> None:
-    batch = build(*parts([Guess([11, 12, 13], [-1, -1, 0]), Guess([], [])]))
+    batch = build(*parts([DraftTree([11, 12, 13], [-1, -1, 0]), DraftTree([], [])]))
     assert batch.positions.tolist() == [2, 3, 4, 5, 5, 6, 0]
     assert batch.slots.tolist() == [14, 15, 36, 37, 38, 39, 20]
     assert batch.ancestors is not None
@@ -42,8 +42,8 @@ def test_a_tree() -> None:
 
 
 def test_a_tree_of_more_nodes_than_a_word_has_bits() -> None:
-    (first, second), pool = parts([Guess([1] * 130, [*range(-1, 128), 0]), Guess([], [])])
-    first.branch.table = list(range(40))
+    (first, second), pool = parts([DraftTree([1] * 130, [*range(-1, 128), 0]), DraftTree([], [])])
+    first.seq.table = list(range(40))
     batch = build([second, first], pool)
     assert batch.ancestors is not None and batch.ancestors.shape == (1 + 3 + 130, 3)
     bits = [sum(int(word) << 64 * w for w, word in enumerate(row)) for row in batch.ancestors]

@@ -11,7 +11,7 @@ from headrace.engine.engine import Engine
 from headrace.model import trace_model
 from headrace.request import RequestOutput, SamplingParams
 from tests.composability import CASES, METHODS, OPTIONS, PAGE, REAL_CASES, Case, Method, page, title
-from tests.drafting import draft_engine
+from tests.draft_engines import draft_engine
 from tests.engine.test_promise import same
 from tests.engine.test_promise_real import KV, checkpoint, engine_on
 from tests.tiny import Tensors, run_all, tiny_engine, tiny_model
@@ -73,7 +73,7 @@ def engine_of(method: Method, made: tuple[Any, Tensors], options: dict[str, Any]
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.title)
 def test_beams_beside_it(method: Method) -> None:
-    """A search and requests that guess, in one batch: each gives what it gives alone."""
+    """A search and requests that draft, in one batch: each gives what it gives alone."""
     made = model("Q4_0")
     params = [SamplingParams(beam_width=4, n=4, max_tokens=20), SamplingParams(seed=5, max_tokens=MAX_TOKENS, logprobs=1)]
     requests = [(prompt, each) for prompt in PROMPTS for each in params]
@@ -81,7 +81,7 @@ def test_beams_beside_it(method: Method) -> None:
     engine = engine_of(method, made, {"slots": ROOMY, **method.options})
     for result, other in zip(run_all(engine, requests), expected, strict=True):
         same(result, other, exact=True)
-        assert not (result.guesses and len(result.outputs) > 1), "a search was given guesses"
+        assert not (result.drafts and len(result.outputs) > 1), "a search was given drafts"
     stats = engine.stats()
     assert method.happened(stats) and stats.proposer_failures == 0 and stats.blocks_free == stats.blocks_total
 
@@ -112,7 +112,7 @@ def real_requests(prompt: str, titles: list[str]) -> list[tuple[list[int], Sampl
 def test_default_model(
     executable: Executable, plain_real: dict[str, list[RequestOutput]], method: Method, prompt: str, titles: list[str]
 ) -> None:
-    rows = {"max_step_rows": 7} if "chunked prefill" in titles else {}
+    rows = {"max_num_batched_tokens": 7} if "chunked prefill" in titles else {}
     # Equal requests would share their blocks, and nobody would have to give way.
     blocks: dict[str, Any] = {"num_blocks": 10, "prefix_cache": False} if "preemption" in titles else {}
     engine = engine_on(executable, **blocks, **rows, **method.options)

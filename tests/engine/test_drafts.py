@@ -1,4 +1,4 @@
-"""Models that guess: right models are always right, wrong ones cost little, and what they hold they give back."""
+"""Models that draft: right models are always right, wrong ones cost little, and what they hold they give back."""
 
 from collections import Counter
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.batch import Guess
-from headrace.engine.guessing import Guessing
-from headrace.engine.scheduler import Part
+from headrace.batch import DraftTree
+from headrace.engine.scheduler import ScheduledSequence
+from headrace.engine.speculation import Speculation
 from headrace.kv.blocks import BlockPool
 from headrace.propose import prune
-from headrace.propose.draft_model import DraftModel
+from headrace.propose.draft_model import DraftModelProposer
 from headrace.request import SamplingParams
 from tests.accept.test_rejection import is_drawn_from, softmax
-from tests.drafting import draft_engine
+from tests.draft_engines import draft_engine
 from tests.engine.test_machine_drafts import HalfRight
 from tests.engine.test_promise import same
 from tests.engine.toy import VOCAB, toy_engine, toy_logits
@@ -40,7 +40,7 @@ def test_the_model_itself_is_always_right(backend: str, how: str, params: Sampli
     for one, other in zip(run_all(engine, requests), plain, strict=True):
         same(one, other, exact=backend == "cpu")
     stats = engine.stats()
-    assert stats.guessed == stats.accepted > 3 * stats.steps  # of 4 guesses for each branch
+    assert stats.drafted == stats.accepted > 3 * stats.steps  # of 4 drafts for each sequence
     assert stats.proposer_failures == 0
 
 
@@ -49,10 +49,10 @@ def test_fewer_layers_are_sometimes_right(width: int) -> None:
     engine, _ = draft_engine(MODEL, "self_draft", layers=2, width=width)
     run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS])
     stats = engine.stats()
-    assert 0 < stats.accepted < stats.guessed
+    assert 0 < stats.accepted < stats.drafted
 
 
-def test_siblings_of_guesses_are_right_more_often() -> None:
+def test_siblings_of_drafts_are_right_more_often() -> None:
     """What the draft's likeliest tokens miss its next likeliest may hit."""
     accepted = []
     for width in (1, 4):
@@ -72,15 +72,15 @@ def test_a_wrong_model_costs_no_step(params: SamplingParams) -> None:
     for one, other in zip(run_all(engine, requests), expected, strict=True):
         same(one, other, exact=True)
     stats = engine.stats()
-    assert stats.accepted < 0.3 * stats.guessed
+    assert stats.accepted < 0.3 * stats.drafted
     assert stats.steps <= plain.stats().steps
 
 
 @pytest.mark.parametrize("draft_slots", [64, 0])
 def test_what_a_draft_holds_it_gives_back(draft_slots: int) -> None:
-    engine, proposers = draft_engine(MODEL, "draft_model", slots=160, draft_slots=draft_slots, max_num_seqs=4, max_step_rows=16)
+    engine, proposers = draft_engine(MODEL, "draft_model", slots=160, draft_slots=draft_slots, max_num_seqs=4, max_num_batched_tokens=16)
     proposer = proposers["draft_model"]
-    assert isinstance(proposer, DraftModel)
+    assert isinstance(proposer, DraftModelProposer)
     lowest = proposer.pool.num_free
     for prompt, params in [*((p, SEVERAL) for p in PROMPTS), *((p, GREEDY) for p in PROMPTS)]:
         engine.add_request(prompt, params)
@@ -100,19 +100,19 @@ def test_a_draft_may_be_made_for_shorter_texts() -> None:
     engine, _ = draft_engine(MODEL, "draft_model", longest=20)
     (result,) = run_all(engine, [([5], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))])
     stats = engine.stats()
-    assert stats.guessed == stats.accepted and 10 < stats.accepted < 20
+    assert stats.drafted == stats.accepted and 10 < stats.accepted < 20
     assert len(result.outputs[0].token_ids) == 60
 
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("how", ["self_draft", "medusa"])
 def test_typical_acceptance_of_trees(how: str, width: int) -> None:
-    """Greedy it loses nothing; sampled it takes guesses that a draw would not have given."""
+    """Greedy it loses nothing; sampled it takes drafts that a draw would not have given."""
     requests = [(prompt, GREEDY) for prompt in PROMPTS]
     plain = run_all(tiny_engine(MODEL, "cpu", kv_dtype="f32"), requests)
     accepted = []
-    for acceptance in ("descend", "typical"):
-        engine, _ = draft_engine(MODEL, how, layers=2, width=width, depth=2, acceptance=acceptance)
+    for method in ("exact", "typical"):
+        engine, _ = draft_engine(MODEL, how, layers=2, width=width, depth=2, acceptance_method=method)
         for one, other in zip(run_all(engine, requests), plain, strict=True):
             same(one, other, exact=True)
         run_all(engine, [(prompt, SAMPLED) for prompt in PROMPTS])
@@ -123,34 +123,34 @@ def test_typical_acceptance_of_trees(how: str, width: int) -> None:
 
 
 @pytest.mark.parametrize(("how", "options"), [("draft_model", {}), ("self_draft", {"layers": 3})])
-@pytest.mark.parametrize("acceptance", ["rejection", "typical"])
-def test_other_rules_of_acceptance(how: str, options: dict[str, Any], acceptance: str) -> None:
-    """The model as its own draft: q is p, and every guess survives; greedy tokens are those of plain decoding under any rule."""
+@pytest.mark.parametrize("method", ["rejection", "typical"])
+def test_other_acceptance_methods(how: str, options: dict[str, Any], method: str) -> None:
+    """The model as its own draft: q is p, and every draft survives; greedy tokens are those of plain decoding under any rule."""
     requests = [(prompt, GREEDY) for prompt in PROMPTS]
     plain = run_all(tiny_engine(MODEL, "cpu", kv_dtype="f32"), requests)
-    engine, _ = draft_engine(MODEL, how, acceptance=acceptance, **options)
+    engine, _ = draft_engine(MODEL, how, acceptance_method=method, **options)
     for one, other in zip(run_all(engine, requests), plain, strict=True):
         same(one, other, exact=True)
-    if acceptance == "rejection":
+    if method == "rejection":
         run_all(engine, [(prompt, params) for prompt in PROMPTS for params in (SAMPLED, PENALISED, SEVERAL)])
     stats = engine.stats()
-    assert stats.guessed == stats.accepted > 0 and stats.proposer_failures == 0
+    assert stats.drafted == stats.accepted > 0 and stats.proposer_failures == 0
 
 
-class EveryOther(Guessing):
+class EveryOther(Speculation):
     """Runs a part of each chain, as long as the step's number says: as the controller does, it does not look at the tokens."""
 
     num_steps = 0
 
-    def ask(self, parts: list[Part]) -> dict[Part, int]:
+    def ask(self, parts: list[ScheduledSequence]) -> dict[ScheduledSequence, int]:
         self.wanted = super().ask(parts)
         return self.wanted
 
-    def guess(self) -> None:
-        super().guess()
+    def draft(self) -> None:
+        super().draft()
         self.num_steps += 1
         for part in self.wanted:
-            part.guess = prune(part.guess, list(range(min(len(part.guess.tokens), 1 + self.num_steps % 3))))
+            part.draft = prune(part.draft, list(range(min(len(part.draft.tokens), 1 + self.num_steps % 3))))
 
 
 class Certain:
@@ -159,21 +159,21 @@ class Certain:
     bounded = True
     max_nodes = 2
 
-    def propose(self, branches: list[Any], room: list[int]) -> list[Guess]:
-        rooms = [nodes * (len(branch.known) == 2) for branch, nodes in zip(branches, room, strict=True)]
-        return [Guess([2, 5][:nodes], [-1, -1][:nodes]) for nodes in rooms]
+    def propose(self, seqs: list[Any], budget: list[int]) -> list[DraftTree]:
+        budgets = [nodes * (len(seq.known) == 2) for seq, nodes in zip(seqs, budget, strict=True)]
+        return [DraftTree([2, 5][:nodes], [-1, -1][:nodes]) for nodes in budgets]
 
     def observe(self, *_: Any) -> None: ...
 
 
 @pytest.mark.parametrize(
-    ("guessing", "others"), [(Guessing, {}), (EveryOther, {}), (Guessing, {"certain": Certain()})], ids=["draft", "cut", "mixed"]
+    ("speculation", "others"), [(Speculation, {}), (EveryOther, {}), (Speculation, {"certain": Certain()})], ids=["draft", "cut", "mixed"]
 )
-def test_rejection_in_the_engine_keeps_the_distribution(guessing: type[Guessing], others: dict[str, Any]) -> None:
+def test_rejection_in_the_engine_keeps_the_distribution(speculation: type[Speculation], others: dict[str, Any]) -> None:
     """The second and third token of many short texts, over several steps, with a draft that is wrong about half of them."""
-    draft = DraftModel(HalfRight(4), BlockPool(400, 4), 40, 3, 1, probabilities=True)
-    engine = toy_engine(num_blocks=400, proposer=draft, acceptance="rejection")
-    engine._guessing = engine._stepper.guessing = guessing({**others, "test": draft}, engine.config, VOCAB)
+    draft = DraftModelProposer(HalfRight(4), BlockPool(400, 4), 40, 3, 1, probabilities=True)
+    engine = toy_engine(num_blocks=400, proposer=draft, acceptance_method="rejection")
+    engine._speculation = engine._stepper.speculation = speculation({**others, "test": draft}, engine.config, VOCAB)
     results = run_all(engine, [([1], SamplingParams(max_tokens=5)) for _ in range(5000)])
     after = [softmax(toy_logits([1, first])) for first in range(VOCAB)]
     first = softmax(toy_logits([1]))
@@ -186,5 +186,5 @@ def test_rejection_in_the_engine_keeps_the_distribution(guessing: type[Guessing]
     assert is_drawn_from(Counter((t[1],) for t in tokens), second)
     assert is_drawn_from(Counter((t[2],) for t in tokens), {(t,): float(p) for t, p in enumerate(third)})
     stats = engine.stats()
-    assert 0.2 < stats.guesses["test"].acceptance < 0.9 and stats.proposer_failures == 0
-    assert all(books.accepted > 200 for books in stats.guesses.values())
+    assert 0.2 < stats.drafts["test"].acceptance_rate < 0.9 and stats.proposer_failures == 0
+    assert all(books.accepted > 200 for books in stats.drafts.values())

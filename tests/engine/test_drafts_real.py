@@ -1,4 +1,4 @@
-"""Guesses from models on the default model: bit-equal to plain decoding, and right as often as they must be."""
+"""Drafts from models on the default model: bit-equal to plain decoding, and right as often as they must be."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=24, logprobs=1, ignore_eos=True),
     SamplingParams(temperature=0.9, top_p=0.95, seed=3, n=2, max_tokens=16, logprobs=0, presence_penalty=0.5),
 ]
-OPTIONS: dict[str, Any] = {"max_model_len": 512, "kv_blocks": 40, "max_step_rows": 64, "guess_control": False}
+OPTIONS: dict[str, Any] = {"max_model_len": 512, "kv_blocks": 40, "max_num_batched_tokens": 64, "adaptive_speculation": False}
 WAYS: dict[str, dict[str, Any]] = {
     "itself": {"proposer": "draft_model", "draft_model": "smollm2"},
     "its first layers": {"proposer": "self_draft", "draft_layers": 26, "draft_width": 2},
@@ -31,4 +31,4 @@ def test_same_tokens(way: str) -> None:
         stats = llm.stats()
     assert [result.outputs for result in results] == [result.outputs for result in expected]
     assert stats.accepted > 0 and stats.proposer_failures == 0
-    assert (stats.accepted == stats.guessed) == (way == "itself")
+    assert (stats.accepted == stats.drafted) == (way == "itself")

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from headrace.batch import Guess
+from headrace.batch import DraftTree
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ClosedError, NonFiniteLogitsError, RequestError
 from headrace.kv.blocks import BlockPool
-from headrace.propose import METHODS, NEEDS, Draft, Materials
+from headrace.propose import METHODS, NEEDS, DraftModel, DraftModels
 from headrace.request import RequestOutput, SamplingParams
 from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine
 from tests.tiny import drain, run_all
@@ -91,9 +91,9 @@ class TestEnds:
         class Oracle:
             max_nodes = 8
 
-            def propose(self, branches: list[Any], room: list[int]) -> list[Any]:
-                rest = [free[len(b.known) : len(b.known) + r] for b, r in zip(branches, room, strict=True)]
-                return [Guess(r, list(range(-1, len(r) - 1))) for r in rest]
+            def propose(self, seqs: list[Any], budget: list[int]) -> list[Any]:
+                rest = [free[len(b.known) : len(b.known) + r] for b, r in zip(seqs, budget, strict=True)]
+                return [DraftTree(r, list(range(-1, len(r) - 1))) for r in rest]
 
             def observe(self, *_: Any) -> None: ...
 
@@ -111,7 +111,7 @@ class TestEnds:
 
 class TestAbort:
     def test_in_every_state(self) -> None:
-        engine = toy_engine(num_blocks=7, block_size=4, max_step_rows=9)
+        engine = toy_engine(num_blocks=7, block_size=4, max_num_batched_tokens=9)
         params = SamplingParams(n=2, seed=3, max_tokens=12)
         for steps in range(14):
             ids = [engine.add_request([i, 2, 3, 4, 5, 6, 7], params) for i in range(3)]
@@ -179,7 +179,7 @@ class TestFailures:
         assert engine.stats().proposer_failures > 0
 
 
-def test_n_equals_separate_branches() -> None:
+def test_n_equals_separate_sequences() -> None:
     params = SamplingParams(n=5, seed=7, max_tokens=8)
     (result,) = run_all(toy_engine(), [([1, 2, 3], params)])
     assert [output.index for output in result.outputs] == list(range(5))
@@ -216,20 +216,20 @@ def test_timing_sums_to_wall_time() -> None:
 @pytest.mark.parametrize("control", [True, False])
 @pytest.mark.parametrize("method", [*(name for name in METHODS if name not in NEEDS), "draft_model"])
 def test_nothing_is_kept_of_a_request(method: str, control: bool) -> None:
-    """Whatever a way of guessing holds for a branch goes when the branch ends."""
-    draft = Draft(ToyExecutable(4), BlockPool(64, 4), 40)
-    engine = toy_engine(proposer=METHODS[method](EngineConfig(draft_depth=1), Materials(draft)), guess_control=control)
+    """Whatever a proposer holds for a sequence goes when the sequence ends."""
+    draft = DraftModel(ToyExecutable(4), BlockPool(64, 4), 40)
+    engine = toy_engine(proposer=METHODS[method](EngineConfig(draft_depth=1), DraftModels(draft)), adaptive_speculation=control)
     gc.disable()
     try:
         engine.add_request([1, 2] * 4, SamplingParams(n=3, seed=1))
         aborted = engine.add_request([1, 2] * 4, SamplingParams(max_tokens=30, ignore_eos=True))
         for _ in range(8):
             engine.step()
-        branches = [weakref.ref(branch) for request in engine._requests.values() for branch in request.branches]
+        seqs = [weakref.ref(seq) for request in engine._requests.values() for seq in request.seqs]
         engine.abort(aborted)
         drain(engine)
-        assert len(branches) == 4 and not engine._requests
-        assert [ref() for ref in branches] == [None] * 4
+        assert len(seqs) == 4 and not engine._requests
+        assert [ref() for ref in seqs] == [None] * 4
         assert draft.pool.num_free == draft.pool.num_blocks
     finally:
         gc.enable()

@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.batch import Commit, Guess, Proposer, StepRows
-from headrace.engine.branch import Branch
+from headrace.batch import Commit, DraftTree, Proposer, StepRows
+from headrace.engine.sequence import Sequence
 from headrace.errors import RequestError
 from headrace.request import SamplingParams, Service, Update
 from tests.accept.beam_twin import beam_search
@@ -26,14 +26,14 @@ STEMS = [[1, 2, 3] * 8, [1, 2, 3, 4] * 6, [5] * 24]
 class Unruly(RandomTrees):
     """Random trees, and now and then rubbish."""
 
-    def propose(self, branches: list[Any], room: list[int]) -> list[Guess]:
+    def propose(self, seqs: list[Any], budget: list[int]) -> list[DraftTree]:
         mood = self._random.random()
         if mood < 0.05:
             raise RuntimeError
-        guesses = super().propose(branches, room)
-        return guesses if mood < 0.9 else [Guess(guess.tokens, [0 for _ in guess.parents]) for guess in guesses]
+        drafts = super().propose(seqs, budget)
+        return drafts if mood < 0.9 else [DraftTree(draft.tokens, [0 for _ in draft.parents]) for draft in drafts]
 
-    def observe(self, branches: list[Any], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[Any], commits: list[Commit], rows: StepRows) -> None:
         if self._random.random() < 0.05:
             raise RuntimeError
 
@@ -72,10 +72,10 @@ SHAPES: dict[str, st.SearchStrategy[Any]] = {
     "num_blocks": st.integers(4, 30),
     "block_size": st.sampled_from([1, 3, 4]),
     "max_num_seqs": st.integers(1, 6),
-    "max_step_rows": st.integers(1, 25),
+    "max_num_batched_tokens": st.integers(1, 25),
     "max_logit_rows": st.integers(1, 12),
-    "chunk_rows": st.integers(1, 12),
-    "ahead_ms": st.sampled_from([0, 1e6]),
+    "chunked_prefill_size": st.integers(1, 12),
+    "multi_step_ms": st.sampled_from([0, 1e6]),
     "prefix_cache": st.booleans(),
 }
 """Of an engine: small, so that everything runs out."""
@@ -101,7 +101,7 @@ class Life(RuleBasedStateMachine):
     def begin(self, proposer: Proposer, **config: Any) -> None:
         """What the machines of different proposers have in common."""
         self.config = config
-        self.with_guesses = proposer.max_nodes > 0
+        self.with_drafts = proposer.max_nodes > 0
         self.engine = toy_engine(max_model_len=MAX_MODEL_LEN, proposer=proposer, **config)
 
     @rule(
@@ -121,8 +121,8 @@ class Life(RuleBasedStateMachine):
             width, size = params.beam_width or 1, self.config["block_size"]
             shared = len(prompt) // size
             needed = shared + width * (-(-longest // size) - shared)
-            seats = min(self.config["max_num_seqs"], self.config["max_step_rows"])
-            assert needed > self.config["num_blocks"] or (params.beam_width or 0) > seats, error
+            num_running = min(self.config["max_num_seqs"], self.config["max_num_batched_tokens"])
+            assert needed > self.config["num_blocks"] or (params.beam_width or 0) > num_running, error
             return
         number = len(self.prompt_lens)
         if params.beam_width is None:
@@ -156,7 +156,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: getattr(self, "params", None))
     @rule(which=st.integers(0))
     def time_is_up(self, which: int) -> None:
-        """As `abort`, but the request ends in a step, with an update for each branch."""
+        """As `abort`, but the request ends in a step, with an update for each sequence."""
         request_id = list(self.params)[which % len(self.params)]
         if request_id in self.finished:
             return
@@ -177,16 +177,16 @@ class Life(RuleBasedStateMachine):
         scheduler = self.engine._scheduler
         for queue in (scheduler.running, scheduler.waiting):
             assert [b.rank for b in queue] == sorted(b.rank for b in queue)
-        assert all(not branch.table and branch.computed == 0 for branch in scheduler.waiting)
-        self.engine._pool.check([branch.table for branch in scheduler.running])
+        assert all(not seq.table and seq.computed == 0 for seq in scheduler.waiting)
+        self.engine._pool.check([seq.table for seq in scheduler.running])
         executable = self.engine._stepper.executable
         assert isinstance(executable, ToyExecutable)
         for request in self.engine._requests.values():
-            assert not request.acceptor.joint or len({len(branch.known) for branch in request.branches}) == 1
-        for branch in scheduler.running:
-            assert 0 <= branch.computed < len(branch.known)
-            for i, token in enumerate(branch.known[: branch.computed]):
-                assert executable.kv[self.engine._pool.slot(branch.table, i)] == (i, token)
+            assert not request.acceptor.is_group or len({len(seq.known) for seq in request.seqs}) == 1
+        for seq in scheduler.running:
+            assert 0 <= seq.computed < len(seq.known)
+            for i, token in enumerate(seq.known[: seq.computed]):
+                assert executable.kv[self.engine._pool.slot(seq.table, i)] == (i, token)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -205,15 +205,15 @@ class Life(RuleBasedStateMachine):
     def _updates(self) -> list[Update]:
         """Those of a step in which, when blocks run out, the right ones give way.
 
-        Never one that ranks before the needy, nor the first request's branches that draw together, nor one that has not drawn
-        since it was admitted while one that has could: else a branch could come and go for ever.
+        Never one that ranks before the needy, nor the first request's sequences that draw together, nor one that has not drawn
+        since it was admitted while one that has could: else a sequence could come and go for ever.
         """
         scheduler = self.engine._scheduler
         choose = scheduler._victim
 
-        def checked(needy: Branch) -> Branch:
-            victim, first = choose(needy), scheduler.running[0].joined
-            others = [b for b in scheduler.running[scheduler.running.index(needy) :] if b.joined is not first]
+        def checked(needy: Sequence) -> Sequence:
+            victim, first = choose(needy), scheduler.running[0].group
+            others = [b for b in scheduler.running[scheduler.running.index(needy) :] if b.group is not first]
             assert victim in others
             assert victim.has_drawn or not any(b.has_drawn for b in others)
             return victim
@@ -227,14 +227,14 @@ class Life(RuleBasedStateMachine):
     def _step(self) -> None:
         before = self.engine.stats()
         running = self.engine._scheduler.running
-        waits = {branch.joined for branch in running if branch.missing > 1}  # a beam that is ready waits for the others
-        decoding = sum(branch.joined not in waits for branch in running)
+        waits = {seq.group for seq in running if seq.num_uncomputed > 1}  # a beam that is ready waits for the others
+        decoding = sum(seq.group not in waits for seq in running)
         self._record(self._updates())
         after = self.engine.stats()
-        if decoding and not self.with_guesses:
-            assert after.rows - before.rows <= 2 * decoding + self.config["chunk_rows"]
-        rows, logit_rows, branches = self.engine._stepper.executable.largest
-        assert rows <= self.config["max_step_rows"] and branches <= max(self.config["max_num_seqs"], 1)
+        if decoding and not self.with_drafts:
+            assert after.rows - before.rows <= 2 * decoding + self.config["chunked_prefill_size"]
+        rows, logit_rows, seqs = self.engine._stepper.executable.largest
+        assert rows <= self.config["max_num_batched_tokens"] and seqs <= max(self.config["max_num_seqs"], 1)
         assert logit_rows <= self.config["max_num_seqs"] + self.config["max_logit_rows"]
         assert after.steps > before.steps or not self.engine.has_work
 
@@ -262,9 +262,16 @@ TestLife.settings = settings(max_examples=60, stateful_step_count=25, deadline=N
 
 
 def test_beams_that_came_first_take_from_one_that_has_not_drawn() -> None:
-    """The branches that rank before the victim have drawn, but all of them belong to the first request."""
+    """The sequences that rank before the victim have drawn, but all of them belong to the first request."""
     life = Life()
-    config = {"num_blocks": 8, "block_size": 4, "max_num_seqs": 3, "max_step_rows": 3, "max_logit_rows": 1, "chunk_rows": 1}
+    config = {
+        "num_blocks": 8,
+        "block_size": 4,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 3,
+        "max_logit_rows": 1,
+        "chunked_prefill_size": 1,
+    }
     life.begin(Unruly(0, VOCAB, life.truth, 0), **config)
     search = SamplingParams(temperature=1.0, beam_width=2, n=1, max_tokens=16, length_penalty=2.0)
     life.add(stem=0, shared=0, rest=[0], params=search, priority=0, salt=None)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headrace.batch import RaggedBatch
 from headrace.kv.blocks import BlockPool
-from headrace.propose.draft_model import DraftModel
+from headrace.propose.draft_model import DraftModelProposer
 from tests.engine.test_machine import MAX_MODEL_LEN, SHAPES, Life
 from tests.engine.toy import ToyExecutable
 
@@ -18,8 +18,8 @@ from tests.engine.toy import ToyExecutable
 class HalfRight(ToyExecutable):
     """The toy model, turned upside down after every other text."""
 
-    def _logits(self, batch: RaggedBatch, branch: int, row: int) -> NDArray[np.float32]:
-        logits = super()._logits(batch, branch, row)
+    def _logits(self, batch: RaggedBatch, seq: int, row: int) -> NDArray[np.float32]:
+        logits = super()._logits(batch, seq, row)
         return -logits if zlib.crc32(logits.tobytes()) % 2 else logits
 
 
@@ -32,7 +32,7 @@ class DraftedLife(Life):
     )
     def start(self, draft_blocks: int, depth: int, width: int, **config: int) -> None:  # type: ignore[override]
         pool = BlockPool(draft_blocks, config["block_size"])
-        self.draft = DraftModel(HalfRight(config["block_size"]), pool, MAX_MODEL_LEN, depth, width, probabilities=False)
+        self.draft = DraftModelProposer(HalfRight(config["block_size"]), pool, MAX_MODEL_LEN, depth, width, probabilities=False)
         self.begin(self.draft, **config)
 
     @invariant()

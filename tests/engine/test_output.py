@@ -1,4 +1,4 @@
-"""Text, stop strings and finish reasons of one branch, against an oracle that sees the whole output at once."""
+"""Text, stop strings and finish reasons of one sequence, against an oracle that sees the whole output at once."""
 
 from typing import Any
 

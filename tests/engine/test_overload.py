@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from headrace.engine.branch import Branch
 from headrace.engine.engine import Engine
+from headrace.engine.sequence import Sequence
 from headrace.errors import RequestError
 from headrace.request import RequestOutput, SamplingParams, Service
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine
@@ -15,7 +15,7 @@ NUM_BLOCKS, BLOCK_SIZE, LONGEST = 64, 4, 320
 
 
 class Preemptions:
-    """Counts, for each branch, how often it gave way, and how often before it had drawn anything."""
+    """Counts, for each sequence, how often it gave way, and how often before it had drawn anything."""
 
     def __init__(self, engine: Engine) -> None:
         self.all: Counter[tuple[int, int]] = Counter()
@@ -23,10 +23,10 @@ class Preemptions:
         scheduler = engine._scheduler
         preempt = scheduler._preempt
 
-        def counted(branch: Branch) -> None:
-            self.all[branch.key] += 1
-            self.vain[branch.key] += not branch.has_drawn
-            preempt(branch)
+        def counted(seq: Sequence) -> None:
+            self.all[seq.seq_id] += 1
+            self.vain[seq.seq_id] += not seq.has_drawn
+            preempt(seq)
 
         scheduler._preempt = counted  # type: ignore[method-assign]
 
@@ -63,7 +63,7 @@ def test_a_thousand_requests_in_64_blocks(prefix_cache: bool) -> None:
     assert ended.keys() == admitted.keys()
 
     # The first of all in rank has a row in every step. So a request has ended after as many steps as it and those before it
-    # have tokens, all branches by themselves.
+    # have tokens, all sequences by themselves.
     bound, num_tokens = 0, 0
     for request_id in sorted(admitted, key=lambda r: (admitted[r][2].priority, int(r))):
         prompt, params, _ = admitted[request_id]
@@ -82,9 +82,9 @@ def test_a_thousand_requests_in_64_blocks(prefix_cache: bool) -> None:
     assert (stats.cached_tokens > 0) == prefix_cache
 
 
-def test_a_branch_draws_before_it_gives_way() -> None:
+def test_a_sequence_draws_before_it_gives_way() -> None:
     """A prompt that takes many steps beside others that grow: they give way among themselves, though they came before it."""
-    engine = toy_engine(num_blocks=25, block_size=2, max_model_len=40, chunk_rows=1, balance=0.01, prefix_cache=False)
+    engine = toy_engine(num_blocks=25, block_size=2, max_model_len=40, chunked_prefill_size=1, attention_crossover=0.01, prefix_cache=False)
     counts = Preemptions(engine)
     for i, length in enumerate([2, 2, 2, 26, 2, 2]):
         engine.add_request([i] * length, SamplingParams(seed=i, max_tokens=14))

@@ -83,9 +83,9 @@ def test_scores_that_are_recorded_need_no_rows() -> None:
     engine = toy_engine(max_logit_rows=6)
     engine.add_request(PROMPT, SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=0))
     engine.step()
-    (branch,) = engine._scheduler.running
-    engine._scheduler._preempt(branch)
-    assert (branch.computed, branch.most_cached) == (0, 6)
+    (seq,) = engine._scheduler.running
+    engine._scheduler._preempt(seq)
+    assert (seq.computed, seq.most_cached) == (0, 6)
     engine.step()
     assert engine._stepper.num_rows == 6 + 6  # four of the cache, six rows more
     drain(engine)
@@ -98,8 +98,8 @@ def test_siblings_find_their_blocks_after_they_gave_way() -> None:
     for _ in range(5):
         engine.step()
     scheduler = engine._scheduler
-    for branch in [*scheduler.running]:
-        scheduler._preempt(branch)
+    for seq in [*scheduler.running]:
+        scheduler._preempt(seq)
     rows = engine.stats().rows
     engine.step()
     assert engine.stats().rows - rows == sum(len(b.known) - 1 - 12 for b in scheduler.running) == 3 * 3
@@ -119,7 +119,7 @@ def test_equal_requests_at_once_end_on_equal_blocks() -> None:
 
 
 def test_memory_of_n_samples() -> None:
-    """n branches on a prompt of P tokens with G tokens each hold P + n G slots, but for partly filled blocks and copies of one."""
+    """n sequences on a prompt of P tokens with G tokens each hold P + n G slots, but for partly filled blocks and copies of one."""
     n, length, generated, size = 8, 41, 16, 4
     engine = toy_engine(num_blocks=64, block_size=size, max_model_len=80)
     engine.add_request([i % VOCAB for i in range(length)], SamplingParams(n=n, seed=1, max_tokens=generated + 1))

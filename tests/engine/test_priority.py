@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from headrace.engine.pace import WINDOW, Pace
 from headrace.engine.scheduler import STEPS_PER_PRIORITY
+from headrace.engine.step_timer import WINDOW, StepTimer
 from headrace.errors import RequestError
 from headrace.request import SamplingParams, Service
 from tests.engine.toy import plain_decoding, toy_engine
@@ -46,7 +46,7 @@ class TestPriority:
         updates = []
         while not engine.stats().preemptions:
             updates += engine.step()
-        assert [branch.key for branch in engine._scheduler.waiting] == [(0, 0)]
+        assert [seq.seq_id for seq in engine._scheduler.waiting] == [(0, 0)]
         assert order(updates + drain(engine)) == ["1", "0"]
 
     @pytest.mark.parametrize("priority", [1001, -1001, 0.5, "high", True])
@@ -76,7 +76,7 @@ class TestTimeout:
         stats = engine.stats()
         assert not engine.has_work and stats.blocks_free == stats.blocks_total
 
-    def test_all_branches_end(self) -> None:
+    def test_all_sequences_end(self) -> None:
         engine = toy_engine()
         engine.add_request([1], SamplingParams(n=3, seed=1, max_tokens=20), service=Service(timeout=0.0))
         updates = engine.step()
@@ -97,22 +97,22 @@ class TestTimeout:
 
 
 class TestPace:
-    def test_one_slow_step_is_nothing_and_a_new_branch_is_measured(self) -> None:
-        pace = Pace(target_ms=10)
+    def test_one_slow_step_is_nothing_and_a_new_sequence_is_measured(self) -> None:
+        step_timer = StepTimer(target_ms=10)
         for seconds in [0.001] * (WINDOW - 1):
-            pace.record(seconds)
-            assert not pace.allows
-        pace.record(9.0)
-        assert pace.allows
-        pace.admit()
-        assert not pace.allows
+            step_timer.record(seconds)
+            assert not step_timer.allows
+        step_timer.record(9.0)
+        assert step_timer.allows
+        step_timer.admit()
+        assert not step_timer.allows
         for _ in range(WINDOW):
-            pace.record(0.011)
-        assert not pace.allows
+            step_timer.record(0.011)
+        assert not step_timer.allows
         for _ in range(WINDOW // 2 + 1):
-            pace.record(0.010)
-        assert pace.allows
-        assert Pace(0).allows
+            step_timer.record(0.010)
+        assert step_timer.allows
+        assert StepTimer(0).allows
 
     def test_slow_steps_make_requests_wait_and_change_no_token(self) -> None:
         engine = toy_engine(target_token_ms=1e-6)  # no step is so fast

@@ -1,4 +1,4 @@
-"""Promise 1: the same request gives the same tokens, whatever is in the batch, however it is cut, and whoever guesses.
+"""Promise 1: the same request gives the same tokens, whatever is in the batch, however it is cut, and whoever drafts.
 
 `cpu` must be equal to the bit, log-probabilities included; `reference` computes in float64, in an order that depends on the
 batch, so its log-probabilities may differ in the last place.
@@ -49,13 +49,13 @@ def model(which: int) -> tuple[ModelSpec, Tensors]:
 
 @cache
 def alone(backend: str, which: int, kv_dtype: str) -> list[RequestOutput]:
-    """Every request by itself, in one piece, without guesses."""
-    engine = tiny_engine(model(which), backend, eos_ids=EOS, kv_dtype=kv_dtype, prefix_cache=False, forgo=False)
+    """Every request by itself, in one piece, without drafts."""
+    engine = tiny_engine(model(which), backend, eos_ids=EOS, kv_dtype=kv_dtype, prefix_cache=False, release_outside_window=False)
     return [run_all(engine, [request])[0] for request in REQUESTS]
 
 
 def truth(results: list[RequestOutput], order: list[int]) -> dict[tuple[int, int], list[int]]:
-    """The sequence of each branch when the requests are added in this order."""
+    """The sequence of each sequence when the requests are added in this order."""
     return {
         (number, output.index): results[which].prompt_token_ids + output.token_ids
         for number, which in enumerate(order)
@@ -85,11 +85,11 @@ LOADS: dict[str, st.SearchStrategy[Any]] = {
     "order": st.lists(st.integers(0, len(REQUESTS) - 1), min_size=1, max_size=12),
     "stagger": st.integers(0, 3),
     "kv_dtype": st.sampled_from(get_args(KvDtype)),
-    "max_step_rows": st.sampled_from([1, 2, 3, 5, 8, 17, 64]),
+    "max_num_batched_tokens": st.sampled_from([1, 2, 3, 5, 8, 17, 64]),
     "max_num_seqs": st.sampled_from([1, 2, 5, 32]),
     "max_logit_rows": st.sampled_from([1, 4, 64]),
-    "chunk_rows": st.sampled_from([1, 3, 32]),
-    "ahead_ms": st.sampled_from([0, 1e6]),
+    "chunked_prefill_size": st.sampled_from([1, 3, 32]),
+    "multi_step_ms": st.sampled_from([0, 1e6]),
     "slots": st.sampled_from([42, 56, 80, 800]),
     "threads": st.integers(1, 2),
     "prefix_cache": st.booleans(),
@@ -121,16 +121,16 @@ def keeps_the_promise(engine: Engine, order: list[int], stagger: int, expected: 
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=60, deadline=None)
 @given(
-    guesses=st.sampled_from([*(name for name in PROPOSERS if name not in NEEDS), "trees", "wide trees"]),
+    drafts=st.sampled_from([*(name for name in PROPOSERS if name not in NEEDS), "trees", "wide trees"]),
     seed=st.integers(0, 1000),
     **LOADS,
 )
 def test_same_request_same_tokens(
-    backend: str, which: int, order: list[int], kv_dtype: str, guesses: str, seed: int, stagger: int, **config: Any
+    backend: str, which: int, order: list[int], kv_dtype: str, drafts: str, seed: int, stagger: int, **config: Any
 ) -> None:
     expected = alone(backend, which, kv_dtype)
-    nodes = {"trees": 9, "wide trees": 70}.get(guesses)
-    proposer = RandomTrees(seed, VOCAB, truth(expected, order), nodes) if nodes else guesses
+    nodes = {"trees": 9, "wide trees": 70}.get(drafts)
+    proposer = RandomTrees(seed, VOCAB, truth(expected, order), nodes) if nodes else drafts
     engine = tiny_engine(model(which), backend, proposer=proposer, eos_ids=EOS, kv_dtype=kv_dtype, **config)
     keeps_the_promise(engine, order, stagger, expected, exact=backend == "cpu")
 
@@ -141,15 +141,15 @@ def test_what_no_window_reaches_is_let_go(backend: str) -> None:
     made = tiny_model(3, window=40)
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=100, logprobs=1, ignore_eos=True)
     results = []
-    for forgo in (True, False):
-        engine = tiny_engine(made, backend, kv_dtype="f32", forgo=forgo, slots=512)
+    for release_outside_window in (True, False):
+        engine = tiny_engine(made, backend, kv_dtype="f32", release_outside_window=release_outside_window, slots=512)
         engine.add_request([1, 2, 3, 4, 5], params)
         updates, most = [], 0
         while engine.has_work:
             updates += engine.step()
             most = max(most, engine.stats().blocks_total - engine.stats().blocks_free)
         size = engine.limits.kv.block_size
-        assert most == -(-104 // size) if not forgo else most <= -(-40 // size) + 1
+        assert most == -(-104 // size) if not release_outside_window else most <= -(-40 // size) + 1
         results.append(updates[-1].result)
     assert results[0] and results[1]
     same(results[0], results[1], exact=backend == "cpu")
@@ -158,7 +158,7 @@ def test_what_no_window_reaches_is_let_go(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_right_guesses_save_steps(backend: str) -> None:
+def test_right_drafts_save_steps(backend: str) -> None:
     expected = alone(backend, 0, "f32")
     proposer = RandomTrees(0, VOCAB, truth(expected, [0]), right=1.0)
     engine = tiny_engine(model(0), backend, proposer=proposer, eos_ids=EOS, kv_dtype="f32")

@@ -1,12 +1,12 @@
-"""Promise 1 with models that guess: right, half right or wrong, they never change a token or a log-probability."""
+"""Promise 1 with models that draft: right, half right or wrong, they never change a token or a log-probability."""
 
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.propose.draft_model import DraftModel
-from tests.drafting import draft_engine
+from headrace.propose.draft_model import DraftModelProposer
+from tests.draft_engines import draft_engine
 from tests.engine.test_promise import EOS, LOADS, VOCAB, alone, keeps_the_promise, model
 from tests.tiny import tiny_model
 
@@ -20,12 +20,12 @@ DRAFTS = {"itself": None, "another": tiny_model(50, layers=1, dim=16, heads=2, k
     depth=st.integers(1, 6),
     width=st.integers(1, 3),
     draft_slots=st.sampled_from([0, 64, 128]),
-    guess_control=st.booleans(),
+    adaptive_speculation=st.booleans(),
     **LOADS,
 )
 def test_same_request_same_tokens(which: int, order: list[int], kv_dtype: str, draft: str, stagger: int, **options: Any) -> None:
     engine, proposers = draft_engine(model(which), draft=DRAFTS[draft], kv_dtype=kv_dtype, eos_ids=EOS, **options)
     keeps_the_promise(engine, order, stagger, alone("cpu", which, kv_dtype), exact=True)
     proposer = proposers.get("draft_model")
-    if isinstance(proposer, DraftModel):
+    if isinstance(proposer, DraftModelProposer):
         assert proposer.pool.num_free == proposer.pool.num_blocks

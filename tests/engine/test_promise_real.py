@@ -16,7 +16,7 @@ from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig, KvConfig, KvDtype
-from headrace.engine.engine import Engine, Limits
+from headrace.engine.engine import Engine, EngineLimits
 from headrace.model import trace_model
 from headrace.propose import NEEDS, PROPOSERS, make_proposers
 from headrace.request import RequestOutput, SamplingParams
@@ -52,7 +52,7 @@ def executables() -> Iterator[dict[int, Executable]]:
 
 def engine_on(executable: Executable, trees: Proposer | None = None, num_blocks: int = KV.num_blocks, **config: Any) -> Engine:
     model, tokenizer = checkpoint()
-    limits = Limits(model.spec.vocab_size, 1024, replace(KV, num_blocks=num_blocks))
+    limits = EngineLimits(model.spec.vocab_size, 1024, replace(KV, num_blocks=num_blocks))
     options = EngineConfig(**config)
     return Engine(executable, tokenizer, limits, options, {"trees": trees} if trees else make_proposers(options))
 
@@ -64,8 +64,8 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 
 @pytest.fixture(scope="module")
 def alone(executables: dict[int, Executable]) -> list[RequestOutput]:
-    """Every request by itself, in one piece, on two threads, without guesses."""
-    return [run_all(engine_on(executables[2], prefix_cache=False, ahead_ms=0), [request])[0] for request in requests()]
+    """Every request by itself, in one piece, on two threads, without drafts."""
+    return [run_all(engine_on(executables[2], prefix_cache=False, multi_step_ms=0), [request])[0] for request in requests()]
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
@@ -73,12 +73,12 @@ def alone(executables: dict[int, Executable]) -> list[RequestOutput]:
     order=st.permutations(range(len(PROMPTS))),
     neighbours=st.sampled_from([0, 1, 31]),
     threads=st.sampled_from([1, 2]),
-    guesses=st.sampled_from([*(name for name in PROPOSERS if name not in NEEDS), "trees"]),
+    drafts=st.sampled_from([*(name for name in PROPOSERS if name not in NEEDS), "trees"]),
     control=st.booleans(),
-    max_step_rows=st.sampled_from([7, 32, 100, 512]),
+    max_num_batched_tokens=st.sampled_from([7, 32, 100, 512]),
     num_blocks=st.sampled_from([14, 40, 128]),
-    chunk_rows=st.sampled_from([5, 32]),
-    ahead_ms=st.sampled_from([0, 10, 1e6]),
+    chunked_prefill_size=st.sampled_from([5, 32]),
+    multi_step_ms=st.sampled_from([0, 10, 1e6]),
     prefix_cache=st.booleans(),
     seed=st.integers(0, 99),
 )
@@ -88,14 +88,14 @@ def test_same_request_same_tokens(
     order: list[int],
     neighbours: int,
     threads: int,
-    guesses: str,
+    drafts: str,
     control: bool,
     seed: int,
     **config: float,
 ) -> None:
     vocab = checkpoint()[0].spec.vocab_size
-    trees = RandomTrees(seed, vocab, truth(alone, order)) if guesses == "trees" else None
-    engine = engine_on(executables[threads], trees, proposer="off" if trees else guesses, guess_control=control, **config)
+    trees = RandomTrees(seed, vocab, truth(alone, order)) if drafts == "trees" else None
+    engine = engine_on(executables[threads], trees, proposer="off" if trees else drafts, adaptive_speculation=control, **config)
     rng = np.random.default_rng(seed)
     crowd = [(rng.integers(0, vocab, rng.integers(1, 40)).tolist(), SamplingParams(seed=i, max_tokens=8)) for i in range(neighbours)]
     results = run_all(engine, [requests()[i] for i in order] + crowd)
@@ -121,16 +121,18 @@ def test_quantised_kv(dtype: KvDtype) -> None:
     executable = compile_program("cpu", trace_model(model.spec, model.tensors), model.tensors, kv, 2)
     expected = [run_all(engine_on(executable), [request])[0] for request in requests()]
     trees = RandomTrees(1, model.spec.vocab_size, truth(expected, list(range(len(PROMPTS)))))
-    for result, one in zip(run_all(engine_on(executable, trees, num_blocks=14, max_step_rows=40), requests()), expected, strict=True):
+    for result, one in zip(
+        run_all(engine_on(executable, trees, num_blocks=14, max_num_batched_tokens=40), requests()), expected, strict=True
+    ):
         same(result, one, exact=True)
     executable.close()
 
 
-def test_right_guesses_save_steps(executables: dict[int, Executable]) -> None:
+def test_right_drafts_save_steps(executables: dict[int, Executable]) -> None:
     """The first prompt's continuation soon repeats itself."""
     tokens, params = requests()[0]
     request = (tokens, replace(params, max_tokens=64, ignore_eos=True))
     (plain,) = run_all(engine_on(executables[2]), [request])
-    engine = engine_on(executables[2], proposer="ngram", guess_control=False)
+    engine = engine_on(executables[2], proposer="ngram", adaptive_speculation=False)
     same(run_all(engine, [request])[0], plain, exact=True)
     assert engine.stats().accepted >= 16

@@ -3,7 +3,7 @@
 from typing import Any
 
 from headrace.engine.engine import Engine
-from headrace.engine.scheduler import Plan
+from headrace.engine.scheduler import SchedulerOutput
 from headrace.request import SamplingParams, Service
 from tests.engine.toy import VOCAB, toy_engine
 from tests.random_trees import RandomTrees
@@ -18,17 +18,17 @@ def add(engine: Engine, prompt_len: int, service: Service | None = None, **param
 
 
 def step(engine: Engine) -> list[tuple[int, int, int]]:
-    """(request, forced rows, room) of each part of the step that is run."""
-    plan: list[Plan] = []
+    """(request, scheduled rows, room) of each part of the step that is run."""
+    plan: list[SchedulerOutput] = []
     schedule = engine._scheduler.schedule
     engine._scheduler.schedule = lambda: plan.append(schedule()) or plan[0]  # type: ignore[method-assign,func-returns-value]
     engine.step()
     engine._scheduler.schedule = schedule  # type: ignore[method-assign]
-    return [(part.branch.key[0], part.forced, part.room) for part in plan[0].parts]
+    return [(part.seq.seq_id[0], part.num_scheduled, part.budget) for part in plan[0].parts]
 
 
 def test_decoding_goes_before_chunks() -> None:
-    engine = toy_engine(max_step_rows=8)
+    engine = toy_engine(max_num_batched_tokens=8)
     for _ in range(3):
         add(engine, 1)
     add(engine, 12)
@@ -38,7 +38,7 @@ def test_decoding_goes_before_chunks() -> None:
 
 
 def test_a_long_prompt_has_few_rows_beside_tokens() -> None:
-    engine = toy_engine(chunk_rows=2)
+    engine = toy_engine(chunked_prefill_size=2)
     add(engine, 12)
     assert step(engine) == [(0, 12, 0)]  # nobody decodes
     add(engine, 12)
@@ -52,7 +52,7 @@ def test_a_long_prompt_has_few_rows_beside_tokens() -> None:
 
 
 def test_a_prompt_has_fewer_rows_the_deeper_they_are() -> None:
-    engine = toy_engine(chunk_rows=7, balance=4)
+    engine = toy_engine(chunked_prefill_size=7, attention_crossover=4)
     add(engine, 1)
     step(engine)
     add(engine, 16)
@@ -60,16 +60,16 @@ def test_a_prompt_has_fewer_rows_the_deeper_they_are() -> None:
 
 
 def test_the_oldest_goes_on_whatever_the_others_do() -> None:
-    engine = toy_engine(max_step_rows=3, max_logit_rows=1)
+    engine = toy_engine(max_num_batched_tokens=3, max_logit_rows=1)
     add(engine, 9, prompt_logprobs=0)  # one row a step
     add(engine, 1, n=5)
     assert step(engine) == [(0, 1, 0), (1, 1, 0)]
-    for _ in range(4):  # five branches decode now, and the budget is three
+    for _ in range(4):  # five sequences decode now, and the budget is three
         assert step(engine) == [(0, 1, 0), (1, 1, 0), (1, 1, 0)]
 
 
 def test_first_come_first_served() -> None:
-    engine = toy_engine(max_step_rows=8, num_blocks=8, max_num_seqs=2)
+    engine = toy_engine(max_num_batched_tokens=8, num_blocks=8, max_num_seqs=2)
     for prompt_len in (5, 30, 1):
         add(engine, prompt_len, max_tokens=2)
     assert [part[0] for part in step(engine)] == [0]  # the second needs all blocks, and the third does not pass it
@@ -84,13 +84,13 @@ def test_the_youngest_gives_way_and_is_the_next_to_come_back() -> None:
     seen = [[part[0] for part in step(engine)] for _ in range(6)]
     assert seen == [[0, 1]] * 5 + [[0]]  # both need a fourth block
     assert engine.stats().preemptions == 1
-    assert [branch.key[0] for branch in engine._scheduler.waiting] == [1, 2]
+    assert [seq.seq_id[0] for seq in engine._scheduler.waiting] == [1, 2]
     while engine.has_work:
         engine.step()
     assert engine.stats().preemptions == 1  # it came back only when it could stay
 
 
-def test_guesses_take_only_what_is_free() -> None:
+def test_drafts_take_only_what_is_free() -> None:
     engine = toy_engine(num_blocks=5, block_size=4, proposer=RandomTrees(0, VOCAB, {}, max_nodes=8))
     add(engine, 5, max_tokens=10)
     add(engine, 4, max_tokens=10)
@@ -102,9 +102,9 @@ def test_guesses_take_only_what_is_free() -> None:
     assert step(engine) == [(0, 5, 8), (1, 4, 4)]
 
 
-def test_guesses_share_rows_and_stop_at_the_end() -> None:
+def test_drafts_share_rows_and_stop_at_the_end() -> None:
     proposer = RandomTrees(0, VOCAB, {}, max_nodes=8)
-    engine = toy_engine(max_step_rows=10, proposer=proposer)
+    engine = toy_engine(max_num_batched_tokens=10, proposer=proposer)
     add(engine, 1)
     add(engine, 1, max_tokens=3)
     add(engine, 1, n=2)
@@ -115,12 +115,12 @@ def test_guesses_share_rows_and_stop_at_the_end() -> None:
 
 
 def test_room_goes_to_those_that_want_it() -> None:
-    engine = toy_engine(max_step_rows=12)
+    engine = toy_engine(max_num_batched_tokens=12)
     for _ in range(4):
         add(engine, 1)
     parts, _ = engine._scheduler.schedule()
-    engine._scheduler.make_room({parts[0]: 6, parts[2]: 1, parts[3]: 3})
-    assert [part.room for part in parts] == [4, 0, 1, 3]
+    engine._scheduler.grant_draft_budgets({parts[0]: 6, parts[2]: 1, parts[3]: 3})
+    assert [part.budget for part in parts] == [4, 0, 1, 3]
 
 
 def test_prompt_logprobs_come_in_chunks() -> None:
@@ -132,13 +132,13 @@ def test_prompt_logprobs_come_in_chunks() -> None:
     assert step(engine) == [(0, 2, 0), (1, 1, 0)]
 
 
-def test_more_branches_than_seats() -> None:
+def test_more_sequences_than_seats() -> None:
     engine = toy_engine(max_num_seqs=2)
     request_id = add(engine, 3, n=5, max_tokens=3, temperature=1.0, seed=1)
     results = []
     while engine.has_work:
         assert len(step(engine)) <= 2
-        results = [b.output.token_ids for r in engine._requests.values() for b in r.branches] or results
+        results = [b.output.token_ids for r in engine._requests.values() for b in r.seqs] or results
     roomy = toy_engine()
     add(roomy, 3, n=5, max_tokens=3, temperature=1.0, seed=1)
     (result,) = [update.result for _ in range(3) for update in roomy.step() if update.result]

@@ -47,7 +47,7 @@ def test_a_batch_begins_as_one_however_slow_steps_are() -> None:
 
 
 def test_a_batch_larger_than_a_step_starts_in_several() -> None:
-    engine = static_engine(max_num_seqs=4, max_step_rows=5)
+    engine = static_engine(max_num_seqs=4, max_num_batched_tokens=5)
     for _ in range(3):
         add(engine, 4, max_tokens=2)
     assert [part[0] for part in step(engine)] == [0, 1]
@@ -90,10 +90,10 @@ REQUEST = st.tuples(
 
 
 @settings(max_examples=60, deadline=None)
-@given(requests=st.lists(REQUEST, min_size=1, max_size=7), seats=st.integers(1, 5), rows=st.integers(1, 20), guesses=st.booleans())
-def test_tokens_are_those_of_plain_decoding(requests: list[Any], seats: int, rows: int, guesses: bool) -> None:
-    proposer = RandomTrees(0, VOCAB, {}, max_nodes=5) if guesses else None
-    engine = static_engine(num_blocks=24, max_num_seqs=seats, max_step_rows=rows, proposer=proposer)
+@given(requests=st.lists(REQUEST, min_size=1, max_size=7), num_running=st.integers(1, 5), rows=st.integers(1, 20), drafts=st.booleans())
+def test_tokens_are_those_of_plain_decoding(requests: list[Any], num_running: int, rows: int, drafts: bool) -> None:
+    proposer = RandomTrees(0, VOCAB, {}, max_nodes=5) if drafts else None
+    engine = static_engine(num_blocks=24, max_num_seqs=num_running, max_num_batched_tokens=rows, proposer=proposer)
     asked = [(prompt, SamplingParams(n=n, seed=seed, max_tokens=tokens)) for prompt, tokens, n, seed in requests]
     for (prompt, params), result in zip(asked, run_all(engine, asked), strict=True):
         for output in result.outputs:

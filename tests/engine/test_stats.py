@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine import survey
+from headrace.engine import snapshot
 from headrace.engine.meter import HISTORY, WINDOW, Meter
 from headrace.errors import RequestError
 from headrace.stats import BlockMap
@@ -38,14 +38,14 @@ class TestCounts:
 
     def test_of_an_engine_that_did_nothing(self) -> None:
         stats = toy_engine().stats()
-        assert stats.waste == stats.rows_mean == stats.prefix_hit_rate == stats.acceptance == stats.occupancy == 0
+        assert stats.waste == stats.rows_mean == stats.prefix_hit_rate == stats.acceptance_rate == stats.occupancy == 0
 
-    def test_of_guesses(self) -> None:
+    def test_of_drafts(self) -> None:
         engine = toy_engine(proposer=RandomTrees(0, VOCAB, {}, max_nodes=4))
         add(engine, 3)
         list(drain(engine))
         stats = engine.stats()
-        assert stats.guessed > 0 and stats.acceptance == stats.accepted / stats.guessed
+        assert stats.drafted > 0 and stats.acceptance_rate == stats.accepted / stats.drafted
 
 
 class TestMemory:
@@ -57,11 +57,11 @@ class TestMemory:
         assert (stats.blocks_used, stats.slots_empty, stats.occupancy, stats.waste) == (2, 3, 0.2, 3 / 8)
 
     def test_slots_of_known_tokens_are_no_fragmentation(self) -> None:
-        engine = toy_engine(block_size=8, max_step_rows=3)
+        engine = toy_engine(block_size=8, max_num_batched_tokens=3)
         add(engine, 6)
         step(engine)  # three of six tokens are read: the block has three slots for the others, and two beyond
         stats = engine.stats()
-        assert (stats.slots_empty, stats.slots_ahead, stats.waste, stats.fragmentation) == (5, 3, 5 / 8, 2 / 8)
+        assert (stats.slots_empty, stats.slots_promised, stats.waste, stats.fragmentation) == (5, 3, 5 / 8, 2 / 8)
 
     def test_a_shared_block_counts_once(self) -> None:
         engine = toy_engine(block_size=4)
@@ -69,7 +69,7 @@ class TestMemory:
         step(engine)
         stats, blocks = engine.stats(), engine.block_map()
         assert (stats.running, stats.blocks_used, stats.slots_empty) == (3, 2, 2)
-        assert [(h.request, h.branch, h.computed) for h in blocks.holdings] == [("0", i, 6) for i in range(3)]
+        assert [(h.request, h.seq, h.computed) for h in blocks.holdings] == [("0", i, 6) for i in range(3)]
         assert blocks.holdings[0].blocks == blocks.holdings[1].blocks == blocks.holdings[2].blocks
         step(engine)  # each has a last block of its own now
         stats = engine.stats()
@@ -78,7 +78,7 @@ class TestMemory:
     @settings(deadline=None)
     @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=5), st.integers(1, 12))
     def test_empty_slots_are_what_the_map_leaves_empty(self, requests: list[tuple[int, int, int]], steps: int) -> None:
-        engine = toy_engine(num_blocks=40, max_num_seqs=4, max_step_rows=20)
+        engine = toy_engine(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=20)
         for prompt_len, max_tokens, n in requests:
             add(engine, prompt_len, max_tokens=max_tokens, n=n, temperature=1.0, seed=n)
         for _ in range(steps):
@@ -86,7 +86,7 @@ class TestMemory:
             stats, filled = engine.stats(), filled_slots(engine.block_map())
             assert stats.blocks_used == len(filled)
             assert stats.slots_empty == stats.blocks_used * stats.block_size - sum(map(len, filled.values()))
-            assert 0 <= stats.slots_ahead <= stats.slots_empty and stats.fragmentation <= stats.waste
+            assert 0 <= stats.slots_promised <= stats.slots_empty and stats.fragmentation <= stats.waste
 
 
 def filled_slots(blocks: BlockMap) -> dict[int, set[int]]:
@@ -100,27 +100,27 @@ def filled_slots(blocks: BlockMap) -> dict[int, set[int]]:
 
 class TestLines:
     def test_states(self) -> None:
-        engine = toy_engine(num_blocks=7, block_size=4, max_step_rows=10)
+        engine = toy_engine(num_blocks=7, block_size=4, max_num_batched_tokens=10)
         add(engine, 8, max_tokens=12)
         add(engine, 8, max_tokens=12)
         add(engine, 1)
         scheduler = engine._scheduler
         step(engine)
-        assert [(line.request, line.prompt, line.output, line.state) for line in survey.lines(scheduler, 0.0)] == [
+        assert [(line.request, line.prompt, line.output, line.state) for line in snapshot.lines(scheduler, 0.0)] == [
             ("0", 8, 1, "decode"),
             ("1", 8, 0, "prefill"),
             ("2", 1, 0, "waiting"),
         ]
         while not engine.stats().preemptions:
             step(engine)
-        assert [line.state for line in survey.lines(scheduler, 0.0)] == ["decode", "preempted", "waiting"]
+        assert [line.state for line in snapshot.lines(scheduler, 0.0)] == ["decode", "preempted", "waiting"]
 
     def test_padding_of_a_static_batch(self) -> None:
         engine = toy_engine(batching="static")
         add(engine, 2, max_tokens=1)
         add(engine, 2, max_tokens=5)
         step(engine)
-        assert [line.state for line in survey.lines(engine._scheduler, 0.0)] == ["padding", "decode"]
+        assert [line.state for line in snapshot.lines(engine._scheduler, 0.0)] == ["padding", "decode"]
 
 
 class TestMeter:

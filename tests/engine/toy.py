@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headrace import _native
 from headrace.batch import Ints, Proposer, RaggedBatch, StepRows
 from headrace.config import EngineConfig, KvConfig
-from headrace.engine.engine import Engine, Limits
+from headrace.engine.engine import Engine, EngineLimits
 from headrace.propose import make_proposers
 from headrace.request import SamplingParams
 from tests.accept.sampler_twin import SamplerTwin
@@ -37,30 +37,30 @@ class ToyExecutable:
         self.broken = broken
         """A token that gives NaN wherever a row sees it."""
         self.kv: dict[int, tuple[int, int]] = {}  # slot -> (position, token)
-        self.largest = (0, 0, 0)  # most rows, logit rows and branches in a step
+        self.largest = (0, 0, 0)  # most rows, logit rows and sequences in a step
         self.closed = False
 
     def run(self, batch: RaggedBatch) -> StepRows:
         assert len(set(batch.slots.tolist())) == len(batch.slots), "two rows write one slot"
         assert list(batch.logit_rows) == sorted(set(batch.logit_rows.tolist()))
-        sizes = (len(batch.tokens), len(batch.logit_rows), len(batch.forced_len))
+        sizes = (len(batch.tokens), len(batch.logit_rows), len(batch.scheduled_len))
         self.largest = tuple(map(max, self.largest, sizes))
         for row in zip(batch.slots.tolist(), batch.positions.tolist(), batch.tokens.tolist(), strict=True):
             self.kv[row[0]] = row[1:]
-        rows = [self._logits(batch, branch, row) for branch, row in zip(batch.branch_of, batch.logit_rows, strict=True)]
+        rows = [self._logits(batch, seq, row) for seq, row in zip(batch.seq_of, batch.logit_rows, strict=True)]
         return StepRows(np.array(rows, np.float32).reshape(-1, VOCAB), None)
 
-    def _logits(self, batch: RaggedBatch, branch: int, row: int) -> NDArray[np.float32]:
-        start, context, forced = batch.row_start[branch], int(batch.context_len[branch]), int(batch.forced_len[branch])
-        assert start <= row < batch.row_start[branch + 1]
+    def _logits(self, batch: RaggedBatch, seq: int, row: int) -> NDArray[np.float32]:
+        start, context, num_scheduled = batch.row_start[seq], int(batch.context_len[seq]), int(batch.scheduled_len[seq])
+        assert start <= row < batch.row_start[seq + 1]
         local = int(row - start)
-        seen = list(range(context + min(local + 1, forced)))
-        if local >= forced:
-            nodes = range(local - forced + 1)
+        seen = list(range(context + min(local + 1, num_scheduled)))
+        if local >= num_scheduled:
+            nodes = range(local - num_scheduled + 1)
             if batch.ancestors is not None:
                 nodes = [n for n in nodes if int(batch.ancestors[row, n // 64]) >> n % 64 & 1]
-            seen += [context + forced + node for node in nodes]
-        visible = [self.kv[batch.block_table[branch, i // self.block_size] * self.block_size + i % self.block_size] for i in seen]
+            seen += [context + num_scheduled + node for node in nodes]
+        visible = [self.kv[batch.block_table[seq, i // self.block_size] * self.block_size + i % self.block_size] for i in seen]
         assert [position for position, _ in visible] == list(range(len(visible))), "a row sees wrong positions"
         tokens = [token for _, token in visible]
         return np.full(VOCAB, np.nan, np.float32) if self.broken in tokens else toy_logits(tokens)
@@ -80,12 +80,12 @@ def toy_engine(
     max_model_len: int = 40,
     broken: int = -1,
     threads: int = 2,
-    balance: float = math.inf,
+    attention_crossover: float = math.inf,
     proposer: Proposer | None = None,
     **config: Any,
 ) -> Engine:
-    limits = Limits(VOCAB, max_model_len, KvConfig(num_blocks, block_size), balance=balance)
-    defaults: dict[str, Any] = {"ahead_ms": 0, "guess_control": False, "max_guess_nodes": 128}
+    limits = EngineLimits(VOCAB, max_model_len, KvConfig(num_blocks, block_size), attention_crossover=attention_crossover)
+    defaults: dict[str, Any] = {"multi_step_ms": 0, "adaptive_speculation": False, "max_draft_tokens": 128}
     options = EngineConfig(**defaults | config)
     proposers = {"test": proposer} if proposer else make_proposers(options)
     return Engine(ToyExecutable(block_size, broken, threads), TinyVocabulary(VOCAB), limits, options, proposers)
@@ -96,7 +96,7 @@ def plain_decoding(prompt: list[int], params: SamplingParams, index: int, max_mo
     sampler = SamplerTwin(
         VOCAB,
         prompt,
-        branch=index,
+        seq=index,
         seed=params.seed or 0,
         temperature=params.temperature,
         top_k=params.top_k,

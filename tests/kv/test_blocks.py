@@ -98,27 +98,27 @@ def test_every_block_can_be_used(num_blocks: int, lengths: list[int]) -> None:
 
 
 class Pool(RuleBasedStateMachine):
-    """Branches that grow, fork, rewind and end, over a model of what each must read."""
+    """Sequences that grow, fork, rewind and end, over a model of what each must read."""
 
     @initialize(num_blocks=st.integers(1, 24), block_size=st.sampled_from([1, 2, 4]))
     def start(self, num_blocks: int, block_size: int) -> None:
         self.pool = BlockPool(num_blocks, block_size)
-        self.branches: list[tuple[list[int], list[int]]] = []  # (table, content by index)
+        self.seqs: list[tuple[list[int], list[int]]] = []  # (table, content by index)
         self.memory: dict[int, int] = {}
         self.written = 0
 
     @rule()
     def new(self) -> None:
-        self.branches.append(([], []))
+        self.seqs.append(([], []))
 
-    @precondition(lambda self: self.branches)
+    @precondition(lambda self: self.seqs)
     @rule(which=st.integers(0), length=st.integers(1, 9))
     def grow(self, which: int, length: int) -> None:
-        table, content = self.branches[which % len(self.branches)]
-        before = copy.deepcopy([table for table, _ in self.branches])
+        table, content = self.seqs[which % len(self.seqs)]
+        before = copy.deepcopy([table for table, _ in self.seqs])
         copies = self.pool.reserve(table, len(content), length)
         if copies is None:
-            assert before == [table for table, _ in self.branches]
+            assert before == [table for table, _ in self.seqs]
             return
         for source, target in self.pool.slots_of(copies):
             self.memory[target] = self.memory.get(source, -1)
@@ -127,32 +127,32 @@ class Pool(RuleBasedStateMachine):
             self.memory[self.pool.slot(table, index)] = self.written
             content.append(self.written)
 
-    @precondition(lambda self: self.branches)
+    @precondition(lambda self: self.seqs)
     @rule(which=st.integers(0))
     def fork(self, which: int) -> None:
-        table, content = self.branches[which % len(self.branches)]
-        self.branches.append((self.pool.fork(table), list(content)))
+        table, content = self.seqs[which % len(self.seqs)]
+        self.seqs.append((self.pool.fork(table), list(content)))
 
-    @precondition(lambda self: self.branches)
+    @precondition(lambda self: self.seqs)
     @rule(which=st.integers(0), keep=st.integers(0, 40))
     def rewind(self, which: int, keep: int) -> None:
-        table, content = self.branches[which % len(self.branches)]
+        table, content = self.seqs[which % len(self.seqs)]
         del content[keep:]
         self.pool.trim(table, len(content))
 
-    @precondition(lambda self: self.branches)
+    @precondition(lambda self: self.seqs)
     @rule(which=st.integers(0))
     def end(self, which: int) -> None:
-        table, _ = self.branches.pop(which % len(self.branches))
+        table, _ = self.seqs.pop(which % len(self.seqs))
         self.pool.free(table)
         assert table == []
 
     @invariant()
-    def every_branch_reads_what_it_wrote(self) -> None:
+    def every_sequence_reads_what_it_wrote(self) -> None:
         if not hasattr(self, "pool"):
             return
-        self.pool.check([table for table, _ in self.branches])
-        for table, content in self.branches:
+        self.pool.check([table for table, _ in self.seqs])
+        for table, content in self.seqs:
             assert [self.memory[self.pool.slot(table, i)] for i in range(len(content))] == content
 
 

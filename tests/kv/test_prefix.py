@@ -6,14 +6,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.kv.blocks import HOLE, BlockPool
+from headrace.kv.blocks import NULL_BLOCK, BlockPool
 from headrace.kv.prefix import Node, PrefixCache, Scope
 
 SCOPE = Scope()
 
 
 def held(pool: BlockPool, cache: PrefixCache, known: list[int], scope: Scope = SCOPE) -> list[int]:
-    """The table of a branch that has come and computed all its tokens."""
+    """The table of a sequence that has come and computed all its tokens."""
     table: list[int] = []
     node = cache.find(scope, known, len(known))
     pool.share(table, node.path())
@@ -72,7 +72,7 @@ def test_what_was_used_longest_ago_goes_first_leaves_before_all() -> None:
     paths = [[i] * 8 for i in range(3)]
     for known in (*paths, paths[0]):  # the first is used again
         pool.free(held(pool, cache, known))
-    assert pool.num_free == 24 and pool.num_idle == 24
+    assert pool.num_free == 24 and pool.num_evictable == 24
     table: list[int] = []
     pool.reserve(table, 0, 1)
     assert [cache.find(SCOPE, known, 8).depth for known in paths] == [8, 0, 8]
@@ -83,7 +83,7 @@ def test_what_was_used_longest_ago_goes_first_leaves_before_all() -> None:
     pool.check([table])
 
 
-def test_a_scope_without_blocks_is_forgotten() -> None:
+def test_a_scope_without_blocks_is_release_outside_windowtten() -> None:
     pool = BlockPool(2, 1)
     cache = PrefixCache(pool)
     gc.disable()
@@ -96,13 +96,13 @@ def test_a_scope_without_blocks_is_forgotten() -> None:
 
 
 class Cache(RuleBasedStateMachine):
-    """Branches that hit, grow, fork, rewind and end. The model: what the KV in each slot was computed from."""
+    """Sequences that hit, grow, fork, rewind and end. The model: what the KV in each slot was computed from."""
 
     @initialize(num_blocks=st.integers(1, 20), block_size=st.sampled_from([1, 2, 3]))
     def start(self, num_blocks: int, block_size: int) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self.cache = PrefixCache(self.pool)
-        self.branches: list[tuple[Scope, list[int], list[int], Node]] = []  # tokens, all computed, and table
+        self.seqs: list[tuple[Scope, list[int], list[int], Node]] = []  # tokens, all computed, and table
         self.memory: dict[int, tuple[Scope, tuple[int, ...]]] = {}  # slot -> what its KV was computed from
 
     @rule(known=st.lists(st.integers(0, 1), max_size=12), salt=st.sampled_from([None, "a"]), spare=st.integers(0, 2))
@@ -114,42 +114,42 @@ class Cache(RuleBasedStateMachine):
         self.pool.share(table, node.path())
         self._grow(scope, known[: node.depth * size], table, node, known[node.depth * size :])
 
-    @precondition(lambda self: self.branches)
+    @precondition(lambda self: self.seqs)
     @rule(which=st.integers(0), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5))
     def grow(self, which: int, tokens: list[int]) -> None:
-        self._grow(*self.branches.pop(which % len(self.branches)), tokens)
+        self._grow(*self.seqs.pop(which % len(self.seqs)), tokens)
 
-    @precondition(lambda self: self.branches)
+    @precondition(lambda self: self.seqs)
     @rule(which=st.integers(0))
     def fork(self, which: int) -> None:
-        scope, known, table, node = self.branches[which % len(self.branches)]
-        self.branches.append((scope, list(known), list(self.pool.fork(table)), node))
+        scope, known, table, node = self.seqs[which % len(self.seqs)]
+        self.seqs.append((scope, list(known), list(self.pool.fork(table)), node))
 
-    @precondition(lambda self: self.branches)
+    @precondition(lambda self: self.seqs)
     @rule(which=st.integers(0), window=st.integers(1, 6))
-    def forgo(self, which: int, window: int) -> None:
-        _, known, table, _ = self.branches[which % len(self.branches)]
-        self.pool.forgo(table, len(known) + 1 - window)
+    def release_outside_window(self, which: int, window: int) -> None:
+        _, known, table, _ = self.seqs[which % len(self.seqs)]
+        self.pool.release_outside_window(table, len(known) + 1 - window)
 
-    @precondition(lambda self: self.branches)
+    @precondition(lambda self: self.seqs)
     @rule(which=st.integers(0))
     def end(self, which: int) -> None:
-        self.pool.free(self.branches.pop(which % len(self.branches))[2])
+        self.pool.free(self.seqs.pop(which % len(self.seqs))[2])
 
     @invariant()
-    def every_branch_reads_its_own_tokens(self) -> None:
+    def every_sequence_reads_its_own_tokens(self) -> None:
         if not hasattr(self, "pool"):
             return
-        self.pool.check([table for _, _, table, _ in self.branches])
-        for scope, known, table, _ in self.branches:
-            for i in range(table.count(HOLE) * self.pool.block_size, len(known)):
+        self.pool.check([table for _, _, table, _ in self.seqs])
+        for scope, known, table, _ in self.seqs:
+            for i in range(table.count(NULL_BLOCK) * self.pool.block_size, len(known)):
                 assert self.memory[self.pool.slot(table, i)] == (scope, tuple(known[: i + 1]))
-            if HOLE not in table:  # it holds its whole path, which everybody finds then
+            if NULL_BLOCK not in table:  # it holds its whole path, which everybody finds then
                 depth = len(known) // self.pool.block_size
                 assert self.cache.find(scope, known, len(known)).path() == table[:depth]
 
     def _grow(self, scope: Scope, known: list[int], table: list[int], node: Node, tokens: list[int]) -> None:
-        """Compute `tokens`; the branch ends where there is no room."""
+        """Compute `tokens`; the sequence ends where there is no room."""
         copies = self.pool.reserve(table, len(known), len(tokens))
         if copies is None:
             self.pool.free(table)
@@ -161,7 +161,7 @@ class Cache(RuleBasedStateMachine):
             known.append(token)
             self.memory[self.pool.slot(table, len(known) - 1)] = (scope, tuple(known))
         node = self.cache.extend(node, table, known, len(known))
-        self.branches.append((scope, known, table, node))
+        self.seqs.append((scope, known, table, node))
 
 
 TestCache = Cache.TestCase

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headrace.backend import compile_program
 from headrace.checkpoint.load import open_checkpoint
 from headrace.config import EngineConfig, KvConfig
-from headrace.engine.engine import Engine, Limits
+from headrace.engine.engine import Engine, EngineLimits
 from headrace.model import trace_model
 from headrace.request import SamplingParams
 from tests.tiny import TinyVocabulary, run_all
@@ -66,7 +66,7 @@ def test_equal_to_transformers(
     checkpoint = open_checkpoint(path)
     program = trace_model(checkpoint.spec, checkpoint.tensors)
     executable = compile_program("reference", program, checkpoint.tensors, KV, 1)
-    engine = Engine(executable, TinyVocabulary(VOCAB, ends), Limits(VOCAB, 128, KV), EngineConfig())
+    engine = Engine(executable, TinyVocabulary(VOCAB, ends), EngineLimits(VOCAB, 128, KV), EngineConfig())
     (result,) = run_all(engine, [(prompt, params)])
     assert len(result.outputs) == params.n
     for output, sequence, score in zip(result.outputs, generated.sequences, generated.sequences_scores, strict=True):

@@ -61,8 +61,8 @@ def transformers_model(checkpoint: Checkpoint) -> LlamaForCausalLM:
             values = heads.transpose(0, 2, 1, 3).reshape(values.shape)
         state[LLAMA_HF[template].format(i=layer)] = torch.from_numpy(np.ascontiguousarray(values))
     model = LlamaForCausalLM(config)
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    num_uncomputed, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected and set(num_uncomputed) <= {"lm_head.weight"}
     return model.eval()
 
 

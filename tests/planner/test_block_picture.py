@@ -43,9 +43,9 @@ def test_every_block_is_drawn() -> None:
 
 def test_a_part_is_as_high_as_it_is_full() -> None:
     svg = block_map_svg("t", BlockMap(1, 8, [Holding("a", 0, 2, [0])]))
-    (full,), (room,) = ([r for r in rects(svg, kind) if float(r["x"]) < 500] for kind in ("kv", "room"))
-    assert float(full["height"]) / float(room["height"]) == pytest.approx(0.25, abs=0.01)
-    assert float(full["y"]) + float(full["height"]) == pytest.approx(float(room["y"]) + float(room["height"]), abs=0.15)
+    (full,), (budget,) = ([r for r in rects(svg, kind) if float(r["x"]) < 500] for kind in ("kv", "room"))
+    assert float(full["height"]) / float(budget["height"]) == pytest.approx(0.25, abs=0.01)
+    assert float(full["y"]) + float(full["height"]) == pytest.approx(float(budget["y"]) + float(budget["height"]), abs=0.15)
 
 
 def test_requests_have_colours_of_their_own() -> None:

@@ -50,13 +50,13 @@ class TestPhases:
 
     def test_a_prefill_is_cut_as_the_limit_is(self) -> None:
         phase = prefill_phase(1030, 2)
-        assert [load.branches for load in phase.steps] == [((0, 512),), ((512, 512),), ((1024, 6),)]
+        assert [load.seqs for load in phase.steps] == [((0, 512),), ((512, 512),), ((1024, 6),)]
         measured = account(phase, PROGRAM, HERE, [[times(PROGRAM, 1.0)] * 3])
         assert measured.limit == pytest.approx(roofline.prefill_limit(PROGRAM, HERE, 1030, 2))
 
     def test_the_limit_of_decode_is_that_of_the_planner(self) -> None:
         measured = account(decode_phase(100, 4, 2), PROGRAM, HERE, [[times(PROGRAM, 1.0)]])
-        assert measured.limit == pytest.approx(roofline.decode_limit(PROGRAM, HERE, 100, 2, branches=4))
+        assert measured.limit == pytest.approx(roofline.decode_limit(PROGRAM, HERE, 100, 2, seqs=4))
 
 
 class TestAccount:

@@ -80,13 +80,13 @@ class TestKvBytes:
 class TestFit:
     def test_sequences_of_full_length(self) -> None:
         fit = Fit(24 * GIB, 14_000_000_000, 524_288, 4096)
-        assert fit.kv_room == 24 * GIB - 14_000_000_000 - RUNTIME_BYTES
-        assert fit.tokens == fit.kv_room // 524_288
+        assert fit.kv_budget == 24 * GIB - 14_000_000_000 - RUNTIME_BYTES
+        assert fit.tokens == fit.kv_budget // 524_288
         assert fit.sequences == 5
 
     def test_no_room_for_the_weights(self) -> None:
         fit = Fit(GIB, 14_000_000_000, 524_288, 4096)
-        assert (fit.kv_room, fit.tokens, fit.sequences) == (0, 0, 0)
+        assert (fit.kv_budget, fit.tokens, fit.sequences) == (0, 0, 0)
 
 
 class TestOps:
@@ -133,7 +133,7 @@ class TestLimits:
 
     def test_batching_shares_the_weights(self) -> None:
         p = program(LLAMA2_7B, 2)
-        one, eight = (roofline.decode_limit(p, A100, 0, 2, branches) for branches in (1, 8))
+        one, eight = (roofline.decode_limit(p, A100, 0, 2, seqs) for seqs in (1, 8))
         assert 7.9 * one < eight <= 8 * one
 
     def test_a_step_is_the_sum_of_its_ops(self) -> None:

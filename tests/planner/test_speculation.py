@@ -1,4 +1,4 @@
-"""Tokens per step and speed of guessing ahead, against published values, against each other, and against the engine."""
+"""Tokens per step and speed of speculative decoding, against published values, against each other, and against the engine."""
 
 import zlib
 
@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace.batch import BranchView, Commit, Guess, RaggedBatch, StepRows
+from headrace.batch import Commit, DraftTree, RaggedBatch, SequenceView, StepRows
 from headrace.kv.blocks import BlockPool
 from headrace.planner.speculation import Costs, best_gain, expected_tokens, gain, simulated_tokens
-from headrace.propose.draft_model import DraftModel
+from headrace.propose.draft_model import DraftModelProposer
 from headrace.request import SamplingParams
 from tests.engine.toy import ToyExecutable, toy_engine
 from tests.tiny import run_all
@@ -51,25 +51,25 @@ def test_the_best_depth_grows_with_acceptance_and_shrinks_with_cost() -> None:
 class OftenRight(ToyExecutable):
     """The toy model, turned upside down after one text in four."""
 
-    def _logits(self, batch: RaggedBatch, branch: int, row: int) -> NDArray[np.float32]:
-        logits = super()._logits(batch, branch, row)
+    def _logits(self, batch: RaggedBatch, seq: int, row: int) -> NDArray[np.float32]:
+        logits = super()._logits(batch, seq, row)
         return -logits if zlib.crc32(logits.tobytes()) % 4 == 0 else logits
 
 
-class Watched(DraftModel):
-    """Counts what becomes of guesses, depth by depth."""
+class Watched(DraftModelProposer):
+    """Counts what becomes of drafts, depth by depth."""
 
     def __init__(self, depth: int) -> None:
         super().__init__(OftenRight(4), BlockPool(64, 4), 40, depth, 1, probabilities=False)
         self.paths: list[int] = []
         self._full: list[int] = []
 
-    def propose(self, branches: list[BranchView], room: list[int]) -> list[Guess]:
-        guesses = super().propose(branches, room)
-        self._full = [len(guess.tokens) for guess in guesses]
-        return guesses
+    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
+        drafts = super().propose(seqs, budget)
+        self._full = [len(draft.tokens) for draft in drafts]
+        return drafts
 
-    def observe(self, branches: list[BranchView], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
         self.paths += [len(commit.path) for commit in commits if self._full == [self.max_nodes]]
         self._full = []
 
@@ -77,7 +77,7 @@ class Watched(DraftModel):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("depth", [2, 4])
 def test_the_engine_agrees(depth: int, temperature: float) -> None:
-    """Tokens per step as they come, and as they follow from how often a guess was right after right ones."""
+    """Tokens per step as they come, and as they follow from how often a draft was right after right ones."""
     proposer = Watched(depth)
     engine = toy_engine(proposer=proposer, max_num_seqs=1)
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=36) for i in range(60)]

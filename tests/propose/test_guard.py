@@ -1,4 +1,4 @@
-"""A proposer may do anything; the step gets sound guesses or none."""
+"""A proposer may do anything; the step gets sound drafts or none."""
 
 import gc
 import threading
@@ -7,10 +7,10 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from headrace.batch import NO_GUESS, Commit, Guess, StepRows
+from headrace.batch import NO_DRAFT, Commit, DraftTree, StepRows
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
-from headrace.propose import METHODS, NEEDS, PROPOSERS, Guard, Materials, asked_for, make_proposers
+from headrace.propose import METHODS, NEEDS, PROPOSERS, DraftModels, Guard, asked_for, make_proposers
 from tests.propose.test_ngram import View
 
 
@@ -20,17 +20,17 @@ class Says:
     def __init__(self, answer: Any) -> None:
         self.answer = answer
 
-    def propose(self, branches: list[Any], room: list[int]) -> Any:
-        self.asked = [branch.key for branch in branches]
+    def propose(self, seqs: list[Any], budget: list[int]) -> Any:
+        self.asked = [seq.seq_id for seq in seqs]
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
 
-    def observe(self, branches: list[Any], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[Any], commits: list[Commit], rows: StepRows) -> None:
         raise RuntimeError
 
 
-GOOD = Guess([1, 2], [-1, 0])
+GOOD = DraftTree([1, 2], [-1, 0])
 
 
 @pytest.mark.parametrize(
@@ -41,32 +41,32 @@ GOOD = Guess([1, 2], [-1, 0])
         [],
         [GOOD, GOOD],
         [None],
-        [Guess([1], [])],
-        [Guess([1], [0])],
-        [Guess([1], [-2])],
-        [Guess([1, 2], [-1, 1])],
-        [Guess([10], [-1])],
-        [Guess([-1], [-1])],
-        [Guess(["a"], [-1])],  # type: ignore[list-item]
-        [Guess([0.5], [-1])],  # type: ignore[list-item]
-        [Guess([1] * 4, [-1] * 4)],
+        [DraftTree([1], [])],
+        [DraftTree([1], [0])],
+        [DraftTree([1], [-2])],
+        [DraftTree([1, 2], [-1, 1])],
+        [DraftTree([10], [-1])],
+        [DraftTree([-1], [-1])],
+        [DraftTree(["a"], [-1])],  # type: ignore[list-item]
+        [DraftTree([0.5], [-1])],  # type: ignore[list-item]
+        [DraftTree([1] * 4, [-1] * 4)],
     ],
 )
-def test_rubbish_is_no_guess(answer: Any) -> None:
+def test_rubbish_is_no_draft(answer: Any) -> None:
     guard = Guard(Says(answer), vocab_size=10)
-    assert guard.propose([View([1])], [3]) == [NO_GUESS]
+    assert guard.propose([View([1])], [3]) == [NO_DRAFT]
     assert guard.failures == 1 and not guard.hung
 
 
-def test_one_bad_guess_does_not_take_the_good_ones_before_it() -> None:
-    guard = Guard(Says([GOOD, Guess([99], [-1])]), vocab_size=10)
-    assert guard.propose([View([1]), View([2])], [3, 3]) == [GOOD, NO_GUESS]
+def test_one_bad_draft_does_not_take_the_good_ones_before_it() -> None:
+    guard = Guard(Says([GOOD, DraftTree([99], [-1])]), vocab_size=10)
+    assert guard.propose([View([1]), View([2])], [3, 3]) == [GOOD, NO_DRAFT]
 
 
-def test_only_branches_with_room_are_asked() -> None:
+def test_only_sequences_with_room_are_asked() -> None:
     inner = Says([GOOD])
     guard = Guard(inner, vocab_size=10)
-    assert guard.propose([View([1], (1, 0)), View([2], (2, 0))], [0, 3]) == [NO_GUESS, GOOD]
+    assert guard.propose([View([1], (1, 0)), View([2], (2, 0))], [0, 3]) == [NO_DRAFT, GOOD]
     assert inner.asked == [(2, 0)]
     assert guard.failures == 0
 
@@ -79,7 +79,7 @@ def test_a_failing_observer_is_counted() -> None:
 
 def test_names() -> None:
     made = {
-        name: make_proposers(EngineConfig(proposer=name, max_guess_nodes=5))  # type: ignore[arg-type]
+        name: make_proposers(EngineConfig(proposer=name, max_draft_tokens=5))  # type: ignore[arg-type]
         for name in PROPOSERS
         if name not in NEEDS
     }
@@ -108,11 +108,11 @@ class Sleeps(Says):
         super().__init__([GOOD])
         self.wakes, self.calls = threading.Event(), 0
 
-    def propose(self, branches: list[Any], room: list[int]) -> Any:
+    def propose(self, seqs: list[Any], budget: list[int]) -> Any:
         self.calls += 1
         if self.calls > 1:
             self.wakes.wait()
-        return super().propose(branches, room)
+        return super().propose(seqs, budget)
 
 
 def test_a_hanging_proposer_is_left_behind() -> None:
@@ -120,11 +120,11 @@ def test_a_hanging_proposer_is_left_behind() -> None:
     guard = Guard(inner, vocab_size=10, patience=0.05)
     assert guard.propose([View([1])], [3]) == [GOOD]
     start = time.perf_counter()
-    assert guard.propose([View([1])], [3]) == [NO_GUESS]
+    assert guard.propose([View([1])], [3]) == [NO_DRAFT]
     assert time.perf_counter() - start >= 0.05
     assert (guard.hung, guard.failures) == (True, 1)
     inner.wakes.set()  # too late
-    assert guard.propose([View([1])], [3]) == [NO_GUESS]
+    assert guard.propose([View([1])], [3]) == [NO_DRAFT]
     guard.observe([], [], None)  # type: ignore[arg-type]
     assert (inner.calls, guard.failures) == (2, 1)
 
@@ -143,4 +143,4 @@ def test_the_thread_ends_with_the_guard() -> None:
 
 def test_one_that_promises_to_be_quick_has_no_thread() -> None:
     for name in METHODS.keys() - NEEDS:
-        assert Guard(METHODS[name](EngineConfig(), Materials()), vocab_size=10)._worker is None, name
+        assert Guard(METHODS[name](EngineConfig(), DraftModels()), vocab_size=10)._worker is None, name

@@ -1,10 +1,10 @@
-"""Guesses by iteration: Jacobi chains and the lookahead window, fed with rows of which we know the likeliest token."""
+"""Drafts by iteration: Jacobi chains and the lookahead window, fed with rows of which we know the likeliest token."""
 
 import numpy as np
 
-from headrace.batch import NO_GUESS, Commit, Guess, StepRows
-from headrace.propose.jacobi import Jacobi
-from headrace.propose.lookahead import Lookahead
+from headrace.batch import NO_DRAFT, Commit, DraftTree, StepRows
+from headrace.propose.jacobi import JacobiProposer
+from headrace.propose.lookahead import LookaheadProposer
 from tests.propose.test_ngram import View
 
 VOCAB = 100
@@ -17,26 +17,26 @@ def rows(likeliest: list[int]) -> StepRows:
 
 
 class TestJacobi:
-    def test_rows_after_the_first_wrong_guess_are_the_next_guess(self) -> None:
-        proposer, view = Jacobi(), View([1, 2, 3])
-        (guess,) = proposer.propose([view], [4])
-        assert guess == Guess([1, 2, 3], [-1, 0, 1])  # there is no more text
-        view.known += [1, 9]  # the first guess was right
-        #   rows of another branch    last   1   2   3
+    def test_rows_after_the_first_wrong_draft_are_the_next_draft(self) -> None:
+        proposer, view = JacobiProposer(), View([1, 2, 3])
+        (draft,) = proposer.propose([view], [4])
+        assert draft == DraftTree([1, 2, 3], [-1, 0, 1])  # there is no more text
+        view.known += [1, 9]  # the first draft was right
+        #   rows of another sequence    last   1   2   3
         said = rows([50, 51, 52, 53, 54, 1, 9, 30, 31])
-        proposer.observe([View([0]), view], [Commit(1, [0], [1, 9], [], row=5, guess=guess)], said)
-        assert proposer.propose([view], [2])[0] == Guess([30, 31], [-1, 0])
+        proposer.observe([View([0]), view], [Commit(1, [0], [1, 9], [], row=5, draft=draft)], said)
+        assert proposer.propose([view], [2])[0] == DraftTree([30, 31], [-1, 0])
 
     def test_no_rows_no_iteration(self) -> None:
-        proposer, view = Jacobi(), View([1, 2, 3])
-        proposer.observe([view], [Commit(0, [], [3], [], row=0, guess=NO_GUESS)], rows([3]))
+        proposer, view = JacobiProposer(), View([1, 2, 3])
+        proposer.observe([view], [Commit(0, [], [3], [], row=0, draft=NO_DRAFT)], rows([3]))
         assert proposer.propose([view], [2])[0].tokens == [1, 2]
 
     def test_a_shorter_chain_than_proposed(self) -> None:
-        proposer, view = Jacobi(), View([1, 2, 3, 4, 5])
-        (guess,) = proposer.propose([view], [4])
-        run = Guess(guess.tokens[:2], guess.parents[:2])
-        proposer.observe([view], [Commit(0, [], [5], [], row=0, guess=run)], rows([5, 60, 61]))
+        proposer, view = JacobiProposer(), View([1, 2, 3, 4, 5])
+        (draft,) = proposer.propose([view], [4])
+        run = DraftTree(draft.tokens[:2], draft.parents[:2])
+        proposer.observe([view], [Commit(0, [], [5], [], row=0, draft=run)], rows([5, 60, 61]))
         assert proposer.propose([view], [3])[0].tokens == [60, 61, 1]
 
     def test_settles_on_what_plain_decoding_gives(self) -> None:
@@ -45,17 +45,17 @@ class TestJacobi:
         def follow(first: int, line: list[int]) -> list[int]:
             return [position if position % 3 else (7 * token + 3) % 31 for position, token in enumerate(line, first)]
 
-        proposer, view = Jacobi(), View([0, 5])
+        proposer, view = JacobiProposer(), View([0, 5])
         steps = 0
         while len(view.known) < 60:
-            (guess,) = proposer.propose([view], [6])
-            line = [view.known[-1], *guess.tokens]
+            (draft,) = proposer.propose([view], [6])
+            line = [view.known[-1], *draft.tokens]
             said = follow(len(view.known), line)
             path: list[int] = []
-            while len(path) < len(guess.tokens) and guess.tokens[len(path)] == said[len(path)]:
+            while len(path) < len(draft.tokens) and draft.tokens[len(path)] == said[len(path)]:
                 path.append(len(path))
             view.known += said[: len(path) + 1]
-            proposer.observe([view], [Commit(0, path, said[: len(path) + 1], [], row=0, guess=guess)], rows(said))
+            proposer.observe([view], [Commit(0, path, said[: len(path) + 1], [], row=0, draft=draft)], rows(said))
             steps += 1
         assert view.known[2:] == follow(2, view.known[1:-1])
         assert steps < 40
@@ -63,34 +63,34 @@ class TestJacobi:
 
 class TestLookahead:
     def test_the_tree(self) -> None:
-        (guess,) = Lookahead().propose([View([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])], [16])
-        assert guess.whole
+        (draft,) = LookaheadProposer().propose([View([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])], [16])
+        assert draft.whole
         #               five columns of two levels: a stem, and a leaf on each of its nodes
-        assert guess.tokens == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-        assert guess.parents == [-1, 0, 0, 2, 2, 4, 4, 6, 6, 8]
+        assert draft.tokens == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+        assert draft.parents == [-1, 0, 0, 2, 2, 4, 4, 6, 6, 8]
 
     def test_columns_become_ngrams_and_the_window_moves_on(self) -> None:
-        proposer, view = Lookahead(), View([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
-        (guess,) = proposer.propose([view], [16])
+        proposer, view = LookaheadProposer(), View([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+        (draft,) = proposer.propose([view], [16])
         view.known += [7]
         said = rows([7, 0, 42, 0, 44, 0, 46, 0, 48, 0, 50])  # after columns (1, 2), (3, 4), ...
-        proposer.observe([view], [Commit(0, [], [7], [], row=0, guess=guess)], said)
-        (guess,) = proposer.propose([view], [16])
-        assert guess.tokens[:10] == [2, 42, 4, 44, 6, 46, 8, 48, 10, 50]  # columns are (2, 42), (4, 44), ... now
-        assert (guess.tokens[10:], guess.parents[10:]) == ([8, 48], [-1, 10])  # what came up after 7
+        proposer.observe([view], [Commit(0, [], [7], [], row=0, draft=draft)], said)
+        (draft,) = proposer.propose([view], [16])
+        assert draft.tokens[:10] == [2, 42, 4, 44, 6, 46, 8, 48, 10, 50]  # columns are (2, 42), (4, 44), ... now
+        assert (draft.tokens[10:], draft.parents[10:]) == ([8, 48], [-1, 10])  # what came up after 7
 
     def test_accepted_tokens_move_the_window_further(self) -> None:
-        proposer, view = Lookahead(), View([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
-        (guess,) = proposer.propose([view], [16])
+        proposer, view = LookaheadProposer(), View([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+        (draft,) = proposer.propose([view], [16])
         said = rows([1, 3, 42, 77, 44, 0, 46, 0, 48, 0, 50])
         view.known += [1, 3, 77]
-        proposer.observe([view], [Commit(0, [0, 2], [1, 3, 77], [], row=0, guess=guess)], said)
-        (guess,) = proposer.propose([view], [16])
-        assert guess.tokens[:6] == [6, 46, 8, 48, 10, 50]
+        proposer.observe([view], [Commit(0, [0, 2], [1, 3, 77], [], row=0, draft=draft)], said)
+        (draft,) = proposer.propose([view], [16])
+        assert draft.tokens[:6] == [6, 46, 8, 48, 10, 50]
 
     def test_any_room(self) -> None:
-        for room in range(1, 40):
+        for budget in range(1, 40):
             view = View([1, 2, 3])
-            (guess,) = Lookahead().propose([view], [room])
-            assert len(guess.tokens) <= room and all(parent < node for node, parent in enumerate(guess.parents))
-            assert bool(guess.tokens) == (room > 1)
+            (draft,) = LookaheadProposer().propose([view], [budget])
+            assert len(draft.tokens) <= budget and all(parent < node for node, parent in enumerate(draft.parents))
+            assert bool(draft.tokens) == (budget > 1)

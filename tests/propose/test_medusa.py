@@ -10,10 +10,10 @@ from headrace.batch import Commit, StepRows
 from headrace.config import KvConfig
 from headrace.model import trace_model
 from headrace.program.trace import trace
-from headrace.propose.medusa import Medusa, _input_rows, head_forward, static_tree
+from headrace.propose.medusa import MedusaProposer, _input_rows, head_forward, static_tree
 from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.request import SamplingParams
-from tests.drafting import draft_engine, head_tensors, medusa_heads
+from tests.draft_engines import draft_engine, head_tensors, medusa_heads
 from tests.tiny import BLOCK_SIZE, run_all, tiny_engine, tiny_executable, tiny_model
 
 MODEL = tiny_model(4)
@@ -29,10 +29,10 @@ class Watcher:
     def __init__(self) -> None:
         self.hidden: list[NDArray[np.float32]] = []
 
-    def propose(self, branches: list[Any], room: list[int]) -> list[Any]:
+    def propose(self, seqs: list[Any], budget: list[int]) -> list[Any]:
         return []
 
-    def observe(self, branches: list[Any], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[Any], commits: list[Commit], rows: StepRows) -> None:
         assert rows.hidden is not None
         self.hidden += [rows.hidden[commit.last_row].copy() for commit in commits if commit.tokens]
 
@@ -54,21 +54,21 @@ def test_heads_that_fit_the_model_are_right() -> None:
     watcher = Watcher()
     target = tiny_executable(MODEL, "cpu", KvConfig(8, 32, "f32"))
     hidden_program = trace_model(*MODEL).keeping_hidden()
-    engine = tiny_engine(MODEL, "cpu", proposer=watcher, executable=target.beside(hidden_program, MODEL[1]), kv_dtype="f32")
+    engine = tiny_engine(MODEL, "cpu", proposer=watcher, executable=target.attach(hidden_program, MODEL[1]), kv_dtype="f32")
     (plain,) = run_all(engine, [([1, 2, 3], GREEDY)])
     output = plain.outputs[0].token_ids
     tensors = head_tensors(SPEC, 2)
     for i in range(2):
-        ahead = np.array(output[i + 1 :])
-        weights = np.linalg.lstsq(np.array(watcher.hidden[: len(ahead)]), np.eye(SPEC.vocab_size)[ahead], rcond=1e-4)[0]
+        multi_step = np.array(output[i + 1 :])
+        weights = np.linalg.lstsq(np.array(watcher.hidden[: len(multi_step)]), np.eye(SPEC.vocab_size)[multi_step], rcond=1e-4)[0]
         fitted = {"0.linear.weight": np.zeros((SPEC.dim, SPEC.dim)), "0.linear.bias": np.zeros(SPEC.dim), "1.weight": weights.T}
         for part, values in fitted.items():
             name = f"medusa.{i}.{part}"
             data = np.ascontiguousarray(values, np.float32).view(np.uint8).reshape(-1)
             tensors[name] = StoredTensor(name, FORMATS["F32"], values.shape, data)
-    guessing = target.beside(hidden_program, MODEL[1])
-    heads = [guessing.beside(trace(lambda g, i=i: head_forward(i, SPEC.dim, SPEC.vocab_size, g), tensors), tensors) for i in range(2)]
-    engine = tiny_engine(MODEL, "cpu", proposer=Medusa(heads, 2, 2), executable=guessing, kv_dtype="f32")
+    speculation = target.attach(hidden_program, MODEL[1])
+    heads = [speculation.attach(trace(lambda g, i=i: head_forward(i, SPEC.dim, SPEC.vocab_size, g), tensors), tensors) for i in range(2)]
+    engine = tiny_engine(MODEL, "cpu", proposer=MedusaProposer(heads, 2, 2), executable=speculation, kv_dtype="f32")
     (result,) = run_all(engine, [([1, 2, 3], GREEDY)])
     assert result.outputs[0].token_ids == output
     stats = engine.stats()
@@ -84,16 +84,16 @@ def test_the_tree_takes_the_likeliest_paths() -> None:
     assert static_tree(0, 5) == []
 
 
-def test_what_is_kept_of_another_length_is_no_guess() -> None:
-    """A branch that went on without being observed, as after a fork, has no row to ask."""
+def test_what_is_kept_of_another_length_is_no_draft() -> None:
+    """A sequence that went on without being observed, as after a fork, has no row to ask."""
     engine, proposers = draft_engine(MODEL, "medusa", width=2)
     proposer = proposers["medusa"]
-    assert isinstance(proposer, Medusa)
+    assert isinstance(proposer, MedusaProposer)
     engine.add_request([1, 2], GREEDY)
     engine.step()
-    (branch,) = engine._scheduler.running
-    assert proposer.propose([branch], [4])[0].tokens
-    branch.known.append(1)
-    assert not proposer.propose([branch], [4])[0].tokens
-    branch.known.pop()
+    (seq,) = engine._scheduler.running
+    assert proposer.propose([seq], [4])[0].tokens
+    seq.known.append(1)
+    assert not proposer.propose([seq], [4])[0].tokens
+    seq.known.pop()
     engine.close()

@@ -1,63 +1,63 @@
-"""Prompt lookup: longest match first, several candidates as one tree, an index that grows with the branch."""
+"""Prompt lookup: longest match first, several candidates as one tree, an index that grows with the sequence."""
 
 import gc
 from dataclasses import dataclass, field
 
 import pytest
 
-from headrace.batch import Guess
-from headrace.propose.ngram import Ngram
+from headrace.batch import DraftTree
+from headrace.propose.ngram import NgramProposer
 
 
 @dataclass(eq=False)
 class View:
     known: list[int]
-    key: tuple[int, int] = (0, 0)
+    seq_id: tuple[int, int] = (0, 0)
     prompt_len: int = field(default=1)
     scope: str = ""
 
 
-def guess(known: list[int], room: int = 4) -> Guess:
-    (found,) = Ngram().propose([View(known)], [room])
+def draft(known: list[int], budget: int = 4) -> DraftTree:
+    (found,) = NgramProposer().propose([View(known)], [budget])
     return found
 
 
 def test_continues_the_longest_match() -> None:
     #      a longer match       a later, shorter one
     known = [1, 2, 3, 4, 50, 60, 9, 3, 4, 70, 80, 1, 2, 3, 4]
-    assert guess(known).tokens == [50, 60, 9, 3]
+    assert draft(known).tokens == [50, 60, 9, 3]
 
 
 def test_nothing_to_go_by() -> None:
-    assert guess([1, 2, 3, 4, 5]) == Guess([], [])
-    assert guess([7]) == Guess([], [])
+    assert draft([1, 2, 3, 4, 5]) == DraftTree([], [])
+    assert draft([7]) == DraftTree([], [])
 
 
 def test_a_repetition_goes_on() -> None:
-    assert guess([1, 2, 1, 2, 1, 2], 5)[:2] == ([1, 2, 1, 2, 1], [-1, 0, 1, 2, 3])
+    assert draft([1, 2, 1, 2, 1, 2], 5)[:2] == ([1, 2, 1, 2, 1], [-1, 0, 1, 2, 3])
 
 
 def test_candidates_share_the_room() -> None:
     known = [8, 9, 1, 2, 3, 8, 9, 1, 2, 4, 8, 9, 5, 8, 9]
-    found = guess(known, 6)
+    found = draft(known, 6)
     assert found[:2] == ([5, 1, 8, 2, 9, 4], [-1, -1, 0, 1, 2, 3])
 
 
 def test_confidence_is_the_length_of_the_match() -> None:
     line = list(range(100, 140))
-    assert [guess([*line, 1, *line[:length], 2, *line[:length]]).confidence for length in (2, 3, 4, 7, 8, 15, 16, 30)] == [
+    assert [draft([*line, 1, *line[:length], 2, *line[:length]]).confidence for length in (2, 3, 4, 7, 8, 15, 16, 30)] == [
         0, 0, 1, 1, 2, 2, 3, 3,
     ]  # fmt: skip
 
 
 def test_much_shorter_matches_are_left_out() -> None:
     known = [*range(10, 20), 50, 7, 18, 19, 60, *range(10, 20)]
-    assert guess(known, 3).tokens == [50, 7, 18]
+    assert draft(known, 3).tokens == [50, 7, 18]
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.propose.ngram._MOST_RUNS", 50)
-    proposer, view = Ngram(), View(list(range(1000)))
+    proposer, view = NgramProposer(), View(list(range(1000)))
     proposer.propose([view], [4])
     assert len(proposer._indices[view]._places) == 50
     view.known += [1, 2] * 500
@@ -65,11 +65,11 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, proposer._indices[view]._places.values())) <= 4
 
 
-def test_the_index_follows_the_branch_and_goes_with_it() -> None:
-    proposer, view = Ngram(), View([1, 2, 3])
+def test_the_index_follows_the_sequence_and_goes_with_it() -> None:
+    proposer, view = NgramProposer(), View([1, 2, 3])
     for token in [9, 1, 2, 3, 9, 1, 2]:
         view.known.append(token)
-        assert proposer.propose([view], [3]) == Ngram().propose([View(list(view.known))], [3])
+        assert proposer.propose([view], [3]) == NgramProposer().propose([View(list(view.known))], [3])
     assert proposer.propose([view], [2])[0].tokens == [3, 9]
     assert len(proposer._indices) == 1
     del view

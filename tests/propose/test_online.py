@@ -2,16 +2,16 @@
 
 import gc
 
-from headrace.batch import NO_GUESS, Guess
-from headrace.propose.online import Online
+from headrace.batch import NO_DRAFT, DraftTree
+from headrace.propose.online import OnlineProposer
 from headrace.request import SamplingParams
 from tests.engine.toy import toy_engine
 from tests.propose.test_ngram import View
 from tests.tiny import run_all
 
 
-def taught(*lines: list[int], max_runs: int = 1000) -> Online:
-    table = Online(max_runs=max_runs)
+def taught(*lines: list[int], max_runs: int = 1000) -> OnlineProposer:
+    table = OnlineProposer(max_runs=max_runs)
     for line in lines:
         table.propose([View(line)], [1])
     return table
@@ -19,38 +19,38 @@ def taught(*lines: list[int], max_runs: int = 1000) -> Online:
 
 def test_what_followed_elsewhere() -> None:
     table = taught([1, 2, 3, 4, 5, 6, 7])
-    (guess,) = table.propose([View([9, 2, 3])], [3])
-    assert guess == Guess([4, 5, 6], [-1, 0, 1])
-    (guess,) = table.propose([View([1, 2, 3, 4])], [8])
-    assert guess[:3] == ([5, 6, 7], [-1, 0, 1], 1)
-    assert table.propose([View([7, 8]), View([5])], [3, 3]) == [NO_GUESS, NO_GUESS]
+    (draft,) = table.propose([View([9, 2, 3])], [3])
+    assert draft == DraftTree([4, 5, 6], [-1, 0, 1])
+    (draft,) = table.propose([View([1, 2, 3, 4])], [8])
+    assert draft[:3] == ([5, 6, 7], [-1, 0, 1], 1)
+    assert table.propose([View([7, 8]), View([5])], [3, 3]) == [NO_DRAFT, NO_DRAFT]
 
 
 def test_the_latest_goes_first_and_the_one_before_beside_it() -> None:
-    (guess,) = taught([1, 2, 3, 4], [1, 2, 5, 6]).propose([View([1, 2])], [4])
-    assert guess[:2] == ([5, 3, 6, 4], [-1, -1, 0, 1])
+    (draft,) = taught([1, 2, 3, 4], [1, 2, 5, 6]).propose([View([1, 2])], [4])
+    assert draft[:2] == ([5, 3, 6, 4], [-1, -1, 0, 1])
 
 
-def test_a_branch_teaches_as_it_grows_and_once_more_when_it_ends() -> None:
-    table, view = Online(), View([1, 2, 3, 4])
+def test_a_sequence_teaches_as_it_grows_and_once_more_when_it_ends() -> None:
+    table, view = OnlineProposer(), View([1, 2, 3, 4])
     assert table.propose([view, View([2, 3])], [4, 4])[1].tokens == [4]
     view.known += [5, 6]
-    assert table.propose([View([3, 4])], [4]) == [NO_GUESS]  # nobody has asked for the first since
+    assert table.propose([View([3, 4])], [4]) == [NO_DRAFT]  # nobody has asked for the first since
     del view
     gc.collect()
     assert table.propose([View([3, 4])], [4])[0].tokens == [5, 6]
 
 
 def test_prompts_teach_nothing() -> None:
-    table = Online()
+    table = OnlineProposer()
     table.propose([View([1, 2, 3, 4], prompt_len=4)], [4])
-    assert table.propose([View([1, 2])], [4]) == [NO_GUESS]
+    assert table.propose([View([1, 2])], [4]) == [NO_DRAFT]
 
 
 def test_what_one_scope_holds_is_not_for_others() -> None:
-    table = Online()
+    table = OnlineProposer()
     table.propose([View([1, 2, 3, 4], scope="a")], [4])
-    assert table.propose([View([1, 2], scope="b"), View([1, 2], scope="a")], [4, 4]) == [NO_GUESS, Guess([3, 4], [-1, 0])]
+    assert table.propose([View([1, 2], scope="b"), View([1, 2], scope="a")], [4, 4]) == [NO_DRAFT, DraftTree([3, 4], [-1, 0])]
 
 
 def test_memory_is_bounded_and_what_is_used_stays() -> None:
@@ -61,7 +61,7 @@ def test_memory_is_bounded_and_what_is_used_stays() -> None:
 
 
 def test_acceptance_rises_over_a_repeated_workload() -> None:
-    engine = toy_engine(proposer=Online())
+    engine = toy_engine(proposer=OnlineProposer())
     requests = [([token, 3, 4], SamplingParams(temperature=0, max_tokens=30)) for token in range(8)]
     steps, texts = [], []
     for _ in range(3):
@@ -70,5 +70,5 @@ def test_acceptance_rises_over_a_repeated_workload() -> None:
         steps.append(engine.stats().steps - before)
     assert texts[0] == texts[1] == texts[2]
     assert steps[0] > 2 * steps[1] >= 2 * steps[2]
-    books = engine.stats().guesses["test"]
+    books = engine.stats().drafts["test"]
     assert books.accepted > 300 and engine.stats().proposer_failures == 0

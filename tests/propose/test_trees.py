@@ -1,17 +1,17 @@
-"""Building and cutting guess trees."""
+"""Building and cutting draft trees."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.batch import Guess
+from headrace.batch import DraftTree
 from headrace.propose.trees import Tree, merge, prune
 
 
 def test_merge_joins_common_beginnings() -> None:
-    assert merge([[1, 2, 3], [1, 2, 4], [1, 5, 6]], 9) == Guess([1, 2, 5, 3, 4, 6], [-1, 0, 0, 1, 1, 2])
-    assert merge([[1, 2], [1, 2]], 9) == Guess([1, 2], [-1, 0])
-    assert merge([[1, 2, 3], [4]], 9, confidence=2) == Guess([1, 4, 2, 3], [-1, -1, 0, 2], 2)
-    assert merge([], 9) == Guess([], [])
+    assert merge([[1, 2, 3], [1, 2, 4], [1, 5, 6]], 9) == DraftTree([1, 2, 5, 3, 4, 6], [-1, 0, 0, 1, 1, 2])
+    assert merge([[1, 2], [1, 2]], 9) == DraftTree([1, 2], [-1, 0])
+    assert merge([[1, 2, 3], [4]], 9, confidence=2) == DraftTree([1, 4, 2, 3], [-1, -1, 0, 2], 2)
+    assert merge([], 9) == DraftTree([], [])
 
 
 def test_a_tree_joins_what_is_the_same() -> None:
@@ -22,22 +22,22 @@ def test_a_tree_joins_what_is_the_same() -> None:
     assert (tree.tokens, tree.parents) == ([1, 2, 3, 4, 9], [-1, 0, 1, 1, 1])
 
 
-def paths(guess: Guess) -> set[tuple[int, ...]]:
+def paths(draft: DraftTree) -> set[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
-    for token, parent in zip(guess.tokens, guess.parents, strict=True):
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
         found.append((*(found[parent] if parent >= 0 else ()), token))
     return set(found)
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=5), max_size=4), st.integers(0, 9), st.data())
-def test_prune_keeps_paths(chains: list[list[int]], room: int, data: st.DataObject) -> None:
-    guess = merge(chains, room)
-    assert len(guess.tokens) <= room and paths(guess) <= {tuple(c[:i]) for c in chains for i in range(1, len(c) + 1)}
+def test_prune_keeps_paths(chains: list[list[int]], budget: int, data: st.DataObject) -> None:
+    draft = merge(chains, budget)
+    assert len(draft.tokens) <= budget and paths(draft) <= {tuple(c[:i]) for c in chains for i in range(1, len(c) + 1)}
     kept: list[int] = []
-    for node, parent in enumerate(guess.parents):
+    for node, parent in enumerate(draft.parents):
         if (parent < 0 or parent in kept) and data.draw(st.booleans()):
             kept.append(node)
-    pruned = prune(guess, kept)
+    pruned = prune(draft, kept)
     assert all(parent < node for node, parent in enumerate(pruned.parents))
-    all_paths = paths(guess)
+    all_paths = paths(draft)
     assert len(paths(pruned)) == len(kept) and paths(pruned) <= all_paths

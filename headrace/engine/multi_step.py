@@ -1,6 +1,6 @@
 """Plain decoding, several steps in a row with next to nothing between them.
 
-Most steps of most engines are alike: every branch gives one row and draws one token, nobody joins or forks, and nothing is guessed.
+Most steps of most engines are alike: every sequence gives one row and draws one token, nobody joins or forks, and nothing is drafted.
 What the engine does between two of them, with memory caches that the weights have just been through, takes as long as a tenth of a
 small model's step. So it is done for several at once: a token that was drawn goes straight into the next step, and all are committed
 together at the end. Each step is the one that would have come anyway, so nothing changes but when the tokens are told.
@@ -16,7 +16,7 @@ from headrace.accept.sampler import Drawn, draw_all
 from headrace.backend import Executable
 from headrace.batch import Commit, Ints, RaggedBatch, StepRows, TokenLogprobs
 from headrace.config import EngineConfig
-from headrace.engine.scheduler import Part, Scheduler
+from headrace.engine.scheduler import ScheduledSequence, Scheduler
 from headrace.kv.rows import ints
 
 _MOST = 16
@@ -33,40 +33,40 @@ class Result(NamedTuple):
     num_steps: int
 
 
-class Ahead:
-    """Runs such steps, for `ahead_ms` or a little longer."""
+class MultiStep:
+    """Runs such steps, for `multi_step_ms` or a little longer."""
 
     def __init__(self, scheduler: Scheduler, executable: Executable, block_size: int, config: EngineConfig) -> None:
         self._scheduler = scheduler
         self._executable = executable
         self._block_size = block_size
-        self._plain_rule = config.acceptance == "descend"
-        self._seconds = config.ahead_ms / 1000
+        self._plain_rule = config.acceptance_method == "exact"
+        self._seconds = config.multi_step_ms / 1000
         self._step_seconds = 0.0
         """Of the last ones; 0: there were none."""
 
-    def plan(self, parts: list[Part]) -> int:
+    def plan(self, scheduled: list[ScheduledSequence]) -> int:
         """How many steps there may be, with slots reserved for them; 0: these parts need more than plain decoding."""
-        if not self._plain_rule or not all(part.is_plain for part in parts):
+        if not self._plain_rule or not all(item.is_plain for item in scheduled):
             return 0
         most = min(_MOST, max(1, ceil(self._seconds / self._step_seconds))) if self._step_seconds else _MOST
-        for part in parts:
-            branch = part.branch  # a first token is told at once
-            most = min(most, branch.request.limit - len(branch.known) if branch.output.token_ids else 1)
-        return self._scheduler.reserve_ahead(parts, most)
+        for item in scheduled:
+            seq = item.seq  # a first token is told at once
+            most = min(most, seq.request.limit - len(seq.known) if seq.output.token_ids else 1)
+        return self._scheduler.reserve_steps(scheduled, most)
 
-    def run(self, parts: list[Part], batch: RaggedBatch, most: int, rest: float) -> Result:
-        """Run steps that begin with this batch: `most` of them, or until a branch ends, the time is over, or somebody wants to guess.
+    def run(self, scheduled: list[ScheduledSequence], batch: RaggedBatch, most: int, rest: float) -> Result:
+        """Run steps that begin with this batch: `most` of them, or until a sequence ends, the time is over, or somebody wants to draft.
 
         `rest`: seconds until then.
         """
         begun = perf_counter()
         until = begun + min(self._seconds, rest)
         positions, slots = self._places(batch, most)
-        branches = [part.branch for part in parts]
-        samplers = [(branch.sampler, len(branch.known), branch.num_logprobs) for branch in branches]
-        ends = [branch.output.end_ids for branch in branches]
-        lines: list[list[Drawn]] = [[] for _ in parts]
+        seqs = [item.seq for item in scheduled]
+        samplers = [(seq.sampler, len(seq.known), seq.num_logprobs) for seq in seqs]
+        ends = [seq.output.end_ids for seq in seqs]
+        lines: list[list[Drawn]] = [[] for _ in scheduled]
         over, step = False, -1
         while not over:
             step += 1
@@ -80,12 +80,12 @@ class Ahead:
                 if drawn:
                     line.append(drawn)
                 over = over or not drawn or drawn[0] in end_ids
-        for part, line in zip(parts, lines, strict=True):
-            part.forced = len(line) or 1  # where logits were not finite after some steps, the next one will tell
+        for item, line in zip(scheduled, lines, strict=True):
+            item.num_scheduled = len(line) or 1  # where logits were not finite after some steps, the next one will tell
         self._step_seconds = (perf_counter() - begun) / (step + 1)
         return Result(rows, [_commit(source, line) if line else None for source, line in enumerate(lines)], step + 1)
 
-    def _places(self, batch: RaggedBatch, most: int) -> tuple[Ints, Ints]:  # [steps, branches] both
+    def _places(self, batch: RaggedBatch, most: int) -> tuple[Ints, Ints]:  # [steps, sequences] both
         """Positions and slots of the rows of all steps."""
         positions = batch.positions + np.arange(most, dtype=np.int32)[:, None]
         blocks, index = np.divmod(positions, self._block_size)

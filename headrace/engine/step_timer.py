@@ -1,4 +1,4 @@
-"""How long steps take, and whether that leaves room for one more branch."""
+"""How long steps take, and whether that leaves room for one more sequence."""
 
 from collections import deque
 from statistics import median
@@ -7,11 +7,11 @@ WINDOW = 5
 """Steps whose median counts: one that was disturbed does not."""
 
 
-class Pace:
+class StepTimer:
     """Holds admissions back while steps take longer than `target_ms`; 0: never.
 
-    Every decoding branch gets a token a step, so the time of a step is the time of a token. After an admission it is measured
-    anew, so that no more than one branch is admitted on old figures. It decides who waits, never what a token is.
+    Every decoding sequence gets a token a step, so the time of a step is the time of a token. After an admission it is measured
+    anew, so that no more than one sequence is admitted on old figures. It decides who waits, never what a token is.
     """
 
     def __init__(self, target_ms: float) -> None:
@@ -23,7 +23,7 @@ class Pace:
         self._seconds.append(seconds)
 
     def admit(self) -> None:
-        """A branch was admitted."""
+        """A sequence was admitted."""
         self._seconds.clear()
 
     @property

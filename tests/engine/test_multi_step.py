@@ -25,7 +25,7 @@ def tokens_by_step(engine: Engine) -> list[int]:
 
 
 def test_tokens_come_several_at_a_time_up_to_the_last() -> None:
-    engine = toy_engine(ahead_ms=ALWAYS)
+    engine = toy_engine(multi_step_ms=ALWAYS)
     add(engine, [1, 2])
     assert tokens_by_step(engine) == [1, MOST, 13]  # the first is told at once
     stats = engine.stats()
@@ -33,16 +33,16 @@ def test_tokens_come_several_at_a_time_up_to_the_last() -> None:
 
 
 def test_one_at_a_time_where_steps_are_longer_or_it_is_switched_off() -> None:
-    for ahead_ms in (0, 1e-6):
-        engine = toy_engine(ahead_ms=ahead_ms)
+    for multi_step_ms in (0, 1e-6):
+        engine = toy_engine(multi_step_ms=multi_step_ms)
         add(engine, [1, 2], max_tokens=5)
         assert tokens_by_step(engine) == [1] * 5
 
 
-def test_they_end_with_the_first_branch_that_ends() -> None:
+def test_they_end_with_the_first_sequence_that_ends() -> None:
     free = plain_decoding([4], SamplingParams(temperature=0, max_tokens=30), 0)
     stop = free[6]
-    engine = toy_engine(ahead_ms=ALWAYS)
+    engine = toy_engine(multi_step_ms=ALWAYS)
     add(engine, [4], stop_token_ids=[stop])
     add(engine, [5])
     counts = tokens_by_step(engine)
@@ -52,7 +52,7 @@ def test_they_end_with_the_first_branch_that_ends() -> None:
 
 
 def test_they_end_with_the_blocks() -> None:
-    engine = toy_engine(ahead_ms=ALWAYS, num_blocks=4, block_size=4)
+    engine = toy_engine(multi_step_ms=ALWAYS, num_blocks=4, block_size=4)
     add(engine, [1, 2, 3], max_tokens=13)
     counts = tokens_by_step(engine)
     assert sum(counts) == 13 and 2 < max(counts) < 13
@@ -60,7 +60,7 @@ def test_they_end_with_the_blocks() -> None:
 
 
 def test_a_newcomer_waits_for_no_more_than_these() -> None:
-    engine = toy_engine(ahead_ms=ALWAYS)
+    engine = toy_engine(multi_step_ms=ALWAYS)
     add(engine, [1, 2])
     engine.step()
     engine.step()
@@ -71,8 +71,8 @@ def test_a_newcomer_waits_for_no_more_than_these() -> None:
 @pytest.mark.parametrize("params", [{"n": 3, "temperature": 1.0}, {"beam_width": 3}, {"prompt_logprobs": 1}])
 def test_what_is_not_plain_is_as_it_was(params: dict[str, object]) -> None:
     results: list[list[RequestOutput]] = []
-    for ahead_ms in (0, ALWAYS):
-        engine = toy_engine(ahead_ms=ahead_ms)
+    for multi_step_ms in (0, ALWAYS):
+        engine = toy_engine(multi_step_ms=multi_step_ms)
         ids = [add(engine, [1, 2, 3], **params), add(engine, [4])]
         found = {update.request_id: update.result for _ in range(200) for update in engine.step() if update.result}
         results.append([found[request] for request in ids])
@@ -82,18 +82,18 @@ def test_what_is_not_plain_is_as_it_was(params: dict[str, object]) -> None:
 
 def test_logits_that_are_not_finite_end_their_own_request_only() -> None:
     free = plain_decoding([4], SamplingParams(temperature=0, max_tokens=30), 0)
-    engine = toy_engine(ahead_ms=ALWAYS, broken=free[5])
+    engine = toy_engine(multi_step_ms=ALWAYS, broken=free[5])
     results = run_all(engine, [([4], SamplingParams(temperature=0, max_tokens=30)), ([9, 9], SamplingParams(temperature=0, max_tokens=30))])
     alone = run_all(toy_engine(broken=free[5]), [([9, 9], SamplingParams(temperature=0, max_tokens=30))])
     assert results[0].outputs[0].finish_reason == "error" and results[0].outputs[0].token_ids == free[1 : free.index(free[5], 1) + 1]
     same(results[1], alone[0], exact=True)
 
 
-def test_guesses_go_first() -> None:
-    engine = toy_engine(ahead_ms=ALWAYS, proposer=RandomTrees(0, 23, {}, max_nodes=4))
+def test_drafts_go_first() -> None:
+    engine = toy_engine(multi_step_ms=ALWAYS, proposer=RandomTrees(0, 23, {}, max_nodes=4))
     add(engine, [1, 2], max_tokens=20)
     tokens_by_step(engine)
-    assert engine.stats().guessed > 20
+    assert engine.stats().drafted > 20
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -103,6 +103,6 @@ def test_real_steps(backend: str) -> None:
         (list(range(1, 30)), SamplingParams(temperature=0.8, seed=3, max_tokens=90, logprobs=2, presence_penalty=0.4, ignore_eos=True)),
         ([7], SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)),
     ]
-    plain, ahead = (run_all(tiny_engine(model, backend, ahead_ms=ms), requests) for ms in (0, ALWAYS))
-    for one, other in zip(plain, ahead, strict=True):
+    plain, multi_step = (run_all(tiny_engine(model, backend, multi_step_ms=ms), requests) for ms in (0, ALWAYS))
+    for one, other in zip(plain, multi_step, strict=True):
         same(one, other, exact=True)

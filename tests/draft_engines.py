@@ -1,4 +1,4 @@
-"""Engines over tiny models with everything that a model can guess with: shared by the tests of drafting."""
+"""Engines over tiny models with everything that a model can draft with: shared by the tests of drafting."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from headrace.kv.blocks import BlockPool
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program.trace import trace
-from headrace.propose import NEEDS, Draft, Materials, asked_for, make_proposers
+from headrace.propose import NEEDS, DraftModel, DraftModels, asked_for, make_proposers
 from headrace.propose.medusa import head_forward
 from headrace.quant.formats import FORMATS, StoredTensor
 from tests.tiny import BLOCK_SIZE, Tensors, tiny_engine
@@ -36,7 +36,7 @@ def draft_engine(
     kv_dtype: KvDtype = "f32",
     **config: Any,
 ) -> tuple[Engine, dict[str, Proposer]]:
-    """An engine that guesses by `how`, a proposer's name or `auto` with all there are, and its proposers.
+    """An engine that drafts by `how`, a proposer's name or `auto` with all there are, and its proposers.
 
     The model itself is its draft unless there is another.
     """
@@ -44,23 +44,23 @@ def draft_engine(
     size = BLOCK_SIZE[backend]
     kv = KvConfig(-(-slots // size), size, kv_dtype)
     needed = {option: 1 for method, option in NEEDS.items() if how in (method, "auto")}
-    given: dict[str, Any] = needed | {"proposer": how, "draft_depth": depth, "draft_width": width, "max_guess_nodes": 128}
-    wanted = EngineConfig(acceptance=config.get("acceptance", "descend"), **given)
+    given: dict[str, Any] = needed | {"proposer": how, "draft_depth": depth, "draft_width": width, "max_draft_tokens": 128}
+    wanted = EngineConfig(acceptance_method=config.get("acceptance_method", "exact"), **given)
     methods = asked_for(wanted)
     program = trace_model(spec, tensors)
     target = compile_program(backend, program.keeping_hidden() if "medusa" in methods else program, tensors, kv, config.get("threads", 1))
-    materials = Materials(block_size=size)
+    draft_models = DraftModels(block_size=size)
     if "draft_model" in methods:
         draft_spec, draft_tensors = draft or model
         own = replace(kv, num_blocks=-(-draft_slots // size) or kv.num_blocks)
         compiled = compile_program(backend, trace_model(draft_spec, draft_tensors), draft_tensors, own, target.pool)
-        materials = replace(materials, draft=Draft(compiled, BlockPool(own.num_blocks, size), longest or spec.max_context))
+        draft_models = replace(draft_models, draft=DraftModel(compiled, BlockPool(own.num_blocks, size), longest or spec.max_context))
     if "self_draft" in methods:
         short = trace_model(replace(spec, num_layers=layers, windows=spec.windows[:layers]), tensors)
-        materials = replace(materials, short=target.beside(short, tensors))
+        draft_models = replace(draft_models, short=target.attach(short, tensors))
     if "medusa" in methods:
-        materials = replace(materials, heads=medusa_heads(target, spec, depth))
-    proposers = make_proposers(wanted, materials)
+        draft_models = replace(draft_models, heads=medusa_heads(target, spec, depth))
+    proposers = make_proposers(wanted, draft_models)
     return tiny_engine(model, backend, proposer=proposers, executable=target, slots=slots, kv_dtype=kv_dtype, **config), proposers
 
 
@@ -68,7 +68,7 @@ def medusa_heads(target: Executable, spec: ModelSpec, count: int, seed: int = 0)
     """Random heads, compiled beside the model."""
     tensors = head_tensors(spec, count, seed)
     programs = [trace(lambda g, i=i: head_forward(i, spec.dim, spec.vocab_size, g), tensors) for i in range(count)]  # type: ignore[misc]
-    return [target.beside(program, tensors) for program in programs]
+    return [target.attach(program, tensors) for program in programs]
 
 
 def head_tensors(spec: ModelSpec, count: int, seed: int = 0) -> Tensors:

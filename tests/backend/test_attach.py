@@ -25,7 +25,7 @@ def test_first_layers(backend: str, format: str, kv_dtype: KvDtype) -> None:
     spec, tensors = tiny_model(7, layers=3, format=format)
     short_spec = replace(spec, num_layers=2)
     whole = compile_program(backend, trace_model(spec, tensors), tensors, kv, 1)
-    short = whole.beside(trace_model(short_spec, tensors), tensors)
+    short = whole.attach(trace_model(short_spec, tensors), tensors)
     alone = compile_program(backend, trace_model(short_spec, tensors), tensors, kv, 1)
     for i, batch in enumerate(random_steps(np.random.default_rng(0), spec.vocab_size, trees=True)):
         expected = alone.run(batch).logits.copy()
@@ -40,7 +40,7 @@ def test_weights_are_there_once() -> None:
     spec, tensors = tiny_model(7, layers=3)
     whole = compile_program("cpu", trace_model(spec, tensors), tensors, KV, 1)
     before = whole.plan.weight_bytes  # type: ignore[attr-defined]
-    short = whole.beside(trace_model(replace(spec, num_layers=1), tensors), dict[str, StoredTensor]())
+    short = whole.attach(trace_model(replace(spec, num_layers=1), tensors), dict[str, StoredTensor]())
     assert short.plan is whole.plan and whole.plan.weight_bytes == before  # type: ignore[attr-defined]
     assert short.pool is whole.pool
 

@@ -1,4 +1,4 @@
-"""The engine's own view of a request: the branches that it owns, and where its time went."""
+"""The engine's own view of a request: the sequences that it owns, and where its time went."""
 
 from array import array
 from dataclasses import dataclass, field, replace
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from headrace.accept import Acceptor, Draw
 from headrace.accept.sampler import Sampler
-from headrace.batch import Commit, Guess
+from headrace.batch import Commit, DraftTree
 from headrace.engine.output import Output, TokenizerView, prompt_logprobs
 from headrace.kv.blocks import Table
 from headrace.kv.prefix import Node, Scope
-from headrace.request import GuessStats, Logprobs, RequestOutput, SamplingParams, Service, Timing, Update
+from headrace.request import DraftStats, Logprobs, RequestOutput, SamplingParams, Service, Timing, Update
 
 
 class Stopwatch:
@@ -26,7 +26,7 @@ class Stopwatch:
         self.first_token: float | None = None
 
     def start(self) -> bool:
-        """The request, or a branch of it, is admitted; whether that is the first time."""
+        """The request, or a sequence of it, is admitted; whether that is the first time."""
         if self.started is not None:
             return False
         self.started = perf_counter()
@@ -54,12 +54,12 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     limit: int
-    """Tokens, prompt and output, at which a branch ends."""
+    """Tokens, prompt and output, at which a sequence ends."""
     acceptor: Acceptor
-    """How its branches go on."""
+    """How its sequences go on."""
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
     """One for each prompt token so far, where they are asked for."""
-    branches: list["Branch"] = field(default_factory=list)
+    seqs: list["Sequence"] = field(default_factory=list)
     """In index order, those that have ended included, where each goes on by itself; else those alive, best first.
 
     Empty once the request has ended.
@@ -70,8 +70,8 @@ class Request:
     cached_tokens: int = 0
     """Of the prompt, with KV from the prefix cache when it was admitted."""
     error: Exception | None = None
-    guesses: dict[str, GuessStats] = field(default_factory=dict)
-    """What came of guessing for it, by method."""
+    drafts: dict[str, DraftStats] = field(default_factory=dict)
+    """What came of speculation for it, by method."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @property
@@ -81,16 +81,16 @@ class Request:
 
     @property
     def ended(self) -> bool:
-        return all(branch.output.finish_reason for branch in self.branches)
+        return all(seq.output.finish_reason for seq in self.seqs)
 
     @property
     def outputs(self) -> list[Output]:
         """What it answers, by index."""
-        return self.acceptor.outputs([branch.output for branch in self.branches])
+        return self.acceptor.outputs([seq.output for seq in self.seqs])
 
     @property
     def width(self) -> int:
-        """Branches that it has once its prompt has ended."""
+        """Sequences that it has once its prompt has ended."""
         return self.params.beam_width or self.params.n
 
     def news(self) -> list[Update]:
@@ -106,15 +106,15 @@ class Request:
         outputs = [output.completion(index) for index, output in enumerate(self.outputs)]
         prompt_logprobs = None if self.params.prompt_logprobs is None else self.prompt_logprobs
         prompt = (self.prompt, self.prompt_token_ids, prompt_logprobs)
-        timing, guesses = self.stopwatch.timing(), dict(self.guesses)
-        return RequestOutput(self.id, *prompt, outputs, self.ended, timing, self.error, self.cached_tokens, guesses)
+        timing, drafts = self.stopwatch.timing(), dict(self.drafts)
+        return RequestOutput(self.id, *prompt, outputs, self.ended, timing, self.error, self.cached_tokens, drafts)
 
 
 @dataclass(eq=False)
-class Branch:
+class Sequence:
     """One line of tokens that grows. All but the last of the known tokens have, or had, KV."""
 
-    key: tuple[int, int]
+    seq_id: tuple[int, int]
     """Number of the request, index in it; that of a beam is its place of the moment."""
     request: Request
     known: list[int]
@@ -122,8 +122,8 @@ class Branch:
     output: Output
     fork_at: int
     """Tokens that it has in common with its siblings: those of the prompt or, when beams are computed again, more."""
-    siblings: list["Branch"] = field(default_factory=list)
-    """Branches to be forked off when so many tokens are computed."""
+    siblings: list["Sequence"] = field(default_factory=list)
+    """Sequences to be forked off when so many tokens are computed."""
     computed: int = 0
     table: Table = field(default_factory=lambda: array("i"))
     """An array, so that `build` copies it whole."""
@@ -135,7 +135,7 @@ class Branch:
     @property
     def rank(self) -> tuple[int, int, int]:
         """Who goes before whom, the lowest first; never changes but among beams of one request."""
-        return (self.request.arrival, *self.key)
+        return (self.request.arrival, *self.seq_id)
 
     @property
     def has_drawn(self) -> bool:
@@ -152,50 +152,50 @@ class Branch:
         return len(self.request.prompt_token_ids)
 
     @property
-    def missing(self) -> int:
+    def num_uncomputed(self) -> int:
         """Known tokens without KV; at least 1."""
         return len(self.known) - self.computed
 
     @property
-    def due(self) -> int:
+    def num_until_draw(self) -> int:
         """Missing tokens up to where it forks, or draws."""
         return (self.fork_at if self.siblings else len(self.known)) - self.computed
 
     @property
     def width(self) -> int:
-        """Branches that come of it, itself included, at its next fork."""
+        """Sequences that come of it, itself included, at its next fork."""
         return self.request.width if len(self.known) == self.fork_at else 1 + len(self.siblings)
 
     @property
     def may_fork(self) -> bool:
         """Whether it may fork when it draws."""
-        return bool(self.siblings) or self.request.acceptor.joint
+        return bool(self.siblings) or self.request.acceptor.is_group
 
     @property
-    def joined(self) -> object:
-        """What it has in common with just those branches that draw when it does."""
-        return self.request if self.request.acceptor.joint else self
+    def group(self) -> object:
+        """What it has in common with just those sequences that draw when it does."""
+        return self.request if self.request.acceptor.is_group else self
 
-    def fork(self, table: Table) -> "Branch":
+    def fork(self, table: Table) -> "Sequence":
         """Another that goes on from here, with a table of its own."""
         return replace(self, known=self.known[:], sampler=self.sampler.clone(0), output=self.output.clone(), table=table)
 
-    def draw(self, source: int, row: int, guess: Guess) -> Draw:
-        """What an acceptor must know of it: its index in the step, the row of its first logits to draw from, and its guess."""
-        return Draw(source, row, self.known, self.sampler, guess, self.num_logprobs, self.output)
+    def draw(self, source: int, row: int, draft: DraftTree) -> Draw:
+        """What an acceptor must know of it: its index in the step, the row of its first logits to draw from, and its draft."""
+        return Draw(source, row, self.known, self.sampler, draft, self.num_logprobs, self.output)
 
-    def prompt_rows(self, forced: int) -> range:
+    def prompt_rows(self, num_scheduled: int) -> range:
         """Positions of the next `forced` rows whose logits give a prompt log-probability that is still to be recorded."""
         if self.request.params.prompt_logprobs is None:
             return range(0)
         recorded = len(self.request.prompt_logprobs)
-        return range(max(self.computed, recorded - 1), min(self.computed + forced, self.prompt_len - 1))
+        return range(max(self.computed, recorded - 1), min(self.computed + num_scheduled, self.prompt_len - 1))
 
     @property
     def most_cached(self) -> int:
         """Known tokens whose KV may come from the prefix cache: not that of rows whose logits are wanted, as the last row's are."""
-        scored = self.prompt_rows(self.missing)
-        return scored.start if scored else self.computed + self.due - 1
+        scored = self.prompt_rows(self.num_uncomputed)
+        return scored.start if scored else self.computed + self.num_until_draw - 1
 
     @property
     def num_logprobs(self) -> int:
@@ -203,9 +203,9 @@ class Branch:
         asked = self.request.params.logprobs
         return -1 if asked is None else asked
 
-    def score_prompt(self, forced: int, logits: NDArray[np.float32], first: int, tokenizer: TokenizerView) -> None:
+    def score_prompt(self, num_scheduled: int, logits: NDArray[np.float32], first: int, tokenizer: TokenizerView) -> None:
         """Record the prompt log-probabilities that the next `forced` rows give: `logits` [rows, vocab] from row `first` on."""
-        if rows := self.prompt_rows(forced):
+        if rows := self.prompt_rows(num_scheduled):
             tokens = self.known[rows.start + 1 : rows.stop + 1]
             scored, num_logprobs = logits[first : first + len(rows)], self.request.params.prompt_logprobs or 0
             self.request.prompt_logprobs += prompt_logprobs(tokenizer, tokens, scored, num_logprobs)

@@ -1,4 +1,4 @@
-"""How much is guessed, by a clock that runs as the test says: what pays is used, what does not is dropped and looked at again."""
+"""How much is drafted, by a clock that runs as the test says: what pays is used, what does not is dropped and looked at again."""
 
 import random
 import threading
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from headrace.batch import Commit, Guess, RaggedBatch, StepRows
-from headrace.engine.guessing import Guessing
+from headrace.batch import Commit, DraftTree, RaggedBatch, StepRows
+from headrace.engine.speculation import Speculation
 from headrace.request import SamplingParams
 from tests.engine.toy import VOCAB, toy_engine, toy_logits
 from tests.tiny import run_all
@@ -40,38 +40,38 @@ class Oracle:
         self._random = random.Random(0)
         self.calls = 0
 
-    def propose(self, branches: list[Any], room: list[int]) -> list[Guess]:
-        self.calls += len(branches)
+    def propose(self, seqs: list[Any], budget: list[int]) -> list[DraftTree]:
+        self.calls += len(seqs)
         if self._clock:
-            self._clock.now += self._seconds * len(branches)
-        return [self._chain(branch.known, nodes) for branch, nodes in zip(branches, room, strict=True)]
+            self._clock.now += self._seconds * len(seqs)
+        return [self._chain(seq.known, nodes) for seq, nodes in zip(seqs, budget, strict=True)]
 
-    def observe(self, branches: list[Any], commits: list[Commit], rows: StepRows) -> None: ...
+    def observe(self, seqs: list[Any], commits: list[Commit], rows: StepRows) -> None: ...
 
-    def _chain(self, known: list[int], room: int) -> Guess:
+    def _chain(self, known: list[int], budget: int) -> DraftTree:
         chain: list[int] = []
-        for _ in range(room):
+        for _ in range(budget):
             token = int(toy_logits([*known, *chain]).argmax())
             right = self._random.random() < self._right(len(known) + len(chain))
             chain.append(token if right else (token + 1) % VOCAB)
-        return Guess(chain, list(range(-1, room - 1)))
+        return DraftTree(chain, list(range(-1, budget - 1)))
 
 
 def serve(
     step_ms: Callable[[int], float],
     proposers: Callable[[Clock], dict[str, Any]],
     *,
-    branches: int = 1,
+    seqs: int = 1,
     jitter: float = 0.0,
     warm: bool = True,
     **config: Any,
 ) -> tuple[float, Any, list[Any]]:
     """Virtual seconds, stats and tokens of so many greedy requests at once, in an engine that has served others like them, or none."""
     clock, rng = Clock(), random.Random(1)
-    engine = toy_engine(max_model_len=LENGTH + 20, num_blocks=2000, **{"guess_control": True, "max_guess_nodes": 8} | config)
+    engine = toy_engine(max_model_len=LENGTH + 20, num_blocks=2000, **{"adaptive_speculation": True, "max_draft_tokens": 8} | config)
     made = proposers(clock)
-    guessing = Guessing(made, engine.config, VOCAB, clock)
-    engine._guessing = engine._stepper.guessing = guessing
+    speculation = Speculation(made, engine.config, VOCAB, clock)
+    engine._speculation = engine._stepper.speculation = speculation
     executable = engine._stepper.executable
     run = executable.run
 
@@ -81,7 +81,7 @@ def serve(
 
     executable.run = timed  # type: ignore[method-assign]
     params = SamplingParams(temperature=0, max_tokens=LENGTH)
-    requests = [([i % VOCAB, i // VOCAB], params) for i in range(branches)]
+    requests = [([i % VOCAB, i // VOCAB], params) for i in range(seqs)]
     start = 0.0
     if warm:
         run_all(engine, requests)
@@ -90,9 +90,9 @@ def serve(
     return clock.now - start, engine.stats(), [result.outputs[0].token_ids for result in results]
 
 
-def speed_up(step_ms: Callable[[int], float], right: Callable[[int], float], branches: int, **options: Any) -> float:
-    plain, _, expected = serve(step_ms, lambda clock: {}, branches=branches)
-    seconds, stats, tokens = serve(step_ms, lambda clock: {"oracle": Oracle(right)}, branches=branches, **options)
+def speed_up(step_ms: Callable[[int], float], right: Callable[[int], float], seqs: int, **options: Any) -> float:
+    plain, _, expected = serve(step_ms, lambda clock: {}, seqs=seqs)
+    seconds, stats, tokens = serve(step_ms, lambda clock: {"oracle": Oracle(right)}, seqs=seqs, **options)
     assert tokens == expected and stats.proposer_failures == 0
     return plain / seconds * _mean_jitter(options.get("jitter", 0.0))
 
@@ -102,10 +102,10 @@ def _mean_jitter(jitter: float) -> float:
 
 
 @pytest.mark.parametrize("machine", STEP_MS)
-@pytest.mark.parametrize("branches", [1, 8])
+@pytest.mark.parametrize("seqs", [1, 8])
 @pytest.mark.parametrize("jitter", [0.0, 0.5])
-def test_wrong_guesses_cost_next_to_nothing(machine: str, branches: int, jitter: float) -> None:
-    assert speed_up(STEP_MS[machine], lambda position: 0.0, branches, jitter=jitter) > (0.85 if jitter else 0.98)
+def test_wrong_drafts_cost_next_to_nothing(machine: str, seqs: int, jitter: float) -> None:
+    assert speed_up(STEP_MS[machine], lambda position: 0.0, seqs, jitter=jitter) > (0.85 if jitter else 0.98)
 
 
 @pytest.mark.parametrize("right", [0.5, 0.9])
@@ -114,7 +114,7 @@ def test_a_new_engine_learns_quickly(right: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "branches", "right", "least"),
+    ("machine", "seqs", "right", "least"),
     [
         ("135M on two cores", 1, 0.97, 4.0),
         ("135M on two cores", 1, 0.7, 2.2),
@@ -126,8 +126,8 @@ def test_a_new_engine_learns_quickly(right: float) -> None:
         ("arithmetic alone", 8, 0.7, 0.97),
     ],
 )
-def test_right_guesses_pay_where_rows_are_cheap(machine: str, branches: int, right: float, least: float) -> None:
-    assert speed_up(STEP_MS[machine], lambda position: right, branches) > least
+def test_right_drafts_pay_where_rows_are_cheap(machine: str, seqs: int, right: float, least: float) -> None:
+    assert speed_up(STEP_MS[machine], lambda position: right, seqs) > least
 
 
 def test_what_did_not_pay_is_found_again_when_it_does() -> None:
@@ -135,7 +135,7 @@ def test_what_did_not_pay_is_found_again_when_it_does() -> None:
 
 
 def test_control_is_what_saves_from_loss() -> None:
-    assert speed_up(STEP_MS["135M on two cores"], lambda position: 0.0, 1, guess_control=False) < 0.7
+    assert speed_up(STEP_MS["135M on two cores"], lambda position: 0.0, 1, adaptive_speculation=False) < 0.7
 
 
 def test_a_slow_proposer_is_asked_rarely() -> None:
@@ -158,14 +158,14 @@ class Busy(Oracle):
         super().__init__(lambda position: 0.0, clock, seconds=0.0001)
         self.seen = 0
 
-    def observe(self, branches: list[Any], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[Any], commits: list[Commit], rows: StepRows) -> None:
         self.seen += 1
         assert self._clock
         self._clock.now += 0.0001
 
 
-@pytest.mark.parametrize("branches", [1, 8])
-def test_guessing_rests_while_it_does_not_pay(branches: int) -> None:
+@pytest.mark.parametrize("seqs", [1, 8])
+def test_speculation_rests_while_it_does_not_pay(seqs: int) -> None:
     busy: list[Busy] = []
 
     def make(clock: Clock) -> dict[str, Any]:
@@ -173,8 +173,8 @@ def test_guessing_rests_while_it_does_not_pay(branches: int) -> None:
         return {"busy": busy[0]}
 
     step_ms = STEP_MS["135M on two cores"]
-    plain, _, _ = serve(step_ms, lambda clock: {}, branches=branches)
-    seconds, _, _ = serve(step_ms, make, branches=branches)
+    plain, _, _ = serve(step_ms, lambda clock: {}, seqs=seqs)
+    seconds, _, _ = serve(step_ms, make, seqs=seqs)
     assert plain / seconds > 0.985 and 5 < busy[0].seen < 2 * LENGTH
 
 
@@ -184,13 +184,13 @@ class Interrupted(Oracle):
     at = 10
     """After so many calls."""
 
-    def propose(self, branches: list[Any], room: list[int]) -> list[Guess]:
+    def propose(self, seqs: list[Any], budget: list[int]) -> list[DraftTree]:
         assert self._clock
         self._clock.now += self.calls == self.at
-        return super().propose(branches, room)
+        return super().propose(seqs, budget)
 
 
-def test_one_interruption_does_not_stop_guessing_for_long() -> None:
+def test_one_interruption_does_not_stop_speculation_for_long() -> None:
     interrupted: list[Interrupted] = []
 
     def make(clock: Clock) -> dict[str, Any]:
@@ -210,13 +210,13 @@ class Deep(Oracle):
 
     def __init__(self, right: float, clock: Clock) -> None:
         super().__init__(lambda position: right)
-        self.rooms: list[int] = []
+        self.budgets: list[int] = []
         self._wall = clock
 
-    def propose(self, branches: list[Any], room: list[int]) -> list[Guess]:
-        self.rooms += room
-        self._wall.now += 0.0005 * max(room)
-        return super().propose(branches, room)
+    def propose(self, seqs: list[Any], budget: list[int]) -> list[DraftTree]:
+        self.budgets += budget
+        self._wall.now += 0.0005 * max(budget)
+        return super().propose(seqs, budget)
 
 
 @pytest.mark.parametrize(("right", "depths"), [(0.3, range(1, 3)), (0.95, range(6, 9))])
@@ -228,7 +228,7 @@ def test_a_model_drafts_as_deep_as_should_pay(right: float, depths: range) -> No
         return {"deep": deep[0]}
 
     serve(STEP_MS["memory alone"], make)
-    assert int(median(deep[0].rooms)) in depths
+    assert int(median(deep[0].budgets)) in depths
 
 
 def test_the_better_of_two_is_used() -> None:
@@ -236,8 +236,8 @@ def test_the_better_of_two_is_used() -> None:
         return {"bad": Oracle(lambda position: 0.1), "good": Oracle(lambda position: 0.95)}
 
     _, stats, _ = serve(STEP_MS["memory alone"], make)
-    assert stats.guesses["good"].accepted > 10 * stats.guesses["bad"].accepted
-    assert stats.guesses["good"].seconds_saved > 0
+    assert stats.drafts["good"].accepted > 10 * stats.drafts["bad"].accepted
+    assert stats.drafts["good"].seconds_saved > 0
 
 
 @pytest.mark.parametrize("asking", [0.0, 0.0005])
@@ -246,16 +246,16 @@ def test_the_books_add_up(asking: float) -> None:
         return {"oracle": Oracle(lambda position: 0.9, clock, asking)}
 
     seconds, stats, tokens = serve(STEP_MS["135M on two cores"], make, warm=False)
-    (books,) = stats.guesses.values()
-    assert (books.proposed, books.accepted) == (stats.guessed, stats.accepted)
-    assert stats.steps >= len(tokens[0]) - books.accepted and 0 < books.acceptance < 1
+    (books,) = stats.drafts.values()
+    assert (books.proposed, books.accepted) == (stats.drafted, stats.accepted)
+    assert stats.steps >= len(tokens[0]) - books.accepted and 0 < books.acceptance_rate < 1
     assert books.tokens_per_step == 1 + books.accepted / books.steps
     plain, _, _ = serve(STEP_MS["135M on two cores"], lambda clock: {}, warm=False)
     assert books.seconds_saved == pytest.approx(plain - seconds, rel=0.25, abs=0.02)
 
 
 class Learner(Oracle):
-    """Is right only where its last guess was in the step."""
+    """Is right only where its last draft was in the step."""
 
     needs_rows = True
 
@@ -263,8 +263,8 @@ class Learner(Oracle):
         super().__init__(lambda position: float(self.ran))
         self.ran = False
 
-    def observe(self, branches: list[Any], commits: list[Commit], rows: StepRows) -> None:
-        self.ran = any(commit.guess.tokens for commit in commits)
+    def observe(self, seqs: list[Any], commits: list[Commit], rows: StepRows) -> None:
+        self.ran = any(commit.draft.tokens for commit in commits)
 
 
 def test_what_learns_from_rows_is_given_some() -> None:
@@ -281,10 +281,10 @@ class Sleeper(Oracle):
         super().__init__(lambda position: 1.0)
         self.wakes = threading.Event()
 
-    def propose(self, branches: list[Any], room: list[int]) -> list[Guess]:
+    def propose(self, seqs: list[Any], budget: list[int]) -> list[DraftTree]:
         if self.calls > 5:
             self.wakes.wait()
-        return super().propose(branches, room)
+        return super().propose(seqs, budget)
 
 
 def test_a_proposer_that_hangs_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,9 +301,9 @@ def test_a_request_has_its_own_books() -> None:
     engine = toy_engine(proposer=Oracle(lambda position: 0.8), max_model_len=60)
     params = SamplingParams(temperature=0, max_tokens=40)
     results = run_all(engine, [([1], params), ([2, 3], params), ([4], SamplingParams(temperature=0, max_tokens=1))])
-    total = engine.stats().guesses["test"]
-    first, second, third = (result.guesses for result in results)
-    assert third == {}  # the last token needs no guess
+    total = engine.stats().drafts["test"]
+    first, second, third = (result.drafts for result in results)
+    assert third == {}  # the last token needs no draft
     both = first["test"].plus(second["test"])
     assert both[:3] == total[:3] and both.seconds_saved == pytest.approx(total.seconds_saved)
     assert 0 < first["test"].accepted < first["test"].proposed and first != second
@@ -311,7 +311,7 @@ def test_a_request_has_its_own_books() -> None:
 
 def test_nodes_have_a_limit() -> None:
     for most in (1, 3):
-        engine = toy_engine(proposer=Oracle(lambda position: 1.0), max_model_len=60, max_guess_nodes=most)
+        engine = toy_engine(proposer=Oracle(lambda position: 1.0), max_model_len=60, max_draft_tokens=most)
         run_all(engine, [([1], SamplingParams(temperature=0, max_tokens=40))])
-        books = engine.stats().guesses["test"]
+        books = engine.stats().drafts["test"]
         assert books.tokens_per_step == pytest.approx(1 + most, rel=0.1) and books.proposed <= most * books.steps
