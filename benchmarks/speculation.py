@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from speculation_texts import WORKLOADS, prompts
@@ -107,7 +108,7 @@ def run(llm: LLM, ways: dict[str, Speculation], args: argparse.Namespace) -> Ite
                 order = list(ways) if turn % 2 else list(ways)[::-1]
                 answers = {}
                 for method in order:
-                    llm._engine._speculation = llm._engine._stepper.speculation = ways[method]
+                    llm._engine._speculation = llm._engine._loop.speculation = ways[method]
                     result, answers[method] = measure(llm, texts, args.max_tokens)
                     turns[method] += [result] if turn else []
                 if wrong := [method for method in ways if answers[method] != answers["off"]]:
@@ -123,7 +124,7 @@ def speculation(llm: LLM, method: str) -> Speculation:
     named: dict[str, Any] = {"proposer": "off" if method == TWIN else method}
     config = replace(engine.config, **named)
     proposers = {name: models.get(name) or METHODS[name](config, DraftModels()) for name in asked_for(config)}
-    return Speculation(proposers, config, engine.limits.vocab_size)
+    return Speculation(proposers, config, engine.limits.vocab_size, perf_counter)
 
 
 def main() -> None:

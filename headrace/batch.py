@@ -1,13 +1,12 @@
-"""The vocabulary of one step: records only, no behaviour.
+"""The records of one step: the ragged batch that a program sees, the draft trees in it, and what each sequence keeps of it.
 
-Every step, whatever it is made of (prompt chunks, plain decoding, draft trees, recomputations), is one ragged batch of rows.
-Each scheduled sequence contributes `forced` rows, decided tokens that have no KV yet, and below the last of them a tree of
-`draft` rows. Rows of a sequence are adjacent: scheduled rows first, then draft rows, parents before children.
-Shapes: T rows, B sequences, R rows that need logits.
+Every step, whatever it is made of (prompt chunks, plain decoding, draft trees, recomputation), is one ragged batch of rows. Each
+sequence contributes the rows of its scheduled known tokens, which have no KV yet, and below the last of them a tree of draft rows.
+The rows of a sequence are adjacent: known tokens first, then drafts, parents before children.
+Shapes: T rows, B sequences, R rows whose logits are computed.
 """
 
-from collections.abc import Hashable, MutableSequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,39 +15,33 @@ Ints = NDArray[np.int32]
 
 
 class DraftTree(NamedTuple):
-    """One sequence's draft tree: `parents[i] < i`, and -1 is the sequence's last scheduled row."""
+    """Draft tokens for one sequence. `parents[i] < i` is the node that node i follows; -1 is the last scheduled known token."""
 
     tokens: list[int]
     parents: list[int]
-    confidence: int = 0  # a class of the method's own: acceptance is measured apart for each, and a higher one should be better
-    whole: bool = False  # all nodes are needed or none: the method learns from rows that are rarely accepted
-    probabilities: NDArray[np.float64] | None = None  # [nodes, vocab] that each was drawn from, where acceptance needs them
+    confidence: int = 0  # the proposer's own class of this tree: acceptance is measured for each class, and a higher one should be better
+    indivisible: bool = False  # the tree runs with all its nodes or not at all: the proposer learns from rows that are rarely accepted
+    probabilities: NDArray[np.float64] | None = None  # [nodes, vocab] that each token was drawn from, where the acceptance method asks
 
 
 NO_DRAFT = DraftTree([], [])
 
 
 class RaggedBatch(NamedTuple):
-    """All that a program ever sees of a step."""
+    """The rows of one step, as a program sees them."""
 
     tokens: Ints  # [T]
-    positions: Ints  # [T] position in the sequence: computed + depth
+    positions: Ints  # [T] position in the sequence: context + depth
     slots: Ints  # [T] KV slot that the row writes
     row_start: Ints  # [B + 1] first row of each sequence
     context_len: Ints  # [B] tokens with KV before this step
-    scheduled_len: Ints  # [B] scheduled rows, at least 1
-    block_table: Ints  # [B, max_blocks]; slot of index i = table[i // block] * block + i % block
-    ancestors: NDArray[np.uint64] | None  # [T, words] bits over the sequence's draft rows, self included; None: all chains
-    logit_rows: Ints  # [R] rows whose logits are wanted, ascending
+    scheduled_len: Ints  # [B] rows of known tokens, at least 1
+    block_table: Ints  # [B, max_blocks]; the slot of index i is table[i // block] * block + i % block
+    ancestors: NDArray[np.uint64] | None  # [T, words] bits over the sequence's draft rows, itself included; None: all trees are chains
+    logit_rows: Ints  # [R] rows whose logits are computed, ascending
     seq_of: Ints  # [R] sequence of each of them
-    inputs: NDArray[np.float32] | None = None  # [T, width] rows from the caller, for a program that begins with them, not with tokens
-
-
-class StepRows(NamedTuple):
-    """What a program gives back."""
-
-    logits: NDArray[np.float32]  # [R, vocab]; valid until the next run
-    hidden: NDArray[np.float32] | None  # [R, dim] final hidden rows, when the executable was asked to keep them
+    token_source: Ints | None = None  # [T] index of the logit op of the launch before that draws the row's token; -1: it is in `tokens`
+    inputs: NDArray[np.float32] | None = None  # [T, width] rows from the caller, for a program that begins with rows, not with tokens
 
 
 class StepTimes(NamedTuple):
@@ -74,46 +67,11 @@ class Commit(NamedTuple):
     source: int  # index of the sequence in the step
     path: list[int]  # accepted draft nodes, from the root down
     tokens: list[int]  # newly decided tokens: those of the path, then the one drawn at its end; empty inside a prompt
-    logprobs: list[TokenLogprobs]  # one for each new token when asked for, else empty
-    row: int = -1  # for proposers: of the last scheduled row's logits in StepRows; those of node i are at row + 1 + i
+    logprobs: list[TokenLogprobs]  # one for each new token where they are asked for, else empty
+    row: int = -1  # for proposers: index among the logit rows of the last scheduled known token; node i is at row + 1 + i
     draft: DraftTree = NO_DRAFT  # for proposers: the tree that was in the step; it may have fewer nodes than were proposed
 
     @property
     def last_row(self) -> int:
-        """The logit row that the last of the new tokens was drawn from."""
+        """Index among the logit rows of the row that the last of the new tokens was drawn from."""
         return self.row + 1 + self.path[-1] if self.path else self.row
-
-
-class SequenceView(Protocol):
-    """What a proposer may see of a sequence."""
-
-    @property
-    def seq_id(self) -> tuple[int, int]: ...  # (request number, sequence index): stable over the sequence's life
-    @property
-    def known(self) -> list[int]: ...  # all decided tokens, prompt and output; not to be changed
-    @property
-    def prompt_len(self) -> int: ...
-    @property
-    def computed(self) -> int: ...  # known tokens with KV
-    @property
-    def table(self) -> MutableSequence[int]: ...  # the blocks of their slots, and of those of the room for drafts
-    @property
-    def scope(self) -> Hashable: ...  # what one scope holds is not to be drafted from by others
-    @property
-    def sampler(self) -> Any: ...  # a native Sampler; a clone of it draws with the sequence's own noise, and leaves no trace
-
-
-class Proposer(Protocol):
-    """A proposer. Drafts may be wrong in any way; they never change a token.
-
-    One with `bounded` is quick and called in the engine's thread; others have their own. One with `needs_rows` learns from its
-    rows, and has some now and then that should not pay. One with a `width`, nodes at each depth, takes time for each of these.
-    """
-
-    max_nodes: int
-
-    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
-        """A tree of at most `room[i]` nodes below the end of each sequence."""
-
-    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
-        """See what became of a step that it was asked for, or the last before; `sequences[commit.source]` has the new tokens."""

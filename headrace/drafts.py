@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from headrace.backend import Executable, compile_program
+from headrace.backend import Executable
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.safetensors import read_safetensors
 from headrace.checkpoint.source import resolve
@@ -68,7 +68,7 @@ def compile_draft_models(
     draft_models = DraftModels(block_size=kv.block_size)
     if checkpoint := draft_checkpoints.draft:
         program = trace_model(checkpoint.spec, checkpoint.tensors)
-        compiled = compile_program(config.backend, program, checkpoint.tensors, kv, executable.pool)
+        compiled = executable.attach(program, checkpoint.tensors, kv)
         draft = DraftModel(compiled, BlockPool(kv.num_blocks, kv.block_size), checkpoint.spec.max_context)
         draft_models = replace(draft_models, draft=draft)
     if "self_draft" in asked_for(config):

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from headrace.backend import Executable, compile_program
-from headrace.batch import Proposer
 from headrace.config import EngineConfig, KvConfig, KvDtype
 from headrace.engine.engine import Engine
 from headrace.kv.blocks import BlockPool
@@ -15,6 +14,7 @@ from headrace.model.spec import ModelSpec
 from headrace.program.trace import trace
 from headrace.propose import NEEDS, DraftModel, DraftModels, asked_for, make_proposers
 from headrace.propose.medusa import head_forward
+from headrace.proposer import Proposer
 from headrace.quant.formats import FORMATS, StoredTensor
 from tests.tiny import BLOCK_SIZE, Tensors, tiny_engine
 
@@ -53,7 +53,7 @@ def draft_engine(
     if "draft_model" in methods:
         draft_spec, draft_tensors = draft or model
         own = replace(kv, num_blocks=-(-draft_slots // size) or kv.num_blocks)
-        compiled = compile_program(backend, trace_model(draft_spec, draft_tensors), draft_tensors, own, target.pool)
+        compiled = target.attach(trace_model(draft_spec, draft_tensors), draft_tensors, own)
         draft_models = replace(draft_models, draft=DraftModel(compiled, BlockPool(own.num_blocks, size), longest or spec.max_context))
     if "self_draft" in methods:
         short = trace_model(replace(spec, num_layers=layers, windows=spec.windows[:layers]), tensors)

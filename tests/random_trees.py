@@ -4,26 +4,26 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 
-from headrace.batch import Commit, DraftTree, SequenceView, StepRows
+from headrace.batch import Commit, DraftTree
+from headrace.logit_ops import StepResult
+from headrace.proposer import ProposerTraits, SequenceView
 
 
 class RandomTrees:
-    """Trees of random size and shape. `truth` has the whole sequence of a sequence, by its key, where it is known."""
-
-    bounded = True
+    """Trees of random size and shape. `truth` has all tokens of a sequence, by its id, where they are known."""
 
     def __init__(self, seed: int, vocab: int, truth: Mapping[tuple[int, int], list[int]], max_nodes: int = 9, right: float = 0.7) -> None:
-        self.max_nodes = max_nodes
+        self.traits = ProposerTraits(max_nodes, in_engine_thread=True, time_limit=None)
         self.commits: list[Commit] = []
         self._random = random.Random(seed)
         self._vocab = vocab
         self._truth = truth
         self._right = right
 
-    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
-        return [self._tree(seq, nodes) for seq, nodes in zip(seqs, budget, strict=True)]
+    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
+        return [self._tree(seq, nodes) for seq, nodes in zip(seqs, budgets, strict=True)]
 
-    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
         named = Counter(commit.source for commit in commits)
         for commit in commits:
             known = seqs[commit.source].known

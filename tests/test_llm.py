@@ -139,16 +139,16 @@ class TestGenerate:
     def test_a_failure_brings_all_results(self, model: str, write_gguf: Any) -> None:  # noqa: F811
         with LLM(model, backend="reference", max_model_len=64, multi_step_ms=0) as whole:
             expected = whole.generate("hello w", GREEDY)[0].outputs
-            run = whole._engine._stepper.executable.run
+            launch = whole._engine._loop.executable.launch
             steps = iter(range(100))
 
-            def spoiled(batch: Any) -> Any:
-                rows = run(batch)
+            def spoiled(*args: Any, **options: Any) -> Any:
+                ticket = launch(*args, **options)
                 if next(steps) == 3:
-                    rows.logits[-1] = float("nan")
-                return rows
+                    ticket.wait().values[-1] = None  # as where the last row is not finite
+                return ticket
 
-            whole._engine._stepper.executable.run = spoiled  # type: ignore[method-assign]
+            whole._engine._loop.executable.launch = spoiled  # type: ignore[method-assign]
             with pytest.raises(RequestFailedError, match="1 of 2 requests failed; prompt 1: the model produced") as error:
                 whole.generate(["hello w", "hello"], GREEDY)
             good, bad = error.value.outputs

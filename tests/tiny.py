@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 
 from headrace.backend import Executable, compile_program
-from headrace.batch import Proposer
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.model import trace_model
 from headrace.model.names import tensor_shapes
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.propose import make_proposers
+from headrace.proposer import Proposer
 from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.request import RequestOutput, SamplingParams, Update
 from tests.backend.stored import random_stored
+from tests.late import LateExecutable
 
 BLOCK_SIZE = {"cpu": 32, "reference": 4}
 """Slots in a block: small, so that little text needs many, where the backend does not insist on its own."""
@@ -129,6 +130,7 @@ def tiny_engine(
     slots: int = 256,
     max_model_len: int = 0,
     release_outside_window: bool = True,
+    late: bool = False,
     **config: Any,
 ) -> Engine:
     """An engine over the model, with a pool of at least so many slots; `forgo`: what lies before all windows is let go."""
@@ -141,6 +143,8 @@ def tiny_engine(
     kv = KvConfig(-(-slots // block_size), block_size, options.kv_dtype)
     limits = EngineLimits(spec.vocab_size, max_model_len or spec.max_context, kv, spec.widest_window if release_outside_window else 0)
     executable = executable or tiny_executable(model, backend, kv, options.threads)
+    if late:
+        executable = LateExecutable(executable)
     vocabulary = TinyVocabulary(spec.vocab_size, eos_ids)
     return Engine(executable, vocabulary, limits, options, own or make_proposers(options))
 

@@ -22,7 +22,7 @@ from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.config import KvConfig
 from headrace.engine.build import build
-from headrace.engine.scheduler import Part
+from headrace.engine.scheduler import ScheduledSequence
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.planner.hardware import KINDS, Machine
@@ -35,7 +35,7 @@ from tests.tiny import tiny_engine, tiny_model
 
 MODEL = "smollm2"
 CONTEXT = 128
-BRANCHES = (1, 4, 16)
+SEQUENCES = (1, 4, 16)
 BUILT = (1, 16, 64)
 BUILT_CONTEXT = 500
 REPEATS = 31
@@ -66,11 +66,11 @@ def plan(bench: Bench) -> None:
 def steps(bench: Bench, name: str, spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> None:
     """One table: decode steps by number of sequences."""
     blocks_each = CONTEXT // BLOCK_SIZE + 1
-    kv = KvConfig(max(BRANCHES) * blocks_each)
+    kv = KvConfig(max(SEQUENCES) * blocks_each)
     executable = compile(trace_model(spec, tensors), tensors, kv, bench.threads)
-    tables = np.arange(kv.num_blocks, dtype=np.int32).reshape(max(BRANCHES), blocks_each)
-    executable.run(ragged([(0, CONTEXT)] * max(BRANCHES), tables, spec.vocab_size))  # fills the context
-    batches = {n: ragged([(CONTEXT, 1)] * n, tables[:n], spec.vocab_size) for n in BRANCHES}
+    tables = np.arange(kv.num_blocks, dtype=np.int32).reshape(max(SEQUENCES), blocks_each)
+    executable.launch(ragged([(0, CONTEXT)] * max(SEQUENCES), tables, spec.vocab_size))  # fills the context
+    batches = {n: ragged([(CONTEXT, 1)] * n, tables[:n], spec.vocab_size) for n in SEQUENCES}
     rates = {kind: bench.rate(kind).run() for kind in KINDS}
 
     def roofline(seqs: int, bandwidth: float) -> float:
@@ -107,7 +107,7 @@ def wall(executable: CpuExecutable, batch: RaggedBatch) -> Callable[[], float]:
 
     def once() -> float:
         start = time.perf_counter()
-        executable.run(batch)
+        executable.launch(batch)
         return time.perf_counter() - start
 
     return lambda: statistics.median(once() for _ in range(REPEATS))
@@ -127,7 +127,7 @@ def outside(executable: CpuExecutable, batch: RaggedBatch, vocab: int) -> Callab
 def num_barriers(executable: CpuExecutable, batch: RaggedBatch) -> int:
     """Barriers in a step."""
     executable.plan.set_profiling(True)
-    executable.run(batch)
+    executable.launch(batch)
     count: int = executable.plan.profile()[1]
     executable.plan.set_profiling(False)
     return count
@@ -151,17 +151,17 @@ def builds(bench: Bench) -> None:
 def building(num_seqs: int) -> Callable[[], float]:
     """Seconds of build(), for sequences of an engine that has computed all of their prompts but the last token."""
     engine = tiny_engine(tiny_model(0, context=1024), "cpu", slots=num_seqs * 512, max_num_seqs=num_seqs, threads=1)
-    parts = []
+    scheduled = []
     for _ in range(num_seqs):
         engine.add_request([1] * (BUILT_CONTEXT + 1), SamplingParams(max_tokens=2))
     for seq in engine._scheduler.waiting:
         engine._pool.reserve(seq.table, 0, BUILT_CONTEXT + 1)
         seq.computed = BUILT_CONTEXT
-        parts.append(Part(seq, 1, True))
+        scheduled.append(ScheduledSequence(seq, 1, True))
 
     def once() -> float:
         start = time.perf_counter()
-        build(parts, engine._pool)
+        build(scheduled, engine._pool)
         return time.perf_counter() - start
 
     return lambda: statistics.median(once() for _ in range(REPEATS))

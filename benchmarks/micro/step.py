@@ -1,9 +1,9 @@
-"""What a step costs beside the native plan: scheduling, building, drawing, committing, emitting; and what steps in a row spare of it.
+"""What a step costs outside the native plan: scheduling, building, drawing, committing, emitting; and what multi-step decoding saves.
 
 Every sequence decodes one row in every step. The plan is timed from outside; the rest of `Engine.step` is what is shown, in
 microseconds, median (quarter-three quarters of the calls), of a step and of each sequence. Most of it at one sequence is the price of
-memory: a plan that has read all weights leaves nothing of Python in the caches. The values of `--ahead-ms` take turns in one engine, and
-speed is tokens per second in ratio to the first of them in the same round, median (least-most).
+memory: a plan that has read all weights leaves nothing of Python in the caches. The values of `--multi-step-ms` take turns in one
+engine, and speed is tokens per second in ratio to the first of them in the same round, median (least-most).
 """
 
 import argparse
@@ -46,7 +46,8 @@ class Turn(NamedTuple):
 
     inside: list[float]
     """In the plan."""
-    attach: list[float]
+    outside: list[float]
+    """Outside of it."""
     seconds: float
     """Of all these calls."""
 
@@ -54,25 +55,25 @@ class Turn(NamedTuple):
 def measure(engine: Engine, plan: TimedPlan, params: SamplingParams, seqs: int, prompt: list[int]) -> Turn:
     for _ in range(seqs):
         engine.add_request(prompt, params)
-    inside, attach, calls = [], [], []
+    inside, outside, calls = [], [], []
     while engine.has_work:
-        before, steps, start = plan.seconds, engine._stepper.num_steps, time.perf_counter()
+        before, steps, start = plan.seconds, engine._loop.num_steps, time.perf_counter()
         updates = engine.step()
-        called, run, steps = time.perf_counter() - start, plan.seconds - before, engine._stepper.num_steps - steps
+        called, run, steps = time.perf_counter() - start, plan.seconds - before, engine._loop.num_steps - steps
         if len(updates) == seqs:
             inside.append(run * 1e6 / steps)
-            attach.append((called - run) * 1e6 / steps)
+            outside.append((called - run) * 1e6 / steps)
             calls.append(called)
-    return Turn(inside[1:], attach[1:], sum(calls[1:]))  # the first step was the prompt's
+    return Turn(inside[1:], outside[1:], sum(calls[1:]))  # the first step was the prompt's
 
 
 def show(turns: list[Turn], first: list[Turn], seqs: int) -> str:
     inside = statistics.median(time for turn in turns for time in turn.inside)
-    low, attach, high = statistics.quantiles((time for turn in turns for time in turn.attach), n=4)
+    low, outside, high = statistics.quantiles((time for turn in turns for time in turn.outside), n=4)
     ratios = [other.seconds / turn.seconds for turn, other in zip(turns, first, strict=True)]
-    spread = f"{attach:,.0f} ({low:,.0f}-{high:,.0f})"
+    spread = f"{outside:,.0f} ({low:,.0f}-{high:,.0f})"
     speed = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-    return f"{inside:9,.0f}{spread:>22}{attach / seqs:10.1f}{attach / inside:8.1%}{speed:>18}"
+    return f"{inside:9,.0f}{spread:>22}{outside / seqs:10.1f}{outside / inside:8.1%}{speed:>18}"
 
 
 def main() -> None:
@@ -82,27 +83,27 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--ahead-ms", type=float, nargs="+", default=[0, EngineConfig.multi_step_ms, MULTI_STEP_MS], help="how long steps run in a row"
+        "--multi-step-ms", type=float, nargs="+", default=[0, EngineConfig.multi_step_ms, MULTI_STEP_MS], help="how long steps run in a row"
     )
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32])
     args = parser.parse_args()
     config = EngineConfig(threads=args.threads, max_model_len=1024)
     engine, tokenizer, _ = load_engine(args.model, config)
-    stepper: Any = engine._stepper
-    stepper.executable.plan = plan = TimedPlan(stepper.executable.plan)
+    loop: Any = engine._loop
+    loop.executable.plan = plan = TimedPlan(loop.executable.plan)
     ways = {
-        ms: MultiStep(stepper.scheduler, stepper.executable, engine.limits.kv.block_size, replace(config, multi_step_ms=ms))
+        ms: MultiStep(loop.scheduler, loop.executable, engine.limits.kv.block_size, replace(config, multi_step_ms=ms), time.perf_counter)
         for ms in args.multi_step_ms
     }
     prompt = tokenizer.encode("A water wheel turns because")
-    print(f"{'':28}{'seqs':>9}{'multi_step ms':>9}{'plan':>9}{'attach it':>22}{'a seq':>10}{'share':>8}{'speed':>18}")
+    print(f"{'':28}{'seqs':>9}{'ms':>9}{'plan':>9}{'outside':>22}{'a seq':>10}{'share':>8}{'speed':>18}")
     for name, options in CASES.items():
         params = SamplingParams(max_tokens=args.steps, ignore_eos=True, **options)
-        for seqs in args.seqs:
+        for seqs in args.sequences:
             turns: dict[float, list[Turn]] = {ms: [] for ms in ways}
             for turn in range(args.rounds + 1):  # the first round is not counted
                 for ms in list(ways) if turn % 2 else list(ways)[::-1]:
-                    stepper.multi_step = ways[ms]
+                    loop.multi_step = ways[ms]
                     result = measure(engine, plan, params, seqs, prompt)
                     turns[ms] += [result] if turn else []
             for ms, mine in turns.items():

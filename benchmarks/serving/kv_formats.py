@@ -13,7 +13,7 @@ import numpy as np
 from bench import Bench, say
 from numpy.typing import NDArray
 
-from headrace.backend import compile_program
+from headrace.backend import compile_program, forward
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.cli.show import describe
@@ -62,6 +62,6 @@ def _log_probabilities(
     executable = compile_program(backend, trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors, kv, threads)
     for piece in pieces:
         sequence = Sequence(list(range(kv.num_blocks)), kv.block_size)
-        logits = executable.run(batch_of([sequence], [piece], [([], [])], False)).logits.astype(np.float64)
+        logits = forward(executable, batch_of([sequence], [piece], [([], [])], False)).logits.astype(np.float64)
         logits -= logits.max(axis=1, keepdims=True)
         yield logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))

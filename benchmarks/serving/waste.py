@@ -3,21 +3,24 @@
 Some of these are about to be filled, by prompts that have their blocks and are still being read; what lies beyond all known
 tokens is fragmentation: last blocks part empty, and what a static batch reserves.
 
-The scheduler and the block pool are the engine's own, with 32 seats; the executable computes nothing, since what is counted
+The scheduler and the block pool are the engine's own, with 32 sequences at most; the executable computes nothing, since what is counted
 depends on lengths alone. So blocks of 16 can be counted too, which the cpu backend does not have.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 from bench import Bench, serve
 from workload import MOST_OUTPUT, MOST_PROMPT, NUM_REQUESTS, WORDS, trace
 
-from headrace import _native
-from headrace.batch import Ints, RaggedBatch, StepRows
+from headrace.batch import Ints, RaggedBatch
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
+from headrace.logit_ops import Done, LogitOp, StepResult
+from headrace.sampling.host import run_logit_ops
 from tests.tiny import TinyVocabulary
 
-SEATS = 32
+MAX_NUM_SEQS = 32
 _VOCAB = 16
 TARGET = 0.04
 
@@ -25,11 +28,10 @@ TARGET = 0.04
 class Nothing:
     """An executable that computes nothing: every token is as likely as any other."""
 
-    def __init__(self) -> None:
-        self.pool = _native.Pool(1)
+    max_in_flight = 1
 
-    def run(self, batch: RaggedBatch) -> StepRows:
-        return StepRows(np.zeros((len(batch.logit_rows), _VOCAB), np.float32), None)
+    def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp], **_: bool) -> Done:
+        return Done(StepResult(run_logit_ops(ops, np.zeros((len(batch.logit_rows), _VOCAB), np.float32))))
 
     def move_slots(self, source: Ints, target: Ints) -> None:
         """There is nothing to move."""
@@ -38,10 +40,10 @@ class Nothing:
         """There is nothing to close."""
 
 
-def idle_engine(batching: str, block_size: int) -> Engine:
+def engine_of(batching: str, block_size: int) -> Engine:
     longest = MOST_PROMPT + MOST_OUTPUT
-    kv = KvConfig(SEATS * -(-longest // block_size), block_size)
-    config = EngineConfig(batching=batching, max_num_seqs=SEATS, multi_step_ms=0)
+    kv = KvConfig(MAX_NUM_SEQS * -(-longest // block_size), block_size)
+    config = EngineConfig(batching=batching, max_num_seqs=MAX_NUM_SEQS, multi_step_ms=0)
     return Engine(Nothing(), TinyVocabulary(_VOCAB), EngineLimits(_VOCAB, longest, kv), config)
 
 
@@ -50,7 +52,7 @@ def waste(bench: Bench) -> None:
     tokens = sum(len(ask.prompt) + ask.num_tokens for ask in asks) / len(asks)
     rows = []
     for batching, block_size in (("inflight", 16), ("inflight", 32), ("static", 32)):
-        served = serve(idle_engine(batching, block_size), asks, f"{batching}, blocks of {block_size}")
+        served = serve(engine_of(batching, block_size), asks, f"{batching}, blocks of {block_size}")
         target = f"< {TARGET:.0%}" + (", missed" if served.waste >= TARGET else "") if batching == "inflight" else ""
         facts = {"batching": batching, "block_size": block_size, "waste": served.waste, "fragmentation": served.fragmentation}
         rows.append((facts, [batching, str(block_size), f"{100 * served.waste:.1f} %", f"{100 * served.fragmentation:.1f} %", target]))

@@ -6,15 +6,18 @@ tokens, an end token included). Finishing and stopping are as in transformers.
 """
 
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.accept import Accepted, AnyOutput, Draw, OutputView
-from headrace.accept.sampler import Pool, likeliest_all, token_logprobs
-from headrace.batch import Commit
+from headrace.accept import Accepted, AnyOutput, Drawing, OutputView
+from headrace.batch import Commit, TokenLogprobs
+from headrace.logit_ops import LogitOp, LogitOpResult, Ranked, TopTokens
+from headrace.sampling.host import run_logit_ops
+from headrace.sampling.sampler import token_logprobs
 
 
 class Candidate(NamedTuple):
@@ -29,12 +32,12 @@ class Hypothesis(NamedTuple):
     """A beam that has ended."""
 
     score: float
-    line: OutputView
+    output: OutputView
 
 
 @dataclass(slots=True, eq=False)
 class BeamSearch:
-    """One search. Its draws come in the order of the beams, best first, and so do its commits."""
+    """One search. Its drawings come in the order of the beams, best first, and so do its commits."""
 
     width: int
     num_results: int
@@ -42,46 +45,57 @@ class BeamSearch:
     early_stopping: bool
     num_end_ids: int
     """Tokens that may end a beam: each beam has so many candidates more than can live on, and still more with stop strings."""
+    needs_logits: bool = True
+    """Whether there are stop strings, or log-probabilities are asked for: else a few top tokens of each row say all."""
     totals: list[float] = field(default_factory=lambda: [0.0])
     """Of the live beams."""
     finished: list[Hypothesis] = field(default_factory=list)
     """At most `width`, best first; of equal ones the earlier."""
     is_group = True
 
-    def accept(self, draws: list[Draw], logits: NDArray[np.float32], pool: Pool) -> list[Accepted]:
+    def logit_ops(self, drawings: list[Drawing]) -> list[LogitOp]:
+        """The top tokens of each beam."""
+        assert len(drawings) == len(self.totals), "all beams draw together"
+        if drawings[0].output.token_ids:  # the samplers have not seen what the last search step chose
+            for drawing in drawings:
+                drawing.sampler.append(drawing.known[-1])
+        return self._top_tokens(drawings, self.width + self.num_end_ids)
+
+    def accept(self, drawings: list[Drawing], values: Sequence[LogitOpResult], logits: NDArray[np.float32] | None) -> list[Accepted]:
         """The beams of the next length; none when the search has ended."""
-        assert len(draws) == len(self.totals), "all beams draw together"
-        if draws[0].line.token_ids:  # the samplers have not seen what the last search step chose
-            for draw in draws:
-                draw.sampler.append(draw.known[-1])
         count = self.width + self.num_end_ids
-        while (candidates := self._candidates(draws, logits, pool, count)) is not None:
-            if (accepted := self._select(candidates, draws, logits, count)) is not None:
+        while None not in values:
+            candidates = self._candidates(cast(Sequence[Ranked], values))
+            if (accepted := self._select(candidates, drawings, logits, count)) is not None:
                 return accepted
+            assert logits is not None, "a search with stop strings asks for logits"
             count *= 2
-        return [Accepted(i, None) for i in range(len(draws))]
+            values = run_logit_ops(self._top_tokens(drawings, count), logits)
+        return [Accepted(i, None) for i in range(len(drawings))]
 
-    def outputs(self, lines: list[AnyOutput]) -> list[AnyOutput]:
+    def outputs(self, outputs: list[AnyOutput]) -> list[AnyOutput]:
         """The best, once all beams have ended; beams that were cut short are compared with those that finished."""
-        if any(line.finish_reason is None for line in lines):
+        if any(output.finish_reason is None for output in outputs):
             return []
-        cut_short = list(map(self._hypothesis, lines, self.totals))
+        cut_short = list(map(self._hypothesis, outputs, self.totals))
         best = sorted([*self.finished, *cut_short], key=lambda hypothesis: -hypothesis.score)
-        return [cast(AnyOutput, hypothesis.line) for hypothesis in best[: self.num_results]]  # finished ones are clones of such lines
+        return [cast(AnyOutput, hypothesis.output) for hypothesis in best[: self.num_results]]  # finished ones are clones of such outputs
 
-    def _candidates(self, draws: list[Draw], logits: NDArray[np.float32], pool: Pool, count: int) -> list[Candidate] | None:
-        """The best `count` continuations of each beam, best first; None where logits are not finite."""
-        rows = likeliest_all(pool, logits, [(draw.sampler, draw.row, len(draw.known), count) for draw in draws])
-        if None in rows:
-            return None
+    def _top_tokens(self, drawings: list[Drawing], count: int) -> list[LogitOp]:
+        return [TopTokens(drawing.row, drawing.position, drawing.sampler, count) for drawing in drawings]
+
+    def _candidates(self, ranked: Sequence[Ranked]) -> list[Candidate]:
+        """The best continuations of each beam, best first."""
         return sorted(
             Candidate(-total - logprob, beam, token)
-            for beam, (total, row) in enumerate(zip(self.totals, rows, strict=True))
+            for beam, (total, row) in enumerate(zip(self.totals, ranked, strict=True))
             for token, logprob in zip(*row, strict=True)
             if logprob > -np.inf  # or it is banned
         )
 
-    def _select(self, candidates: list[Candidate], draws: list[Draw], logits: NDArray[np.float32], count: int) -> list[Accepted] | None:
+    def _select(
+        self, candidates: list[Candidate], drawings: list[Drawing], logits: NDArray[np.float32] | None, count: int
+    ) -> list[Accepted] | None:
         """Of the best `width` candidates those that end are finished; the best `width` that do not end live on.
 
         Those that end further down the order are forgotten: there is always something better that goes on. None, with nothing
@@ -90,29 +104,29 @@ class BeamSearch:
         accepted: list[Accepted] = []
         totals: list[float] = []
         finished = self.finished[:]
-        unseen = [count] * len(draws)
+        unseen = [count] * len(drawings)
         for rank, (loss, beam, token) in enumerate(candidates):
-            draw = draws[beam]
-            logprobs = [token_logprobs(logits[draw.row], token, draw.num_logprobs)] if draw.num_logprobs >= 0 else []
-            line = draw.line.clone()
-            line.push(token, logprobs[0] if logprobs else None)
-            if line.finish_reason is None:
-                accepted.append(Accepted(beam, Commit(draw.source, [], [token], logprobs)))
+            drawing = drawings[beam]
+            logprobs = _logprobs(drawing, token, logits)
+            output = drawing.output.clone()
+            output.push(token, logprobs[0] if logprobs else None)
+            if output.finish_reason is None:
+                accepted.append(Accepted(beam, Commit(drawing.source, [], [token], logprobs)))
                 totals.append(-loss)
             elif rank < self.width:
-                insort(finished, self._hypothesis(line, -loss), key=lambda hypothesis: -hypothesis.score)
-            if len(accepted) == self.width or (rank >= self.width - 1 and line.finish_reason == "length"):
+                insort(finished, self._hypothesis(output, -loss), key=lambda hypothesis: -hypothesis.score)
+            if len(accepted) == self.width or (rank >= self.width - 1 and output.finish_reason == "length"):
                 break
             unseen[beam] -= 1
-            if not unseen[beam] and count < logits.shape[1]:
+            if not unseen[beam] and logits is not None and count < logits.shape[1]:
                 return None
         self.finished = finished[: self.width]
-        self.totals = [] if self._ends(totals, len(draws[0].line.token_ids) + 1) else totals
+        self.totals = [] if self._ends(totals, len(drawings[0].output.token_ids) + 1) else totals
         return accepted if self.totals else []
 
-    def _hypothesis(self, line: AnyOutput, total: float) -> Hypothesis:
-        line.cumulative_logprob = total
-        return Hypothesis(self._score(total, len(line.token_ids)), line)
+    def _hypothesis(self, output: AnyOutput, total: float) -> Hypothesis:
+        output.cumulative_logprob = total
+        return Hypothesis(self._score(total, len(output.token_ids)), output)
 
     def _score(self, total: float, length: int) -> float:
         return float(total / max(length, 1) ** self.length_penalty)
@@ -125,3 +139,11 @@ class BeamSearch:
         """
         full = len(self.finished) == self.width
         return not totals or (full and (self.early_stopping or self._score(totals[0], length) <= self.finished[-1].score))
+
+
+def _logprobs(drawing: Drawing, token: int, logits: NDArray[np.float32] | None) -> list[TokenLogprobs]:
+    """The record of a token, where log-probabilities are asked for."""
+    if drawing.num_logprobs < 0:
+        return []
+    assert logits is not None, "a search with log-probabilities asks for logits"
+    return [token_logprobs(logits[drawing.row], token, drawing.num_logprobs)]

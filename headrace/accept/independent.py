@@ -1,33 +1,36 @@
-"""Rules of acceptance by name, and the acceptor that goes by one."""
+"""The acceptor of sequences that are independent of each other."""
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.accept import Accepted, AnyOutput, Draw
-from headrace.accept.exact import Rule, Verification, verify_exact
-from headrace.accept.rejection import verify_rejection
-from headrace.accept.sampler import Pool
-from headrace.accept.typical import verify_typical
+from headrace.accept import Accepted, AnyOutput, Drawing
 from headrace.batch import Commit
 from headrace.config import AcceptanceMethod
-
-METHODS: dict[AcceptanceMethod, Rule] = {"exact": verify_exact, "rejection": verify_rejection, "typical": verify_typical}
+from headrace.logit_ops import Draw, Drawn, LogitOp, LogitOpResult
 
 
 class IndependentAcceptor:
-    """The acceptor of all sequences that go on each by itself."""
+    """Commits what each sequence draws, under one acceptance method."""
 
     is_group = False
+    needs_logits = False
 
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
+    def __init__(self, method: AcceptanceMethod) -> None:
+        self._method = method
 
-    def accept(self, draws: list[Draw], logits: NDArray[np.float32], pool: Pool) -> list[Accepted]:
-        """One commit for each draw, in their order."""
-        verifications = [Verification(Commit(d.source, [], [], []), d.sampler, d.draft, d.row, len(d.known), d.num_logprobs) for d in draws]
-        failed = self._rule(verifications, logits, pool)
-        return [Accepted(i, None if d.commit.source in failed else d.commit) for i, d in enumerate(verifications)]
+    def logit_ops(self, drawings: list[Drawing]) -> list[LogitOp]:
+        """A draw for each."""
+        return [Draw(d.row, d.position, d.sampler, d.draft, d.num_logprobs, self._method) for d in drawings]
 
-    def outputs(self, lines: list[AnyOutput]) -> list[AnyOutput]:
+    def accept(self, drawings: list[Drawing], values: Sequence[LogitOpResult], logits: NDArray[np.float32] | None) -> list[Accepted]:
+        """One commit for each drawing, in their order."""
+        return [
+            Accepted(i, Commit(drawing.source, drawn.path, drawn.tokens, drawn.logprobs) if isinstance(drawn, Drawn) else None)
+            for i, (drawing, drawn) in enumerate(zip(drawings, values, strict=True))
+        ]
+
+    def outputs(self, outputs: list[AnyOutput]) -> list[AnyOutput]:
         """All of them, as they are."""
-        return lines
+        return outputs

@@ -1,13 +1,13 @@
 """Backends by name. Each is a module with `compile(program, weights, kv, threads) -> Executable`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Protocol
 
-from headrace._native import Pool
-from headrace.batch import Ints, RaggedBatch, StepRows, StepTimes
+from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
 from headrace.errors import RequestError
+from headrace.logit_ops import LogitOp, StepResult, Ticket
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 
@@ -15,20 +15,24 @@ BACKENDS = ("cpu", "reference")
 
 
 class Executable(Protocol):
-    """A compiled program with its weights and KV storage."""
+    """A compiled program with its weights and KV storage. Launches, moves and draws take effect in the order of their calls."""
 
     program: Program
     """What runs, after fusing."""
+    max_in_flight: int
+    """Launches that may be outstanding before one is waited for: 1 where a launch runs at once."""
 
-    @property
-    def pool(self) -> Pool:
-        """The threads that it runs on, for other work between two runs; not to be kept."""
+    def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Ticket:
+        """One forward over all rows of the batch, and these ops on its logits.
 
-    def run(self, batch: RaggedBatch) -> StepRows:
-        """One forward over all rows of the batch."""
+        `logits` and `hidden` ask for the rows themselves. A row of the batch may take its token from an op of the launch before.
+        """
 
-    def attach(self, program: Program, weights: Mapping[str, StoredTensor]) -> "Executable":
-        """Another program over the same KV and threads; a weight that both name is there once. Closed on its own."""
+    def attach(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None) -> "Executable":
+        """Another program on the same threads, over the same KV, or over KV of its own. It is closed on its own.
+
+        Over the same KV a weight that both programs name is there once.
+        """
 
     def profile(self, batch: RaggedBatch) -> StepTimes:
         """The same forward, with a clock beside it."""
@@ -40,12 +44,14 @@ class Executable(Protocol):
         """Give the memory back; the executable is not used afterwards."""
 
 
-def compile_program(backend: str, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int | Pool) -> Executable:
-    """Compile for the named backend, with threads of its own or those of another executable.
-
-    Raises RequestError for a name that is not in BACKENDS.
-    """
+def compile_program(backend: str, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int) -> Executable:
+    """Compile for the named backend. Raises RequestError for a name that is not in BACKENDS."""
     if backend not in BACKENDS:
         raise RequestError(f"unknown backend {backend!r}; there are: {', '.join(BACKENDS)}")
     executable: Executable = import_module(f"headrace.backend.{backend}").compile(program, weights, kv, threads)
     return executable
+
+
+def forward(executable: Executable, batch: RaggedBatch) -> StepResult:
+    """One forward, waited for, with its logits and the hidden rows that the program keeps; valid until the next launch."""
+    return executable.launch(batch, logits=True, hidden=True).wait()

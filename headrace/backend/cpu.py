@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -12,28 +12,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.batch import Ints, RaggedBatch, StepRows, StepTimes
+from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
 from headrace.errors import RequestError, UnsupportedModelError
+from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program import ops
 from headrace.program.fuse import LINEAR_OPS, fuse
 from headrace.program.trace import Program
 from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.quant.kv import BLOCK_SIZE
+from headrace.sampling.host import run_logit_ops, with_tokens
 
 GROUP = 32
 """Columns that share a scale in packed activations."""
 
 
-def compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int | _native.Pool) -> "CpuExecutable":
-    """Compile for this processor, at least one thread, or the threads of another executable; HEADRACE_ISA can lower the instruction set."""
+def compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int) -> "CpuExecutable":
+    """Compile for this processor, with one thread at least; HEADRACE_ISA can lower the instruction set."""
+    return _compile(program, weights, kv, threads)
+
+
+def _compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int | _native.Pool) -> "CpuExecutable":
     if kv.block_size != BLOCK_SIZE:
         raise RequestError(f"the cpu backend stores KV in blocks of {BLOCK_SIZE} tokens, not {kv.block_size}")
     return CpuExecutable(program, weights, kv, threads, os.environ.get("HEADRACE_ISA", ""))
 
 
 class CpuExecutable:
-    """A native plan with its weights (packed once) and KV cache."""
+    """A native plan with its weights (packed once) and KV cache. A launch runs at once."""
+
+    max_in_flight = 1
 
     def __init__(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int | _native.Pool, isa: str) -> None:
         self.program = fuse(program)
@@ -44,6 +52,8 @@ class CpuExecutable:
         except ValueError as error:
             raise RequestError(str(error)) from None
         self._number = 0
+        self._values: list[LogitOpResult] = []
+        """Results of the logit ops of the last launch."""
         self._lower(weights, None)
 
     def _lower(self, weights: Mapping[str, StoredTensor], earlier: "_Lowering | None") -> None:
@@ -53,20 +63,24 @@ class CpuExecutable:
         self._logits = self._lowering.buffers[self.program.logits.id]
         self._hidden = self._lowering.buffers[self.program.hidden.id] if self.program.hidden else None
 
-    def attach(self, program: Program, weights: Mapping[str, StoredTensor]) -> "CpuExecutable":
+    def attach(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None) -> "CpuExecutable":
+        if kv is not None:
+            return _compile(program, weights, kv, self.plan.pool)
         other = copy(self)
         other.program = fuse(program)
         other._number = self.plan.add_program()
         other._lower(weights, self._lowering)
         return other
 
-    @property
-    def pool(self) -> _native.Pool:
-        return self.plan.pool
+    def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Done:
+        self._run(with_tokens(batch, self._values))
+        rows = self._rows(self._logits, batch)
+        self._values = run_logit_ops(ops, rows, self.plan.pool)
+        kept = self._rows(self._hidden, batch) if hidden and self._hidden is not None else None
+        return Done(StepResult(self._values, rows if logits else None, kept))
 
-    def run(self, batch: RaggedBatch) -> StepRows:
+    def _run(self, batch: RaggedBatch) -> None:
         self.plan.run(self._vocab, *batch[:8], batch.logit_rows, batch.inputs, self._number)
-        return StepRows(self._rows(self._logits, batch), None if self._hidden is None else self._rows(self._hidden, batch))
 
     def _rows(self, buffer: int, batch: RaggedBatch) -> NDArray[np.float32]:
         rows: NDArray[np.float32] = self.plan.floats(buffer, len(batch.logit_rows))
@@ -75,7 +89,7 @@ class CpuExecutable:
     def profile(self, batch: RaggedBatch) -> StepTimes:
         self.plan.set_profiling(True)  # from zero
         started = time.perf_counter()
-        self.run(batch)
+        self._run(batch)
         wall = time.perf_counter() - started
         ops, barriers = self.plan.profile()
         self.plan.set_profiling(False)

@@ -1,7 +1,7 @@
 """The reference backend: NumPy, op by op, readable. It is the truth that every other backend is held to in tests."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from types import MappingProxyType
@@ -10,44 +10,52 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace._native import Pool
-from headrace.batch import Ints, RaggedBatch, StepRows, StepTimes
+from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
+from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program import ops
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.quant.kv import stored
+from headrace.sampling.host import run_logit_ops, with_tokens
 
 Floats = NDArray[np.float64]
 _DTYPE = np.float64
 
 
-def compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int | Pool) -> "ReferenceExecutable":
+def compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int) -> "ReferenceExecutable":
     """Compile for NumPy; `threads` is NumPy's own affair."""
     return ReferenceExecutable(program, weights, kv)
 
 
 class ReferenceExecutable:
-    """Interprets a program in float64."""
+    """Interprets a program in float64. A launch runs at once."""
+
+    max_in_flight = 1
 
     def __init__(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig) -> None:
         self.program = program
-        self.pool = Pool(1)
         self.kv = kv
         self.weights = _floats(program, weights)
         layers, heads, head_dim = program.kv_shape
         slots = kv.num_blocks * kv.block_size
         self.keys = np.zeros((layers, slots, heads, head_dim), _DTYPE)
         self.values = np.zeros_like(self.keys)
+        self._results: list[LogitOpResult] = []
+        """Results of the logit ops of the last launch."""
 
-    def run(self, batch: RaggedBatch) -> StepRows:
-        step = _Step(self, batch)
+    def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Done:
+        step = _Step(self, with_tokens(batch, self._results))
         for op in self.program.ops:
             step.run(op)
-        hidden = self.program.hidden
-        return StepRows(step.rows[self.program.logits.id].astype(np.float32), step.rows[hidden.id].astype(np.float32) if hidden else None)
+        rows = step.rows[self.program.logits.id].astype(np.float32)
+        self._results = run_logit_ops(ops, rows)
+        kept = step.rows[self.program.hidden.id].astype(np.float32) if hidden and self.program.hidden else None
+        return Done(StepResult(self._results, rows if logits else None, kept))
 
-    def attach(self, program: Program, weights: Mapping[str, StoredTensor]) -> "ReferenceExecutable":
+    def attach(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None) -> "ReferenceExecutable":
+        if kv is not None:
+            return ReferenceExecutable(program, weights, kv)
         other = copy(self)
         other.program = program
         other.weights = _floats(program, weights, self.weights)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backend import Executable
+from headrace.backend import Executable, forward
 from headrace.batch import Ints, RaggedBatch
 from headrace.kv.rows import TokenRun, batch_of_runs
 from headrace.planner.speculation import Costs, Gain, best_gain
@@ -82,7 +82,7 @@ class Calibration:
     def _score(self, executable: Executable, tokens: list[int], computed: int) -> NDArray[np.int64]:  # [tokens]
         parts = []
         for at in range(0, len(tokens), _CHUNK):
-            parts.append(executable.run(self._batch(tokens[at : at + _CHUNK], computed + at)).logits.argmax(axis=1))
+            parts.append(_logits(executable, self._batch(tokens[at : at + _CHUNK], computed + at)).argmax(axis=1))
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
     def _batch(self, tokens: list[int], computed: int) -> RaggedBatch:
@@ -95,5 +95,11 @@ class Calibration:
         """Of one step of so many rows behind the text."""
         batch = self._batch(self.text[-rows:], len(self.text))
         started = time.perf_counter()
-        executable.run(batch)
+        executable.launch(batch).wait()
         return time.perf_counter() - started
+
+
+def _logits(executable: Executable, batch: RaggedBatch) -> NDArray[np.float32]:
+    logits = forward(executable, batch).logits
+    assert logits is not None, "they were asked for"
+    return logits

@@ -34,7 +34,7 @@ class Stopwatch:
         self._vocab = checkpoint.spec.vocab_size
         slots = np.arange(blocks * BLOCK_SIZE, dtype=np.int32)
         filled = min(PREFILL_CHUNK, len(slots))
-        self.executable.run(self._batch(Load(((0, filled),), 1, 0)))
+        self.executable.launch(self._batch(Load(((0, filled),), 1, 0)))
         self.executable.move_slots(slots[filled:] % filled, slots[filled:])
 
     def turn(self, phase: Phase) -> list[list[StepTimes]]:

@@ -1,21 +1,21 @@
-"""From the parts of a step to the ragged batch that a program sees."""
+"""From the scheduled sequences of a step to the ragged batch that a program sees."""
 
 from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.batch import DraftTree, RaggedBatch
+from headrace.batch import DraftTree, Ints, RaggedBatch
 from headrace.engine.scheduler import ScheduledSequence
 from headrace.kv.blocks import BlockPool
 from headrace.kv.rows import block_table, ints
 
 WORD_BITS = 64
-"""DraftTree rows for which a word of `ancestors` has bits."""
+"""Draft rows for which a word of `ancestors` has bits."""
 
 
 def build(scheduled: list[ScheduledSequence], pool: BlockPool) -> RaggedBatch:
-    """One batch of all rows; notes in each part where its logits will be."""
+    """One batch of all rows; notes in each item where the logits that score its prompt, and those that it draws from, will be."""
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -25,19 +25,19 @@ def build(scheduled: list[ScheduledSequence], pool: BlockPool) -> RaggedBatch:
     for i, item in enumerate(scheduled):
         seq, draft = item.seq, item.draft
         first, end, start = seq.computed, seq.computed + item.num_scheduled, len(tokens)
-        tokens += seq.known[first:end]
+        tokens += seq.known[first:end] if end <= len(seq.known) else [0]  # a pending token is alone, and comes from `token_source`
         positions += range(first, end)
         if draft.tokens:
             tokens += draft.tokens
             positions += (end - 1 + depth for depth in _depths(draft))
         slots += pool.slots(seq.table, first, end + len(draft.tokens))
         row_start.append(len(tokens))
-        item.first_logit = len(logit_rows)
-        logit_rows += [start + position - first for position in seq.prompt_rows(item.num_scheduled)]
+        item.scored, item.first_score = seq.prompt_rows(item.num_scheduled), len(logit_rows)
+        logit_rows += [start + position - first for position in item.scored]
         item.first_draw = len(logit_rows)
         if item.draws:
             logit_rows += range(start + item.num_scheduled - 1, len(tokens))
-        seq_of += [i] * (len(logit_rows) - item.first_logit)
+        seq_of += [i] * (len(logit_rows) - item.first_score)
     return RaggedBatch(
         tokens=ints(tokens),
         positions=ints(positions),
@@ -49,11 +49,23 @@ def build(scheduled: list[ScheduledSequence], pool: BlockPool) -> RaggedBatch:
         ancestors=_ancestors(scheduled, row_start),
         logit_rows=ints(logit_rows),
         seq_of=ints(seq_of),
+        token_source=_token_source(scheduled, row_start),
     )
 
 
+def _token_source(scheduled: list[ScheduledSequence], row_start: list[int]) -> Ints | None:  # [rows]
+    """The logit ops of the launch before that draw pending tokens; None where all tokens are known."""
+    if not any(item.seq.num_pending for item in scheduled):
+        return None
+    source = np.full(row_start[-1], -1, np.int32)
+    for item, start in zip(scheduled, row_start, strict=False):
+        if item.seq.num_pending:
+            source[start] = item.seq.last_op
+    return source
+
+
 def _depths(draft: DraftTree) -> Iterator[int]:
-    """Distance of each node from the last scheduled row."""
+    """Distance of each node from the last scheduled token."""
     depths: list[int] = []
     for parent in draft.parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)

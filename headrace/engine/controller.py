@@ -9,6 +9,7 @@ from headrace.batch import DraftTree
 from headrace.engine.acceptance import AcceptanceRates, place
 from headrace.engine.sequence import Sequence
 from headrace.engine.step_cost import StepCost
+from headrace.proposer import ProposerTraits
 
 _SHARE = 0.004
 """Share of all time that speculation may take beyond what it is known to have saved."""
@@ -70,9 +71,7 @@ class _Track:
 class _Method:
     """What is known of one proposer."""
 
-    needs_rows: bool
-    width: int
-    """Nodes at each depth, if each depth takes time of its own; else 0."""
+    traits: ProposerTraits
     acceptance: AcceptanceRates = field(default_factory=AcceptanceRates)
     seconds: float = 0.0
     """To ask it for one sequence, and let it learn; decayed."""
@@ -90,9 +89,8 @@ class Controller:
     in it: how often these are right decides about them.
     """
 
-    def __init__(self, methods: Mapping[str, tuple[bool, int]]) -> None:
-        """By the name of each proposer, whether it needs rows to learn, and `width` of a `_Method`."""
-        self._methods = {name: _Method(needs_rows, width) for name, (needs_rows, width) in methods.items()}
+    def __init__(self, traits: Mapping[str, ProposerTraits]) -> None:
+        self._methods = {name: _Method(each) for name, each in traits.items()}
         self._cost = StepCost()
         self._now = 0.0
         """Time of all steps so far."""
@@ -144,12 +142,12 @@ class Controller:
     def budget(self, name: str, seq: Sequence, most: int) -> int:
         """Nodes to ask for: fewer than `most` where each depth takes time, and the deeper ones should not pay."""
         method = self._methods[name]
-        if not method.width:
+        if not method.traits.width:
             return most
         acceptance, reached, nodes = self._track(name, seq).acceptance, 1.0, 0
         while nodes < most:
-            width = min(method.width, most - nodes)
-            rates = [acceptance.rate(place(0, nodes // method.width + 1, rank)) for rank in range(width)]
+            width = min(method.traits.width, most - nodes)
+            rates = [acceptance.rate(place(0, nodes // method.traits.width + 1, rank)) for rank in range(width)]
             rows = self._extra((nodes + width) * self._num_drawing) - self._extra(nodes * self._num_drawing)
             price = rows / self._num_drawing + width * method.seconds_by_node / self._token_seconds
             if nodes and reached * sum(rates) < price:
@@ -177,7 +175,7 @@ class Controller:
         num_drawing = self._num_drawing
         bundles: list[tuple[float, Sequence, list[int]]] = []
         for seq, candidate in candidates.items():
-            if candidate.draft.whole:
+            if candidate.draft.indivisible:
                 nodes = list(range(len(candidate.values)))
                 bundles.append((sum(candidate.values) / len(nodes), seq, nodes))
             else:
@@ -226,13 +224,13 @@ class Controller:
 
     def _try(self, candidates: dict[Sequence, DraftCandidate], chosen: dict[Sequence, list[int]]) -> None:
         """Run rows of a sequence that are not expected to pay, for some steps on end, when enough time has been saved for that."""
-        idle = [b for b, candidate in candidates.items() if b not in chosen and self._methods[candidate.method].needs_rows]
+        idle = [b for b, candidate in candidates.items() if b not in chosen and self._methods[candidate.method].traits.learns_from_rows]
         if not idle:
             return
         begun = [seq for seq in idle if seq.seq_id == self._trying]
         seq = begun[0] if begun else idle[self._num_trials % len(idle)]
         candidate = candidates[seq]
-        nodes = list(range(len(candidate.values) if candidate.draft.whole else min(_TRIAL_NODES, len(candidate.values))))
+        nodes = list(range(len(candidate.values) if candidate.draft.indivisible else min(_TRIAL_NODES, len(candidate.values))))
         before = sum(map(len, chosen.values()))
         tokens = self._extra(before + len(nodes)) - self._extra(before) - sum(candidate.values[node] for node in nodes)
         seconds = max(0.0, tokens * self._token_seconds)
@@ -244,7 +242,7 @@ class Controller:
 
     def _net(self, candidate: DraftCandidate) -> float:
         """Tokens that an offer gains at best, less those that its rows cost."""
-        if candidate.draft.whole:
+        if candidate.draft.indivisible:
             return max(0.0, sum(candidate.values) - self._extra(len(candidate.values)))
         best = total = 0.0
         for n, value in enumerate(sorted(candidate.values, reverse=True), 1):

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
@@ -13,10 +13,8 @@ from typing import Any
 
 from headrace.accept import Acceptor
 from headrace.accept.beam import BeamSearch
-from headrace.accept.independent import METHODS, IndependentAcceptor
-from headrace.accept.sampler import derive_seed, make_sampler
+from headrace.accept.independent import IndependentAcceptor
 from headrace.backend import Executable
-from headrace.batch import Proposer
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine import snapshot
 from headrace.engine.meter import Meter
@@ -24,14 +22,16 @@ from headrace.engine.multi_step import MultiStep
 from headrace.engine.output import Output, TokenizerView, end_ids
 from headrace.engine.publish import MOST_BLOCKS, MOST_LINES, VERSION, Publisher
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.sequence import Request, Sequence
+from headrace.engine.sequence import Request, Sequence, Stopwatch
 from headrace.engine.speculation import Speculation
 from headrace.engine.static import StaticScheduler
-from headrace.engine.step import Stepper
+from headrace.engine.step import StepLoop
 from headrace.engine.stops import StopPattern
 from headrace.errors import ClosedError, RequestError
 from headrace.kv.blocks import BlockPool
+from headrace.proposer import Proposer
 from headrace.request import RequestOutput, SamplingParams, Service, Update, token_ids
+from headrace.sampling.sampler import derive_seed, make_sampler
 from headrace.stats import BlockMap, Stats
 
 SCHEDULERS: dict[str, type[Scheduler]] = {"inflight": Scheduler, "static": StaticScheduler}
@@ -58,7 +58,7 @@ class EngineLimits:
 
 
 class Engine:
-    """Many requests over one executable. `name` is what `headrace top` calls it."""
+    """Many requests over one executable. `name` is what `headrace top` calls it; `clock` gives all its times, in seconds."""
 
     def __init__(
         self,
@@ -68,22 +68,24 @@ class Engine:
         config: EngineConfig,
         proposers: Mapping[str, Proposer] = NO_PROPOSERS,
         name: str = "",
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.name = name
         self.limits = limits
         self.config = config
         self._tokenizer = tokenizer
         self._pool = BlockPool(limits.kv.num_blocks, limits.kv.block_size)
-        self._speculation = Speculation(proposers, config, limits.vocab_size)
+        self._clock = clock
+        self._speculation = Speculation(proposers, config, limits.vocab_size, clock)
         self._scheduler = SCHEDULERS[config.batching](self._pool, config, limits.window, limits.attention_crossover)
-        multi_step = MultiStep(self._scheduler, executable, limits.kv.block_size, config)
-        self._stepper = Stepper(self._scheduler, self._speculation, executable, self._pool, tokenizer, multi_step)
-        self._plain = IndependentAcceptor(METHODS[config.acceptance_method])
+        multi_step = MultiStep(self._scheduler, executable, limits.kv.block_size, config, clock)
+        self._loop = StepLoop(self._scheduler, self._speculation, executable, self._pool, tokenizer, multi_step, clock)
+        self._independent = IndependentAcceptor(config.acceptance_method)
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         """A heap of (time, number, id) of requests that have a timeout, some of which may have ended."""
         self._numbers = count()
-        self._meter = Meter(perf_counter())
+        self._meter = Meter(clock())
         self._publisher = Publisher(self._record)
         self._started = time.time()
         self._closed = False
@@ -106,7 +108,9 @@ class Engine:
         number = next(self._numbers)
         request_id = str(number) if request_id is None else request_id
         limit = self._limit(len(known), params)
-        request = Request(number, request_id, prompt, known, params, limit, self._acceptor(params), service=service or Service())
+        stopwatch = Stopwatch(self._clock)
+        acceptor = self._acceptor(params)
+        request = Request(number, request_id, prompt, known, params, limit, acceptor, stopwatch, service=service or Service())
         request.seqs = self._sequences(request)
         self._requests[request_id] = request
         if request.service.timeout is not None:
@@ -139,19 +143,21 @@ class Engine:
     def step(self) -> list[Update]:
         """Run one step, or several of plain decoding; empty when there is nothing to do, or nothing to say yet."""
         self._check_open()
-        begun, num_tokens = perf_counter(), 0
+        begun, num_tokens, step = self._clock(), 0, None
         updates = self._expire()
-        if flight := self._stepper.launch():
-            updates += self._stepper.finish(flight)
+        self._loop.launch()
+        if self._loop.in_flight:
+            step, news = self._loop.finish()
+            updates += news
         for update in updates:
             num_tokens += len(update.token_ids)
             if update.result:
                 self._meter.finished += 1
                 self._forget(update.request_id)
-        if flight:
-            now = perf_counter()
-            self._scheduler.step_timer.record((now - begun) / flight.num_steps)
-            self._meter.step(begun, now, num_tokens, self._stepper.num_rows, flight.num_steps)
+        if step:
+            now, num_launches = self._clock(), len(step.tickets)
+            self._scheduler.step_timer.record((now - begun) / num_launches)
+            self._meter.step(begun, now, num_tokens, self._loop.num_rows, num_launches)
             self._publisher.tick(now, last=not self._requests)
         return updates
 
@@ -160,7 +166,7 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        self._stepper.end(request, "abort")
+        self._loop.end(request, "abort")
         result = request.result()
         self._meter.aborted += 1
         self._forget(request_id)
@@ -168,13 +174,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is under way."""
-        return bool(self._requests)
+        """Whether a request is under way, or a step that has been launched for one."""
+        return bool(self._requests or self._loop.in_flight)
 
     def stats(self) -> Stats:
         """A snapshot."""
-        meter, stepper, scheduler = self._meter, self._stepper, self._scheduler
-        tokens_per_second, rows_per_second = meter.rates(perf_counter())
+        meter, loop, scheduler = self._meter, self._loop, self._scheduler
+        tokens_per_second, rows_per_second = meter.rates(self._clock())
         empty = snapshot.empty_slots(scheduler.running, self._pool.block_size, lambda seq: seq.computed)
         beyond = snapshot.empty_slots(scheduler.running, self._pool.block_size, lambda seq: len(seq.known))
         return Stats(
@@ -186,15 +192,15 @@ class Engine:
             block_size=self._pool.block_size,
             slots_empty=empty,
             slots_promised=empty - beyond,
-            steps=stepper.num_steps,
-            rows=stepper.num_rows,
+            steps=loop.num_steps,
+            rows=loop.num_rows,
             rows_last=meter.rows_last,
             step_seconds=meter.step_seconds,
             tokens=meter.latest.tokens,
             tokens_per_second=tokens_per_second,
             rows_per_second=rows_per_second,
-            drafted=stepper.num_drafted,
-            accepted=stepper.num_accepted,
+            drafted=loop.num_drafted,
+            accepted=loop.num_accepted,
             drafts=dict(self._speculation.stats),
             proposer_failures=self._speculation.failures,
             preemptions=scheduler.num_preemptions,
@@ -217,16 +223,16 @@ class Engine:
             self._closed = True
             self._publisher.close()
             self._speculation.close()
-            self._stepper.executable.close()
+            self._loop.executable.close()
 
     def _expire(self) -> list[Update]:
         """End the requests whose time is up."""
         updates: list[Update] = []
-        while self._deadlines and self._deadlines[0][0] <= perf_counter():
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
             _, number, request_id = heappop(self._deadlines)
             request = self._requests.get(request_id)
             if request and request.number == number:  # and no later one of the same id
-                self._stepper.end(request, "timeout")
+                self._loop.end(request, "timeout")
                 updates += request.news()
         return updates
 
@@ -248,13 +254,13 @@ class Engine:
 
     def _acceptor(self, params: SamplingParams) -> Acceptor:
         if params.beam_width is None:
-            return self._plain
-        num_end_ids = len(end_ids(params, self._tokenizer))
-        return BeamSearch(params.beam_width, params.n, params.length_penalty, params.early_stopping, num_end_ids)
+            return self._independent
+        num_end_ids, needs_logits = len(end_ids(params, self._tokenizer)), bool(params.stop) or params.logprobs is not None
+        return BeamSearch(params.beam_width, params.n, params.length_penalty, params.early_stopping, num_end_ids, needs_logits)
 
     def _record(self, with_map: bool) -> dict[str, Any]:
         """What `headrace top` shows, fit for JSON."""
-        now = perf_counter()
+        now = self._clock()
         lines = snapshot.lines(self._scheduler, now)
         record: dict[str, Any] = {
             "version": VERSION,

@@ -1,97 +1,87 @@
-"""Plain decoding, several steps in a row with next to nothing between them.
+"""Multi-step decoding: several launches of plain decoding with next to nothing between them.
 
-Most steps of most engines are alike: every sequence gives one row and draws one token, nobody joins or forks, and nothing is drafted.
-What the engine does between two of them, with memory caches that the weights have just been through, takes as long as a tenth of a
-small model's step. So it is done for several at once: a token that was drawn goes straight into the next step, and all are committed
-together at the end. Each step is the one that would have come anyway, so nothing changes but when the tokens are told.
+Most steps of most engines are alike: every sequence gives one row and draws one token, no request joins or forks, and nothing is
+drafted. What the engine does between two such steps, with memory caches that the weights have just been through, takes as long as a
+tenth of a small model's step. So it is done for several at once: the batch of a launch takes its tokens from the launch before
+(`RaggedBatch.token_source`), and all are finished together. Each launch is the one that would have come anyway, so nothing changes
+but when the tokens are told.
 """
 
+from collections.abc import Callable
 from math import ceil
-from time import perf_counter
-from typing import NamedTuple
 
 import numpy as np
 
-from headrace.accept.sampler import Drawn, draw_all
 from headrace.backend import Executable
-from headrace.batch import Commit, Ints, RaggedBatch, StepRows, TokenLogprobs
+from headrace.batch import NO_DRAFT, Ints, RaggedBatch
 from headrace.config import EngineConfig
 from headrace.engine.scheduler import ScheduledSequence, Scheduler
-from headrace.kv.rows import ints
+from headrace.logit_ops import Draw, Drawn, LogitOp, Ticket
 
 _MOST = 16
-"""Steps in a row: nobody can join, or be told anything, until they have ended."""
-
-
-class Result(NamedTuple):
-    """What came of some steps."""
-
-    rows: StepRows
-    """Of the last."""
-    commits: list[Commit | None]
-    """For each part all its tokens; None: not even the first could be drawn, its logits were not finite."""
-    num_steps: int
+"""Launches in a row: no request can join, or be told anything, until they have been finished."""
 
 
 class MultiStep:
-    """Runs such steps, for `multi_step_ms` or a little longer."""
+    """Launches plain decoding again, for `multi_step_ms` or a little longer."""
 
-    def __init__(self, scheduler: Scheduler, executable: Executable, block_size: int, config: EngineConfig) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executable: Executable, block_size: int, config: EngineConfig, clock: Callable[[], float]
+    ) -> None:
         self._scheduler = scheduler
         self._executable = executable
         self._block_size = block_size
-        self._plain_rule = config.acceptance_method == "exact"
+        self._is_exact = config.acceptance_method == "exact"
         self._seconds = config.multi_step_ms / 1000
+        self._clock = clock
         self._step_seconds = 0.0
-        """Of the last ones; 0: there were none."""
+        """Seconds of a launch in the last multi-step decoding; 0 before the first."""
 
     def plan(self, scheduled: list[ScheduledSequence]) -> int:
-        """How many steps there may be, with slots reserved for them; 0: these parts need more than plain decoding."""
-        if not self._plain_rule or not all(item.is_plain for item in scheduled):
-            return 0
+        """How many launches there may be, with slots reserved for them: 1 where these sequences need more than plain decoding."""
+        if not self._is_exact or not all(item.is_plain for item in scheduled):
+            return 1
         most = min(_MOST, max(1, ceil(self._seconds / self._step_seconds))) if self._step_seconds else _MOST
         for item in scheduled:
             seq = item.seq  # a first token is told at once
-            most = min(most, seq.request.limit - len(seq.known) if seq.output.token_ids else 1)
+            most = min(most, seq.request.limit - seq.length if seq.output.token_ids else 1)
         return self._scheduler.reserve_steps(scheduled, most)
 
-    def run(self, scheduled: list[ScheduledSequence], batch: RaggedBatch, most: int, rest: float) -> Result:
-        """Run steps that begin with this batch: `most` of them, or until a sequence ends, the time is over, or somebody wants to draft.
+    def launch(
+        self, scheduled: list[ScheduledSequence], batch: RaggedBatch, ops: list[LogitOp], most: int, rest: float, **wanted: bool
+    ) -> list[Ticket]:
+        """Launch this batch of plain decoding, and again: `most` times, or until a sequence ends or the time is over.
 
-        `rest`: seconds until then.
+        `rest` is the seconds until speculation wants to know of a step; `wanted` are the `logits` and `hidden` of `Executable.launch`.
         """
-        begun = perf_counter()
+        begun = self._clock()
         until = begun + min(self._seconds, rest)
+        tickets = [self._executable.launch(batch, ops, **wanted)]
         positions, slots = self._places(batch, most)
-        seqs = [item.seq for item in scheduled]
-        samplers = [(seq.sampler, len(seq.known), seq.num_logprobs) for seq in seqs]
-        ends = [seq.output.end_ids for seq in seqs]
-        lines: list[list[Drawn]] = [[] for _ in scheduled]
-        over, step = False, -1
-        while not over:
-            step += 1
-            if step:
-                tokens = ints([line[-1][0] for line in lines])
-                batch = batch._replace(tokens=tokens, positions=positions[step], context_len=positions[step], slots=slots[step])
-            rows = self._executable.run(batch)
-            draws = [(sampler, row, known + step, count) for row, (sampler, known, count) in enumerate(samplers)]
-            over = step == most - 1 or perf_counter() >= until
-            for line, end_ids, drawn in zip(lines, ends, draw_all(self._executable.pool, rows.logits, draws), strict=True):
-                if drawn:
-                    line.append(drawn)
-                over = over or not drawn or drawn[0] in end_ids
-        for item, line in zip(scheduled, lines, strict=True):
-            item.num_scheduled = len(line) or 1  # where logits were not finite after some steps, the next one will tell
-        self._step_seconds = (perf_counter() - begun) / (step + 1)
-        return Result(rows, [_commit(source, line) if line else None for source, line in enumerate(lines)], step + 1)
+        source = np.arange(len(ops), dtype=np.int32)
+        ends = [item.seq.output.end_ids for item in scheduled]
+        draws = [op for op in ops if isinstance(op, Draw)]
+        while len(tickets) < most and self._clock() < until and not _any_ended(tickets[-1], ends):
+            step = len(tickets)
+            batch = batch._replace(token_source=source, positions=positions[step], context_len=positions[step], slots=slots[step])
+            again = [Draw(op.row, op.position + step, op.sampler, NO_DRAFT, op.num_logprobs, op.method) for op in draws]
+            tickets.append(self._executable.launch(batch, again, **wanted))
+        self._step_seconds = (self._clock() - begun) / len(tickets)
+        for item in scheduled:
+            item.num_launches = len(tickets)
+            item.seq.computed += len(tickets) - 1
+            item.seq.num_pending += len(tickets) - 1
+        return tickets
 
-    def _places(self, batch: RaggedBatch, most: int) -> tuple[Ints, Ints]:  # [steps, sequences] both
-        """Positions and slots of the rows of all steps."""
+    def _places(self, batch: RaggedBatch, most: int) -> tuple[Ints, Ints]:  # [launches, sequences] both
+        """Positions and slots of the rows of all launches."""
         positions = batch.positions + np.arange(most, dtype=np.int32)[:, None]
         blocks, index = np.divmod(positions, self._block_size)
         return positions, batch.block_table[np.arange(len(batch.positions)), blocks] * self._block_size + index
 
 
-def _commit(source: int, line: list[Drawn]) -> Commit:
-    logprobs = [TokenLogprobs(*logprobs) for _, logprobs in line if logprobs is not None]
-    return Commit(source, [], [token for token, _ in line], logprobs)
+def _any_ended(ticket: Ticket, ends: list[frozenset[int]]) -> bool:
+    """Whether it is known already that a sequence has drawn one of the tokens that end it, or cannot draw."""
+    if not ticket.ready:
+        return False
+    return any(not isinstance(v, Drawn) or v.tokens[-1] in ids for v, ids in zip(ticket.wait().values, ends, strict=True))

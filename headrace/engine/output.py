@@ -4,10 +4,6 @@ from collections.abc import Collection, Iterable
 from copy import copy
 from typing import Protocol, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
-from headrace.accept.sampler import token_logprobs
 from headrace.batch import TokenLogprobs
 from headrace.engine.stops import StopFinder, StopPattern
 from headrace.request import CompletionOutput, FinishReason, Logprob, Logprobs, SamplingParams
@@ -125,12 +121,6 @@ class Output:
 def end_ids(params: SamplingParams, tokenizer: TokenizerView) -> frozenset[int]:
     """The tokens that end an output."""
     return frozenset(params.stop_token_ids or ()) | frozenset(() if params.ignore_eos else tokenizer.eos_ids)
-
-
-def prompt_logprobs(tokenizer: TokenizerView, tokens: list[int], logits: NDArray[np.float32], num_logprobs: int) -> list[Logprobs | None]:
-    """Records for prompt tokens, each under the logits of the token before it, [len(tokens), vocab]."""
-    rows = zip(tokens, logits, strict=True)
-    return [describe(tokenizer, token, token_logprobs(row, token, num_logprobs)) for token, row in rows]
 
 
 def describe(tokenizer: TokenizerView, token: int, logprobs: TokenLogprobs) -> Logprobs:

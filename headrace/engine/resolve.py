@@ -1,93 +1,124 @@
-"""What the sequences that draw become: the same sequences, or, where they draw together, their heirs."""
+"""What a step asks of its logits, and what its sequences become by the results."""
 
+from collections.abc import Sequence as Results
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from headrace.accept import Acceptor, Draw
-from headrace.accept.sampler import Pool
-from headrace.batch import Commit
-from headrace.engine.output import TokenizerView
+from headrace.accept import Acceptor
+from headrace.batch import Commit, TokenLogprobs
+from headrace.engine.in_flight import InFlightStep, Member, StepDraws
+from headrace.engine.output import TokenizerView, describe
 from headrace.engine.scheduler import ScheduledSequence, Scheduler
 from headrace.engine.sequence import Request, Sequence
 from headrace.errors import NonFiniteLogitsError
+from headrace.logit_ops import Drawn, LogitOpResult, Score, StepResult
 
 _NOT_FINITE = "the model produced non-finite logits"
 
+Failures = list[tuple[Request, Exception]]
+"""Requests that cannot go on, and why. A request can end itself, never the engine."""
+
 
 class Resolved(NamedTuple):
-    """A sequence that goes on, and what it keeps of its part, or of that of the sequence it was forked from."""
+    """A sequence that goes on, and what it keeps of the step that it, or the sequence it was forked from, took part in."""
 
     seq: Sequence
     item: ScheduledSequence
     commit: Commit
 
 
-class Drawing(NamedTuple):
-    """A sequence that draws."""
+def prepare_draws(scheduled: list[ScheduledSequence], scheduler: Scheduler) -> StepDraws:
+    """Count the scheduled tokens as computed, fork where prompts end, and collect the ops of all sequences that draw.
 
-    seq: Sequence
-    item: ScheduledSequence
-    draw: Draw
-
-
-_Failures = list[tuple[Request, Exception]]
-"""Requests that cannot go on, and why. A request can end itself, never the engine."""
+    A sequence that has ended, and goes on in a static batch, is left as it is.
+    """
+    draws = StepDraws()
+    for source, item in enumerate(scheduled):
+        seq, forks = item.seq, item.forks
+        draws.seqs.append(seq)
+        if seq.output.finish_reason:
+            continue
+        if item.scored:
+            draws.first_score[item] = len(draws.ops)
+            num_logprobs = seq.request.params.prompt_logprobs or 0
+            draws.ops += [Score(item.first_score + i, seq.known[p + 1], num_logprobs) for i, p in enumerate(item.scored)]
+        seq.computed += item.num_scheduled
+        item.end = seq.computed
+        if forks:
+            draws.seqs += scheduler.fork(seq)[1:]
+        if item.draws:
+            drawing = draws.seqs[draws.seqs.index(seq) :] if forks else [seq]
+            members = [Member(each, item, each.drawing(source, item.first_draw, item.draft)) for each in drawing]
+            draws.groups.setdefault(seq.request.acceptor, []).extend(members)
+    for acceptor, group in draws.groups.items():
+        for i, member in enumerate(group, len(draws.ops)):
+            member.seq.num_pending += 1
+            member.seq.last_op = i
+        draws.ops += acceptor.logit_ops([member.drawing for member in group])
+    for seq in draws.seqs:
+        seq.num_in_flight += 1
+    return draws
 
 
 def resolve_step(
-    scheduled: list[ScheduledSequence], logits: NDArray[np.float32], pool: Pool, scheduler: Scheduler, tokenizer: TokenizerView
-) -> tuple[list[Resolved], _Failures]:
-    """What becomes of the sequences of a step with these `logits` [rows, vocab]."""
+    step: InFlightStep, results: Results[StepResult], scheduler: Scheduler, tokenizer: TokenizerView
+) -> tuple[list[Resolved], Failures]:
+    """What becomes of the sequences of a step, by the results of its launches."""
+    draws = step.draws
     resolved: list[Resolved] = []
-    failures: _Failures = []
-    drawing: dict[Acceptor, list[Drawing]] = {}
-    for source, item in enumerate(scheduled):
-        if item.seq.output.finish_reason:  # aborted in flight
+    failures: Failures = []
+    for source, item in enumerate(step.scheduled):
+        if item.seq.output.finish_reason:  # ended while the step was in flight, or before it
             continue
-        try:
-            item.seq.score_prompt(item.num_scheduled, logits, item.first_logit, tokenizer)
-        except Exception as error:
-            failures.append((item.seq.request, error))
-            continue
-        for seq in scheduler.fork(item.seq) if item.forks else (item.seq,):
-            if item.draws:
-                draw = seq.draw(source, item.first_draw, item.draft)
-                drawing.setdefault(seq.request.acceptor, []).append(Drawing(seq, item, draw))
-            else:
-                resolved.append(Resolved(seq, item, Commit(source, [], [], [])))
-    for acceptor, group in drawing.items():
-        landed, failed = _accept(acceptor, group, logits, pool, scheduler)
-        resolved += landed
-        failures += [(request, NonFiniteLogitsError(_NOT_FINITE)) for request in failed]
-    return resolved, failures
-
-
-def land_plain(scheduled: list[ScheduledSequence], commits: list[Commit | None]) -> tuple[list[Resolved], _Failures]:
-    """What becomes of sequences that went on by themselves; None: its logits were not finite."""
-    resolved: list[Resolved] = []
-    failures: _Failures = []
-    for item, commit in zip(scheduled, commits, strict=True):
-        if commit:
-            resolved.append(Resolved(item.seq, item, commit))
-        else:
+        if item in draws.first_score and not _score_prompt(item, draws.first_score[item], results[0], tokenizer):
             failures.append((item.seq.request, NonFiniteLogitsError(_NOT_FINITE)))
+        elif not item.draws:
+            resolved.append(Resolved(item.seq, item, Commit(source, [], [], [])))
+    first = len(draws.ops) - sum(map(len, draws.groups.values()))
+    for acceptor, group in draws.groups.items():
+        values = [_join([result.values[i] for result in results]) for i in range(first, first + len(group))]
+        first += len(group)
+        for member in group:
+            member.seq.num_pending -= len(results)
+        if not all(member.seq.output.finish_reason for member in group):
+            more, failed = _accept(acceptor, group, values, results[-1], scheduler)
+            resolved += more
+            failures += [(request, NonFiniteLogitsError(_NOT_FINITE)) for request in failed]
     return resolved, failures
+
+
+def _score_prompt(item: ScheduledSequence, first: int, result: StepResult, tokenizer: TokenizerView) -> bool:
+    """Record the prompt log-probabilities that a step gives; whether all of them are finite."""
+    seq = item.seq
+    for position, scores in zip(item.scored, result.values[first:], strict=False):
+        if not isinstance(scores, TokenLogprobs):
+            return False
+        seq.request.prompt_logprobs.append(describe(tokenizer, seq.known[position + 1], scores))
+    return True
+
+
+def _join(values: list[LogitOpResult]) -> LogitOpResult:
+    """What one sequence drew in several launches, up to logits that were not finite; None where already the first were not."""
+    if len(values) == 1:
+        return values[0]
+    found = values[: values.index(None)] if None in values else values
+    drawn = [value for value in found if isinstance(value, Drawn)]
+    if not drawn:
+        return None
+    return Drawn([token for d in drawn for token in d.tokens], [], [logprobs for d in drawn for logprobs in d.logprobs])
 
 
 def _accept(
-    acceptor: Acceptor, drawing: list[Drawing], logits: NDArray[np.float32], pool: Pool, scheduler: Scheduler
+    acceptor: Acceptor, group: list[Member], values: Results[LogitOpResult], result: StepResult, scheduler: Scheduler
 ) -> tuple[list[Resolved], list[Request]]:
-    """The sequences to be with their commits, and the requests whose `logits` [rows, vocab] are not finite.
+    """The sequences to be with their commits, and the requests whose logits are not finite.
 
     Where these are not the sequences that drew, one for one, they take their places in the request and in the scheduler.
     """
-    accepted = acceptor.accept([draw for _, _, draw in drawing], logits, pool)
-    seqs = [seq for seq, _, _ in drawing]
+    accepted = acceptor.accept([member.drawing for member in group], values, result.logits)
+    seqs = [member.seq for member in group]
     successors = sources = [seqs[which] for which, _ in accepted]
     if sources != seqs:
         successors = seqs[0].request.seqs = scheduler.replace_sequences(seqs, sources)
-    pairs = list(zip(successors, accepted, strict=True))
-    landed = [Resolved(successor, drawing[which].item, commit) for successor, (which, commit) in pairs if commit is not None]
-    return landed, [successor.request for successor, (_, commit) in pairs if commit is None]
+    pairs = [pair for pair in zip(successors, accepted, strict=True) if pair[0].output.finish_reason is None]
+    resolved = [Resolved(seq, group[which].item, commit) for seq, (which, commit) in pairs if commit is not None]
+    return resolved, [seq.request for seq, (_, commit) in pairs if commit is None]

@@ -24,6 +24,7 @@ these will need are kept from newcomers, not from those that run, so here a sequ
 
 from bisect import insort
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf
@@ -49,15 +50,24 @@ class ScheduledSequence:
 
     seq: Sequence
     num_scheduled: int
-    """Rows of decided tokens. Their slots are reserved."""
+    """Known or pending tokens that the step computes: rows whose slots are reserved."""
     draws: bool
-    """Whether they reach the end of what is known, so that the next token can be drawn."""
-    budget: int = 0
-    """Slots reserved beyond those: for the nodes of a draft, or for more steps in a row."""
+    """Whether these reach the last known or pending token, so that the next one can be drawn."""
+    draft_budget: int = 0
+    """Draft nodes that it may have: slots reserved beyond its scheduled tokens."""
     draft: DraftTree = NO_DRAFT
-    first_logit: int = 0
-    """Index of its first row among the step's rows with logits: first those that score the prompt, then those that draw."""
+    num_launches: int = 1
+    """Launches in which it draws a token each: more than one in multi-step decoding."""
+    num_reserved: int = 1
+    """Launches that it has slots for."""
+    end: int = 0
+    """Tokens of the sequence that have KV when the scheduled ones have it."""
+    scored: range = range(0)
+    """Positions whose rows give prompt log-probabilities."""
+    first_score: int = 0
+    """Index of the first of these rows among the logit rows."""
     first_draw: int = 0
+    """Index of the first row to draw from among the logit rows."""
 
     @property
     def forks(self) -> bool:
@@ -67,20 +77,13 @@ class ScheduledSequence:
     @property
     def is_plain(self) -> bool:
         """Whether it is one row, without a draft, from which one token is drawn."""
-        alone = self.num_scheduled == 1 and self.draws and not self.budget and not self.seq.may_fork
+        alone = self.num_scheduled == 1 and self.draws and not self.draft_budget and not self.seq.may_fork
         return alone and self.seq.output.finish_reason is None
 
     @property
     def max_useful_draft(self) -> int:
-        """DraftTree nodes that are of use: none where the sequence may fork, since its draws go different ways, nor for the last token."""
+        """Draft nodes that are of use: none where the sequence may fork, since its draws go different ways, nor for the last token."""
         return self.seq.request.limit - len(self.seq.known) - 1 if self.draws and not self.seq.may_fork else 0
-
-
-class SchedulerOutput(NamedTuple):
-    """A step to be: its parts, and the block copies to make before it."""
-
-    scheduled: list[ScheduledSequence]
-    copies: list[BlockCopy]
 
 
 @dataclass
@@ -108,6 +111,16 @@ class _Budget:
         return rows
 
 
+class SchedulerOutput(NamedTuple):
+    """A step to be."""
+
+    scheduled: list[ScheduledSequence]
+    copies: list[BlockCopy]
+    """To be made before the step."""
+    left: _Budget
+    """Rows that the scheduled tokens leave, for drafts."""
+
+
 class Scheduler:
     """Continuous batching under a budget of rows, with a prefix cache and recompute preemption."""
 
@@ -127,8 +140,8 @@ class Scheduler:
         self._window = window
         self._attention_crossover = attention_crossover
         self._num_steps = 0
-        self._left = _Budget(0, 0, 0, inf)
-        """Of the step that was planned last."""
+        self._dropped = set[Sequence]()
+        """Sequences that are forgotten but for their blocks, which launched steps still write and read."""
 
     def add(self, seq: Sequence) -> None:
         """Queue the first sequence of a request."""
@@ -136,23 +149,35 @@ class Scheduler:
         insort(self.waiting, seq, key=_RANK)
 
     def drop(self, seq: Sequence) -> None:
-        """Forget a sequence, whatever its state, and free what it holds."""
+        """Forget a sequence, whatever its state, and free what it holds once no launched step uses it."""
         for queue in (self.running, self.waiting):
             if seq in queue:
                 queue.remove(seq)
-        self._release(seq)
+        if seq.num_in_flight:
+            self._dropped.add(seq)
+        else:
+            self._release(seq)
+
+    def finish(self, seqs: Iterable[Sequence]) -> None:
+        """A step that these sequences took part in has run: what it used of those that are dropped is free."""
+        for seq in seqs:
+            seq.num_in_flight -= 1
+            if not seq.num_in_flight and seq in self._dropped:
+                self._dropped.remove(seq)
+                self._release(seq)
 
     def fork(self, seq: Sequence) -> list[Sequence]:
-        """The sequence and its siblings, which from now on run beside it on the same blocks."""
+        """The sequence and its siblings, which from now on run as sequences of their own on the same blocks."""
         siblings, seq.siblings = seq.siblings, []
         for sibling in siblings:
-            sibling.computed, sibling.node, sibling.num_admitted = seq.computed, seq.node, seq.num_admitted
+            sibling.computed, sibling.settled = seq.computed, seq.settled
+            sibling.node, sibling.num_admitted = seq.node, seq.num_admitted
             sibling.table = self._pool.fork(seq.table)
             insort(self.running, sibling, key=_RANK)
         return [seq, *siblings]
 
     def replace_sequences(self, seqs: list[Sequence], sources: list[Sequence]) -> list[Sequence]:
-        """Put the heirs of running sequences that draw together in their place: one for each source, best first.
+        """Put the successors of a group of running sequences in their place: one for each source, best first.
 
         A sequence that is the source of several is forked; one that is the source of none is freed.
         """
@@ -162,7 +187,7 @@ class Scheduler:
                 self._release(seq)
         successors: list[Sequence] = []
         for source in sources:
-            left[source] -= 1  # the last heir is the source itself
+            left[source] -= 1  # the last successor is the source itself
             successors.append(source.fork(self._pool.fork(source.table)) if left[source] else source)
         for rank, successor in enumerate(successors):
             successor.seq_id = (successor.seq_id[0], rank)
@@ -170,50 +195,65 @@ class Scheduler:
         self.running[first : first + len(seqs)] = successors
         return successors
 
+    @property
+    def can_overlap(self) -> bool:
+        """Whether a step may be scheduled while launched ones have not been finished.
+
+        The results of those must not matter to it, so there may be no group; and no sequence may have to give way, since
+        what it holds is in use. A running sequence takes two blocks at most in a step without chunks: one for the next token,
+        and one for a copy of a block that it shares.
+        """
+        independent = not any(seq.request.acceptor.is_group for seq in self.running)
+        return independent and len(self.running) <= self._config.max_num_seqs and 2 * len(self.running) <= self._pool.num_free
+
     def schedule(self) -> SchedulerOutput:
-        """Choose the parts of the next step and reserve their slots."""
+        """Choose the sequences of the next step and reserve their slots."""
         self._num_steps += 1
         for seq in self.running:
             self._remember(seq)
             if self._window:
-                self._pool.release_outside_window(seq.table, seq.computed + 1 - self._window)
+                self._pool.release_outside_window(seq.table, seq.settled + 1 - self._window)
         while len(self.running) > self._config.max_num_seqs:  # siblings were born
             self._preempt(self.running[-1])
-        output = SchedulerOutput([], [])
         budget, groups = self._share_rows()
-        self._left = budget
+        output = SchedulerOutput([], [], budget)
         for rows in groups:
             if next(iter(rows)).table:  # else they have given way
                 self._place(output, rows)
         self._admit(output, budget)
         return output
 
-    def grant_draft_budgets(self, wanted: dict[ScheduledSequence, int]) -> list[BlockCopy]:
-        """Share what is left of the step among parts that want so many draft nodes: never at the cost of a sequence.
+    def grant_draft_budgets(self, output: SchedulerOutput, wanted: dict[ScheduledSequence, int]) -> list[BlockCopy]:
+        """Share what a step has left among sequences that want so many draft nodes: never at the cost of a sequence.
 
         Returns the block copies to make.
         """
         copies: list[BlockCopy] = []
-        left = min(self._left.rows, self._left.logit_rows)
+        left = min(output.left.rows, output.left.logit_rows)
         for i, item in enumerate(sorted(wanted, key=wanted.__getitem__)):  # what one leaves goes to those that want more
             seq, end = item.seq, item.seq.computed + item.num_scheduled
             slots = (len(seq.table) + self._pool.num_free) * self._pool.block_size - end
-            item.budget = max(0, min(wanted[item], left // (len(wanted) - i), slots))
-            copies += self._pool.reserve(seq.table, end, item.budget) or ()
-            left -= item.budget
+            budget = max(0, min(wanted[item], left // (len(wanted) - i), slots))
+            more = self._pool.reserve(seq.table, end, budget)
+            if more is None:  # a copy of a shared block took what there was
+                continue
+            item.draft_budget = budget
+            copies += more
+            left -= budget
         return copies
 
     def reserve_steps(self, scheduled: list[ScheduledSequence], most: int) -> int:
-        """Reserve slots for as many steps in a row, up to `most`, as there are blocks for; one step has its slots already.
+        """Reserve slots for as many launches in a row, up to `most`, as there are blocks for; one launch has its slots already.
 
-        What is left over is given back with the room for drafts, of which such parts have none.
+        What is left over is given back when the step is finished.
         """
         pool = self._pool
         while most > 1:
             ends = [item.seq.computed + most for item in scheduled]
-            if sum(max(0, pool.blocks_for(end) - len(item.seq.table)) for end, item in zip(ends, scheduled, strict=True)) <= pool.num_free:
+            needed = sum(max(0, pool.blocks_for(end) - len(item.seq.table)) for end, item in zip(ends, scheduled, strict=True))
+            if needed <= pool.num_free:
                 for item in scheduled:
-                    item.budget = most - 1
+                    item.num_reserved = most
                     pool.reserve(item.seq.table, item.seq.computed, most)
                 break
             most //= 2
@@ -225,7 +265,8 @@ class Scheduler:
         Groups that decode go first, then chunks; the first gets one row at least.
         """
         config = self._config
-        groups = [dict.fromkeys(group, 0) for _, group in groupby(self.running, lambda seq: seq.group)]
+        able = [seq for seq in self.running if not seq.at_limit]
+        groups = [dict.fromkeys(group, 0) for _, group in groupby(able, lambda seq: seq.group)]
         decoding = [group for group in groups if all(seq.num_uncomputed == 1 for seq in group)]
         chunked = [group for group in groups if any(seq.num_uncomputed > 1 for seq in group)]
         kept_free = 1 if chunked and chunked[0] is groups[0] else 0
@@ -275,7 +316,7 @@ class Scheduler:
         for seq in group:
             self.running.remove(seq)
             self._release(seq)
-            seq.computed = 0
+            seq.computed = seq.settled = 0
         first, *others = group
         if others:
             first.siblings, first.fork_at = others, _common_length(group)
@@ -299,6 +340,7 @@ class Scheduler:
         """Give a sequence the blocks of all its known tokens: those of `path`, which are computed, then others."""
         insort(self.running, seq, key=_RANK)
         seq.node, seq.computed = node, len(path) * self._pool.block_size
+        seq.settled = seq.computed
         seq.num_admitted = len(seq.known)
         self._pool.share(seq.table, path)
         self._pool.reserve(seq.table, seq.computed, seq.num_uncomputed)
@@ -319,7 +361,7 @@ class Scheduler:
 
         The margin keeps others from giving way as soon as it is admitted.
         """
-        if not self.running:
+        if not self.running and not self._dropped:
             return True
         promised = sum(max(0, self._needs(b) - len(b.table)) for b in self.running)
         blocks = self._needs(seq) - self._pool.num_held(path) + promised + len(self.running)
@@ -327,7 +369,7 @@ class Scheduler:
 
     def _needs(self, seq: Sequence) -> int:
         """Blocks that hold the known tokens and the next, and for every sequence to come of it as many as it will not share."""
-        whole = self._pool.blocks_for(len(seq.known) + 1)
+        whole = self._pool.blocks_for(seq.length + 1)
         return whole + (seq.width - 1) * (whole - seq.fork_at // self._pool.block_size)
 
     def _find(self, seq: Sequence) -> Node | None:
@@ -337,9 +379,9 @@ class Scheduler:
         return self._cache.find(seq.request.scope, seq.known, seq.most_cached)
 
     def _remember(self, seq: Sequence) -> None:
-        """Let the cache know the blocks that were filled."""
+        """Let the cache know the blocks that finished steps have filled."""
         if self._cache is not None and seq.node is not None:
-            seq.node = self._cache.extend(seq.node, seq.table, seq.known, seq.computed)
+            seq.node = self._cache.extend(seq.node, seq.table, seq.known, seq.settled, exchange=not seq.num_in_flight)
 
     def _release(self, seq: Sequence) -> None:
         self._remember(seq)

@@ -1,27 +1,25 @@
 """The engine's own view of a request: the sequences that it owns, and where its time went."""
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from time import perf_counter
 
-import numpy as np
-from numpy.typing import NDArray
-
-from headrace.accept import Acceptor, Draw
-from headrace.accept.sampler import Sampler
+from headrace.accept import Acceptor, Drawing
 from headrace.batch import Commit, DraftTree
-from headrace.engine.output import Output, TokenizerView, prompt_logprobs
+from headrace.engine.output import Output
 from headrace.kv.blocks import Table
 from headrace.kv.prefix import Node, Scope
+from headrace.logit_ops import SamplerState
 from headrace.request import DraftStats, Logprobs, RequestOutput, SamplingParams, Service, Timing, Update
 
 
 class Stopwatch:
-    """Splits the time of a request into queue, prefill and decode."""
+    """Splits the time of a request into queue, prefill and decode, by a clock in seconds."""
 
-    def __init__(self) -> None:
-        self.added = perf_counter()
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.added = clock()
         self.started: float | None = None
         self.first_token: float | None = None
 
@@ -29,16 +27,16 @@ class Stopwatch:
         """The request, or a sequence of it, is admitted; whether that is the first time."""
         if self.started is not None:
             return False
-        self.started = perf_counter()
+        self.started = self._clock()
         return True
 
     def token(self) -> None:
         """A token was drawn."""
-        self.first_token = self.first_token or perf_counter()
+        self.first_token = self.first_token or self._clock()
 
     def timing(self) -> Timing:
         """The split up to now."""
-        now = perf_counter()
+        now = self._clock()
         started = self.started or now
         first_token = self.first_token or now
         return Timing(started - self.added, first_token - started, now - first_token)
@@ -57,6 +55,7 @@ class Request:
     """Tokens, prompt and output, at which a sequence ends."""
     acceptor: Acceptor
     """How its sequences go on."""
+    stopwatch: Stopwatch
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
     """One for each prompt token so far, where they are asked for."""
     seqs: list["Sequence"] = field(default_factory=list)
@@ -72,7 +71,6 @@ class Request:
     error: Exception | None = None
     drafts: dict[str, DraftStats] = field(default_factory=dict)
     """What came of speculation for it, by method."""
-    stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @property
     def scope(self) -> Scope:
@@ -112,25 +110,34 @@ class Request:
 
 @dataclass(eq=False)
 class Sequence:
-    """One line of tokens that grows. All but the last of the known tokens have, or had, KV."""
+    """A row of tokens that grows. All but the last of the known tokens have, or had, KV."""
 
     seq_id: tuple[int, int]
     """Number of the request, index in it; that of a beam is its place of the moment."""
     request: Request
     known: list[int]
-    sampler: Sampler
+    sampler: SamplerState
     output: Output
     fork_at: int
     """Tokens that it has in common with its siblings: those of the prompt or, when beams are computed again, more."""
     siblings: list["Sequence"] = field(default_factory=list)
     """Sequences to be forked off when so many tokens are computed."""
     computed: int = 0
+    """Known and pending tokens that have KV, or will have it once the launched steps have run."""
+    settled: int = 0
+    """Those of them whose KV finished steps have written."""
     table: Table = field(default_factory=lambda: array("i"))
     """An array, so that `build` copies it whole."""
     node: Node | None = None
     """Of the last full block that the prefix cache knows of."""
     num_admitted: int = 0
     """Known tokens when it was last admitted."""
+    num_pending: int = 0
+    """Tokens beyond the known ones that launched steps will draw."""
+    num_in_flight: int = 0
+    """Launched steps that it takes part in, and that have not been finished."""
+    last_op: int = -1
+    """Index of the logit op that draws the last pending token, in the launch that came last."""
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -152,14 +159,24 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
+    def length(self) -> int:
+        """Known and pending tokens."""
+        return len(self.known) + self.num_pending
+
+    @property
     def num_uncomputed(self) -> int:
-        """Known tokens without KV; at least 1."""
-        return len(self.known) - self.computed
+        """Known and pending tokens without KV; at least 1."""
+        return len(self.known) + self.num_pending - self.computed
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether its pending tokens are the last that it may have, so that it ends without another step."""
+        return self.num_pending > 0 and self.length >= self.request.limit
 
     @property
     def num_until_draw(self) -> int:
         """Missing tokens up to where it forks, or draws."""
-        return (self.fork_at if self.siblings else len(self.known)) - self.computed
+        return (self.fork_at if self.siblings else self.length) - self.computed
 
     @property
     def width(self) -> int:
@@ -180,9 +197,9 @@ class Sequence:
         """Another that goes on from here, with a table of its own."""
         return replace(self, known=self.known[:], sampler=self.sampler.clone(0), output=self.output.clone(), table=table)
 
-    def draw(self, source: int, row: int, draft: DraftTree) -> Draw:
+    def drawing(self, source: int, row: int, draft: DraftTree) -> Drawing:
         """What an acceptor must know of it: its index in the step, the row of its first logits to draw from, and its draft."""
-        return Draw(source, row, self.known, self.sampler, draft, self.num_logprobs, self.output)
+        return Drawing(source, row, self.length, self.known, self.sampler, draft, self.num_logprobs, self.output)
 
     def prompt_rows(self, num_scheduled: int) -> range:
         """Positions of the next `forced` rows whose logits give a prompt log-probability that is still to be recorded."""
@@ -202,13 +219,6 @@ class Sequence:
         """Log-probabilities beside a drawn token's own; -1: none at all."""
         asked = self.request.params.logprobs
         return -1 if asked is None else asked
-
-    def score_prompt(self, num_scheduled: int, logits: NDArray[np.float32], first: int, tokenizer: TokenizerView) -> None:
-        """Record the prompt log-probabilities that the next `forced` rows give: `logits` [rows, vocab] from row `first` on."""
-        if rows := self.prompt_rows(num_scheduled):
-            tokens = self.known[rows.start + 1 : rows.stop + 1]
-            scored, num_logprobs = logits[first : first + len(rows)], self.request.params.prompt_logprobs or 0
-            self.request.prompt_logprobs += prompt_logprobs(tokenizer, tokens, scored, num_logprobs)
 
     def receive(self, commit: Commit) -> bool:
         """Take over the new tokens, up to the one that ends the output; whether there was such a one."""

@@ -1,7 +1,7 @@
 """Static batching, the baseline that in-flight batching is measured against: a batch starts together and ends together.
 
 As servers did before iteration-level scheduling (Orca, Yu et al. 2022): memory for the longest sequence of the batch is
-reserved for each at the start, nobody joins, and who is done goes on taking a row each step, computed and ignored, until the
+reserved for each at the start, nobody joins, and one that is done goes on taking a row each step, computed and ignored, until the
 last one is done. One thing is kinder than it was: padding of short prompts takes slots but no rows, because a ragged step has
 no place for rows without a token. So the baseline is a little faster here than a padded one.
 """
@@ -24,6 +24,11 @@ class StaticScheduler(Scheduler):
         self._batch: set[Sequence] = set()
         self._padded = 0
         """Slots of each member."""
+
+    @property
+    def can_overlap(self) -> bool:
+        """Never: what is padding shows in the results of a step only."""
+        return False
 
     def drop(self, seq: Sequence) -> None:
         """Forget a sequence; one that is done stays as padding until all are done."""

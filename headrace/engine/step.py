@@ -1,38 +1,27 @@
-"""The loop. A step is launched (schedule, propose, build, run) and finished (accept, commit, observe, emit)."""
+"""The step loop. A step is launched (schedule, draft, build, launch) and finished (wait, accept, commit, observe, emit)."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from headrace.backend import Executable
-from headrace.batch import Commit, StepRows
 from headrace.engine.build import build
+from headrace.engine.in_flight import InFlightStep
 from headrace.engine.multi_step import MultiStep
 from headrace.engine.output import TokenizerView
-from headrace.engine.resolve import land_plain, resolve_step
+from headrace.engine.resolve import Resolved, prepare_draws, resolve_step
 from headrace.engine.scheduler import ScheduledSequence, Scheduler
-from headrace.engine.sequence import Request, Sequence
-from headrace.engine.speculation import Speculation
+from headrace.engine.sequence import Request
+from headrace.engine.speculation import Drafting, Speculation
 from headrace.kv.blocks import BlockPool
 from headrace.request import FinishReason, Update
 
 
-class InFlightStep(NamedTuple):
-    """A step that has been launched and not yet finished."""
-
-    scheduled: list[ScheduledSequence]
-    rows: StepRows
-    commits: list[Commit | None] | None
-    """Of plain decoding, for each part, which may be of several steps; None: its logits were not finite."""
-    num_steps: int
-    num_rows: int
-    """Of each."""
-
-
 @dataclass
-class Stepper:
-    """All that takes part in a step, and what all steps so far came to."""
+class StepLoop:
+    """All that takes part in a step, what is in flight, and what all steps so far came to."""
 
     scheduler: Scheduler
     speculation: Speculation
@@ -40,46 +29,43 @@ class Stepper:
     pool: BlockPool
     tokenizer: TokenizerView
     multi_step: MultiStep
+    clock: Callable[[], float]
+    in_flight: deque[InFlightStep] = field(default_factory=deque)
     num_steps: int = 0
     num_rows: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
 
-    def launch(self) -> InFlightStep | None:
-        """Start the next step; None when there is nothing to do."""
-        scheduled, copies = self.scheduler.schedule()
-        if not scheduled:
-            return None
-        copies += self.scheduler.grant_draft_budgets(self.speculation.ask(scheduled))
-        self._move(self.pool.slots_of(copies))  # before a proposer writes to the new blocks
-        self.speculation.draft()
-        most = self.multi_step.plan(scheduled)
-        batch = build(scheduled, self.pool)
-        if most:
-            rows, commits, num_steps = self.multi_step.run(scheduled, batch, most, self.speculation.rest)
-        else:
-            rows, commits, num_steps = self.executable.run(batch), None, 1
-        flight = InFlightStep(scheduled, rows, commits, num_steps, len(batch.tokens))
-        self.num_steps += num_steps
-        self.num_rows += num_steps * flight.num_rows
-        self.num_drafted += sum(len(item.draft.tokens) for item in scheduled)
-        return flight
+    def launch(self) -> None:
+        """Launch steps until as many are in flight as the executable takes, or what comes next depends on their results."""
+        while not self.in_flight or (len(self.in_flight) < self.executable.max_in_flight and self._can_overlap()):
+            output = self.scheduler.schedule()
+            if not output.scheduled:
+                return
+            drafting, wanted = self.speculation.ask(output.scheduled)
+            copies = output.copies + self.scheduler.grant_draft_budgets(output, wanted)
+            self._move(self.pool.slots_of(copies))  # before a proposer writes to the new blocks
+            if drafting:
+                self.speculation.draft(drafting)
+            self._launch(output.scheduled, drafting)
 
-    def finish(self, flight: InFlightStep) -> list[Update]:
-        """Keep what the step got right, and say what is new."""
-        if flight.commits is None:
-            resolved, failed = resolve_step(flight.scheduled, flight.rows.logits, self.executable.pool, self.scheduler, self.tokenizer)
-        else:
-            resolved, failed = land_plain(flight.scheduled, flight.commits)
+    def finish(self) -> tuple[InFlightStep, list[Update]]:
+        """Finish the oldest step in flight: keep what it got right, and say what is new."""
+        step = self.in_flight.popleft()
+        results = [ticket.wait() for ticket in step.tickets]
+        self.scheduler.finish(step.draws.seqs)
+        resolved, failed = resolve_step(step, results, self.scheduler, self.tokenizer)
         for request, error in failed:
             self._fail(request, error)
         kept = [one for one in resolved if one.seq.output.finish_reason is None]  # or its request has failed
-        self._move([move for one in kept for move in self._commit(*one)])
-        self.speculation.observe(flight.scheduled, [commit for _, _, commit in kept], flight.rows, flight.num_rows, flight.num_steps)
+        self._move([move for one in kept for move in self._commit(one)])
+        seconds = self.clock() - step.launched
+        commits = [commit for _, _, commit in kept]
+        self.speculation.observe(step.scheduled, step.drafting, commits, results[-1], step.num_rows, seconds, len(results))
         for seq, _, commit in kept:
             if commit.tokens and seq.receive(commit):
                 self.scheduler.drop(seq)
-        return [update for request in dict.fromkeys(item.seq.request for item in flight.scheduled) for update in request.news()]
+        return step, [update for request in dict.fromkeys(item.seq.request for item in step.scheduled) for update in request.news()]
 
     def end(self, request: Request, reason: FinishReason, message: str | None = None) -> None:
         """End what still goes on of a request, and free what it holds."""
@@ -88,17 +74,43 @@ class Stepper:
                 seq.output.finish(reason, message)
                 self.scheduler.drop(seq)
 
+    def _can_overlap(self) -> bool:
+        """Whether the next step can be launched before those in flight are finished."""
+        return self.scheduler.can_overlap and self.speculation.rests and not self.in_flight[-1].drafting
+
+    def _launch(self, scheduled: list[ScheduledSequence], drafting: Drafting | None) -> None:
+        launched = self.clock()
+        most = self.multi_step.plan(scheduled)
+        batch = build(scheduled, self.pool)
+        draws = prepare_draws(scheduled, self.scheduler)
+        wanted = {"logits": draws.needs_logits or self.speculation.needs_logits, "hidden": self.speculation.needs_hidden}
+        if most > 1:
+            rest = 0.0 if drafting else self.speculation.rest
+            tickets = self.multi_step.launch(scheduled, batch, draws.ops, most, rest, **wanted)
+        else:
+            tickets = [self.executable.launch(batch, draws.ops, **wanted)]
+        self.in_flight.append(InFlightStep(scheduled, drafting, draws, tickets, len(batch.tokens), launched))
+        self.num_steps += len(tickets)
+        self.num_rows += len(tickets) * len(batch.tokens)
+        self.num_drafted += sum(len(item.draft.tokens) for item in scheduled)
+
     def _fail(self, request: Request, error: Exception) -> None:
         request.error = request.error or error
         self.end(request, "error", str(error))
 
-    def _commit(self, seq: Sequence, item: ScheduledSequence, commit: Commit) -> list[tuple[int, int]]:
-        """Keep the scheduled rows and the accepted path, rewind the rest; returns the slots to move."""
-        end = seq.computed + item.num_scheduled
-        seq.computed = end + len(commit.path)
+    def _commit(self, resolved: Resolved) -> list[tuple[int, int]]:
+        """Keep the scheduled tokens and the accepted path, rewind the rest; returns the slots to move."""
+        seq, item, commit = resolved
+        more = max(0, len(commit.tokens) - 1)  # new tokens that have KV
+        seq.computed += more - (item.num_launches - 1)
+        seq.settled = item.end + more
         seq.known += commit.tokens
-        self.num_accepted += len(commit.path)
-        return self.pool.keep(seq.table, end, commit.path) if item.budget else []
+        if item.draft_budget:
+            self.num_accepted += len(commit.path)
+            return self.pool.keep(seq.table, item.end, commit.path)
+        if item.num_reserved > 1:
+            self.pool.trim(seq.table, seq.computed)
+        return []
 
     def _move(self, moves: list[tuple[int, int]]) -> None:
         if moves:

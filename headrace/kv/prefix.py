@@ -68,10 +68,11 @@ class PrefixCache:
             node = child
         return node
 
-    def extend(self, node: Node, table: Table, known: Sequence[int], computed: int) -> Node:
+    def extend(self, node: Node, table: Table, known: Sequence[int], computed: int, *, exchange: bool = True) -> Node:
         """Put the full blocks of a sequence beyond `node` into the tree; returns the node of the last one.
 
-        Where the tree has a block of the same tokens, the sequence takes that one for its own, whose memory is free then.
+        Where the tree has a block of the same tokens, the sequence takes that one for its own, whose memory is free then; or
+        goes no further, if it may not `exchange` its blocks now.
         """
         size = self._pool.block_size
         while (node.depth + 1) * size <= computed:
@@ -82,6 +83,8 @@ class PrefixCache:
                 child = node.children[edge] = self._nodes[table[index]] = Node(node, edge, table[index])
                 self._pool.retain(child.block, self._forget)
             elif child.block != table[index]:
+                if not exchange:
+                    break
                 self._pool.exchange(table, index, child.block)
             node = child
         return node

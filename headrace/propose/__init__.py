@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.backend import Executable
-from headrace.batch import Proposer
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
 from headrace.kv.blocks import BlockPool
@@ -17,6 +16,7 @@ from headrace.propose.ngram import NgramProposer
 from headrace.propose.online import OnlineProposer
 from headrace.propose.self_draft import SelfDraftProposer
 from headrace.propose.trees import prune
+from headrace.proposer import Proposer
 
 __all__ = ["METHODS", "NEEDS", "PROPOSERS", "Draft", "Guard", "Materials", "asked_for", "check_speculation", "make_proposers", "prune"]
 

@@ -1,4 +1,4 @@
-"""Drafts from a model: it continues several sequences at once, one token each in a run, with the noise of their own draws."""
+"""Drafts by a model: it continues several sequences at once, one token each in a launch, with the noise of their own draws."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,27 +6,31 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace._native import Sampler, draw_all
 from headrace.backend import Executable
-from headrace.batch import DraftTree, SequenceView
+from headrace.batch import DraftTree
 from headrace.kv.blocks import Table
 from headrace.kv.rows import TokenRun, batch_of_runs
+from headrace.logit_ops import Expand, Expanded, SamplerState
+from headrace.proposer import SequenceView
+
+TIME_LIMIT = 10.0
+"""Seconds that a drafting model may take for one call before it is retired: a long prompt takes one a while to catch up with."""
 
 
 @dataclass(slots=True, eq=False)
 class Chain:
-    """What a drafting model makes of one sequence: a chain of its draws, each beside the next best tokens in its place."""
+    """What a drafting model makes of one sequence: a chain of its draws, each with the next best tokens as siblings."""
 
     run: TokenRun
-    """What is to be computed next."""
-    seq: int
-    """The index that gives its noise."""
-    sampler: Sampler
-    """Draws as the sequence will, from what the draft thinks of it."""
+    """The tokens to compute next."""
+    seq_index: int
+    """Which sequence of the request it is: that gives its noise."""
+    sampler: SamplerState
+    """Draws as the sequence will, from the drafting model's logits."""
     position: int
     """Of the next token."""
     budget: int
-    """DraftTree nodes that it may have."""
+    """Draft nodes that it may have."""
     probabilities: list[NDArray[np.float64]] | None
     """Of each node, if they are wanted."""
     tokens: list[int] = field(default_factory=list)
@@ -48,8 +52,23 @@ class Chain:
             node = self.parents[node]
         return path[::-1]
 
-    def advance(self, node: int) -> None:
-        """Go on below this node."""
+    @property
+    def num_left(self) -> int:
+        """Nodes that it may still have."""
+        return self.budget - len(self.tokens)
+
+    def expand(self, row: int, width: int) -> Expand:
+        """The op that gives its next depth by a row of logits."""
+        wants = self.probabilities is not None
+        return Expand(row, self.position, self.sampler, self.seq_index, min(width, self.num_left), wants)
+
+    def grow(self, expanded: Expanded) -> None:
+        """Add these tokens below its end, and go on below the first."""
+        node = len(self.tokens)
+        self.tokens += expanded.tokens
+        self.parents += [self.end] * len(expanded.tokens)
+        if self.probabilities is not None and expanded.probabilities is not None:
+            self.probabilities.append(expanded.probabilities)
         self.end = node
         self.position += 1
         self.run = TokenRun([self.tokens[node]], self.run.computed + len(self.run.tokens), self.run.table)
@@ -63,35 +82,14 @@ def chain(seq: SequenceView, computed: int, table: Table, budget: int, *, probab
 
 
 def grow(executable: Executable, chains: Sequence[Chain], width: int, block_size: int) -> None:
-    """Continue the chains, `width` nodes at each depth, until each has as many as it may.
+    """Continue the chains, `width` nodes at each depth, until each has as many as it may, or its logits are not finite.
 
     Their tables must have slots for all depths but the last.
     """
     while chains:
-        logits = executable.run(batch_of_runs([c.run for c in chains], block_size, logits=True)).logits
-        chains = _deepen(executable, chains, width, logits)
-
-
-def _deepen(executable: Executable, chains: Sequence[Chain], width: int, logits: NDArray[np.float32]) -> list[Chain]:
-    """Give each chain its next depth, by `logits` [chains, vocab], which are spoilt; returns those that go on."""
-    for c, row in zip(chains, logits, strict=True):
-        if c.probabilities is not None:
-            c.probabilities.append(c.sampler.probabilities(row, c.position))
-    before = [c.sampler.clone(c.seq) for c in chains] if width > 1 else []
-    firsts: list[tuple[Chain, int]] = []
-    for rank in range(width):
-        turn = [row for row, c in enumerate(chains) if len(c.tokens) < c.budget]
-        samplers = [before[row].clone(chains[row].seq) if rank else chains[row].sampler for row in turn]
-        draws = [(sampler, row, chains[row].position, -1) for sampler, row in zip(samplers, turn, strict=True)]
-        for row, drawn in zip(turn, draw_all(executable.pool, logits, draws), strict=True):
-            if drawn is None:  # not finite: it ends here
-                continue
-            c, token = chains[row], drawn[0]
-            if not rank:
-                firsts.append((c, len(c.tokens)))
-            c.tokens.append(token)
-            c.parents.append(c.end)
-            logits[row, token] = -np.inf  # the next draw in its place is the next best
-    for c, node in firsts:
-        c.advance(node)
-    return [c for c, _ in firsts if len(c.tokens) < c.budget]
+        batch = batch_of_runs([c.run for c in chains], block_size, logits=True)
+        values = executable.launch(batch, [c.expand(row, width) for row, c in enumerate(chains)]).wait().values
+        pairs = [(c, value) for c, value in zip(chains, values, strict=True) if isinstance(value, Expanded)]
+        for c, value in pairs:
+            c.grow(value)
+        chains = [c for c, _ in pairs if c.num_left > 0]

@@ -12,10 +12,12 @@ from weakref import WeakKeyDictionary, finalize
 import numpy as np
 
 from headrace.backend import Executable
-from headrace.batch import NO_DRAFT, Commit, DraftTree, SequenceView, StepRows
+from headrace.batch import NO_DRAFT, Commit, DraftTree
 from headrace.kv.blocks import BlockPool, Table
 from headrace.kv.rows import TokenRun, batch_of_runs
-from headrace.propose.chains import Chain, chain, grow
+from headrace.logit_ops import StepResult
+from headrace.propose.chains import TIME_LIMIT, Chain, chain, grow
+from headrace.proposer import ProposerTraits, SequenceView
 
 _CATCH_UP_ROWS = 512
 """Known tokens that may be computed in one step: a long prompt is caught up with over several."""
@@ -43,26 +45,22 @@ def _num_common(a: list[int], b: list[int]) -> int:
 class DraftModelProposer:
     """Drafts what another model draws."""
 
-    bounded = True
-    """Called in the engine's own thread only: it runs on the engine's compute threads, which serve one caller at a time."""
-
     def __init__(self, executable: Executable, pool: BlockPool, longest: int, depth: int, width: int, *, probabilities: bool) -> None:
-        self.max_nodes = depth * width
+        self.traits = ProposerTraits(depth * width, width, in_engine_thread=True, time_limit=TIME_LIMIT)
         self.pool = pool
         """Of the draft's own KV."""
         self._executable = executable
         self._longest = longest  # what the draft was trained for
         self._depth = depth
-        self.width = width
         self._probabilities = probabilities
         self._drafts: WeakKeyDictionary[SequenceView, _DraftContext] = WeakKeyDictionary()
 
-    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
+    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
         chains: dict[int, Chain] = {}
         behind: list[tuple[_DraftContext, TokenRun]] = []
         rows, begun = _CATCH_UP_ROWS, set[int]()
         for i, seq in enumerate(seqs):
-            nodes = min(budget[i], (self._longest - len(seq.known)) * self.width)
+            nodes = min(budgets[i], (self._longest - len(seq.known)) * self.traits.width)
             draft = self._drafts.get(seq) or self._begin(seq, begun)
             if nodes <= 0 or draft is None:
                 continue
@@ -77,18 +75,18 @@ class DraftModelProposer:
             else:
                 behind.append((draft, TokenRun(seq.known[draft.agreed : draft.agreed + num_rows], draft.agreed, draft.table)))
         self._catch_up(behind)
-        grow(self._executable, list(chains.values()), self.width, self.pool.block_size)
+        grow(self._executable, list(chains.values()), self.traits.width, self.pool.block_size)
         for i, grown in chains.items():  # the last token of a chain has no KV
             self._drafts[seqs[i]].tokens[:] = seqs[i].known + grown.path[:-1]
         return [chains[i].draft if i in chains else NO_DRAFT for i in range(len(seqs))]
 
     def _catch_up(self, behind: list[tuple[_DraftContext, TokenRun]]) -> None:
         if behind:
-            self._executable.run(batch_of_runs([run for _, run in behind], self.pool.block_size, logits=False))
+            self._executable.launch(batch_of_runs([run for _, run in behind], self.pool.block_size, logits=False)).wait()
         for draft, run in behind:
             draft.tokens += run.tokens
 
-    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
         pass
 
     def _begin(self, seq: SequenceView, begun: set[int]) -> _DraftContext | None:

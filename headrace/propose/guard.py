@@ -4,43 +4,44 @@ import operator
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from threading import Thread
+from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import finalize
 
-from headrace.batch import NO_DRAFT, Commit, DraftTree, Proposer, SequenceView, StepRows
+from headrace.batch import NO_DRAFT, Commit, DraftTree
+from headrace.logit_ops import StepResult
+from headrace.proposer import Proposer, SequenceView
 
-PATIENCE = 1.0
-"""Seconds that a proposer may take for one call."""
 MOST_CONFIDENT = 7
 
 
 class Guard:
-    """A proposer around another. What the inner one raises, or returns that is no draft tree, becomes no draft.
+    """A proposer around another. What the inner one raises, or returns that is no draft tree, becomes no draft, and counts.
 
-    A proposer that does not promise to be quick (see `Proposer`) works in a thread of its own. Python cannot stop a thread: one
-    that takes longer than `patience` seconds is left to itself, its proposer is not asked again, and all it can hold up is
-    that one step. What it would need to hold up more, the engine's state, it has only been given to read.
+    A proposer is called in a thread of its own unless its traits say otherwise. Python cannot stop a thread: a call that takes
+    longer than the time limit is left to itself, its proposer is retired, and all that it can hold up is that one step. What it
+    would need to hold up more, the engine's state, it has only been given to read. A call in the engine's thread is waited for, and
+    retires its proposer in the same way if it took longer than the limit. `clock` gives seconds.
     """
 
-    def __init__(self, proposer: Proposer, vocab_size: int, patience: float = PATIENCE) -> None:
-        self.max_nodes = proposer.max_nodes
-        self.needs_rows = bool(getattr(proposer, "needs_rows", False))
-        self.width = int(getattr(proposer, "width", 0))
+    def __init__(self, proposer: Proposer, vocab_size: int, clock: Callable[[], float] = perf_counter) -> None:
+        self.traits = proposer.traits
         self.failures = 0
-        self.hung = False
-        """Whether it took too long once, and was left behind."""
+        self.retired = False
+        """Whether a call took too long, so that there will be no other."""
         self._proposer = proposer
         self._vocab_size = vocab_size
-        self._worker = None if getattr(proposer, "bounded", False) else _Worker(patience)
+        self._clock = clock
+        self._worker = None if self.traits.in_engine_thread else _Worker(self.traits.time_limit)
 
-    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
-        """A sound draft for each sequence; those without room are not asked for."""
+    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
+        """A sound draft for each sequence; the proposer is not asked for those without a budget."""
         drafts = [NO_DRAFT] * len(seqs)
-        asked = [i for i, nodes in enumerate(budget) if nodes > 0]
+        asked = [i for i, nodes in enumerate(budgets) if nodes > 0]
         if not asked:
             return drafts
-        proposed = self._call(lambda: self._proposer.propose([seqs[i] for i in asked], [budget[i] for i in asked]))
-        if proposed is None or self.hung:
+        proposed = self._call(lambda: self._proposer.propose([seqs[i] for i in asked], [budgets[i] for i in asked]))
+        if proposed is None or self.retired:
             return drafts
         try:
             pairs = list(zip(asked, proposed, strict=True))
@@ -49,12 +50,12 @@ class Guard:
             return drafts
         for i, draft in pairs:
             if draft is not NO_DRAFT:
-                drafts[i] = self._checked(draft, budget[i])
+                drafts[i] = self._checked(draft, budgets[i])
         return drafts
 
-    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
         """Pass it on."""
-        self._call(lambda: self._proposer.observe(seqs, commits, rows), answers=False)
+        self._call(lambda: self._proposer.observe(seqs, commits, result), answers=False)
 
     def close(self) -> None:
         """Let go of the proposer; it is not called again."""
@@ -62,16 +63,23 @@ class Guard:
 
     def _call(self, function: Callable[[], Any], *, answers: bool = True) -> Any:
         """What the function returns; None where it fails, or is expected to answer and does not."""
-        if self.hung:
+        if self.retired:
             return None
         try:
-            answer = self._worker.call(function) if self._worker else function()
+            answer = self._worker.call(function) if self._worker else self._call_here(function)
         except Exception as error:
-            self.hung = isinstance(error, _Hung)
+            self.retired = isinstance(error, _TookTooLongError)
             self.failures += 1
             return None
         if answers and answer is None:
             self.failures += 1
+        return answer
+
+    def _call_here(self, function: Callable[[], Any]) -> Any:
+        limit, begun = self.traits.time_limit, self._clock()
+        answer = function()
+        if limit is not None and self._clock() - begun > limit:
+            raise _TookTooLongError
         return answer
 
     def _checked(self, draft: DraftTree, budget: int) -> DraftTree:
@@ -89,10 +97,10 @@ class Guard:
             sound = False
         if not sound:
             self.failures += 1
-        return DraftTree(tokens, parents, confidence, bool(draft.whole), probabilities) if sound else NO_DRAFT
+        return DraftTree(tokens, parents, confidence, bool(draft.indivisible), probabilities) if sound else NO_DRAFT
 
 
-class _Hung(Exception):
+class _TookTooLongError(Exception):
     """There was no answer in time."""
 
 
@@ -104,23 +112,23 @@ class _Answer(NamedTuple):
 class _Worker:
     """One thread that makes calls, and is waited for so long and no longer. It ends with its owner."""
 
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
+    def __init__(self, time_limit: float | None) -> None:
+        self._time_limit = time_limit
         self._calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._answers: SimpleQueue[_Answer] = SimpleQueue()
         self._thread: Thread | None = None
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """What the function returns or raises; raises _Hung when it takes too long, after which there must be no other call."""
+        """What the function returns or raises; raises _TookTooLongError when it takes too long, after which there must be no other call."""
         if self._thread is None:
             self._thread = Thread(target=_serve, args=(self._calls, self._answers), name="headrace-proposer", daemon=True)
             self._thread.start()
             finalize(self, self._calls.put, None)
         self._calls.put(function)
         try:
-            answer = self._answers.get(timeout=self._patience)
+            answer = self._answers.get(timeout=self._time_limit)
         except Empty:
-            raise _Hung from None
+            raise _TookTooLongError from None
         if answer.error is not None:
             raise answer.error
         return answer.value

@@ -6,28 +6,28 @@ step, and settle from left to right into what plain decoding gives (Santilli et 
 
 from weakref import WeakKeyDictionary
 
-from headrace.batch import Commit, DraftTree, SequenceView, StepRows
+from headrace.batch import Commit, DraftTree
+from headrace.logit_ops import StepResult
+from headrace.proposer import ProposerTraits, SequenceView
 
 
 class JacobiProposer:
     """Drafts by iteration; one look at the logits of each draft row."""
 
-    bounded = True
-    needs_rows = True
-
     def __init__(self, max_nodes: int = 16) -> None:
-        self.max_nodes = max_nodes
+        self.traits = ProposerTraits(max_nodes, in_engine_thread=True, time_limit=None, learns_from_rows=True, needs_logits=True)
         self._chains: WeakKeyDictionary[SequenceView, list[int]] = WeakKeyDictionary()
 
-    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
-        return [self._draft(seq, nodes) for seq, nodes in zip(seqs, budget, strict=True)]
+    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
+        return [self._draft(seq, nodes) for seq, nodes in zip(seqs, budgets, strict=True)]
 
-    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
+        assert result.logits is not None, "the traits ask for them"
         for commit in commits:
             if commit.tokens and commit.draft.tokens:
                 # The first rows led to the new tokens. The next one is that of the first wrong draft, and says what follows it.
                 first, end = commit.row + 1 + len(commit.path), commit.row + 1 + len(commit.draft.tokens)
-                self._chains[seqs[commit.source]] = rows.logits[first:end].argmax(axis=1).tolist()
+                self._chains[seqs[commit.source]] = result.logits[first:end].argmax(axis=1).tolist()
 
     def _draft(self, seq: SequenceView, budget: int) -> DraftTree:
         # Any tokens do to begin with; those of the text itself are at least of its kind.

@@ -9,8 +9,10 @@ below its node of that level. So both share one draft tree, and a node of the wi
 from collections import OrderedDict
 from weakref import WeakKeyDictionary
 
-from headrace.batch import NO_DRAFT, Commit, DraftTree, SequenceView, StepRows
+from headrace.batch import NO_DRAFT, Commit, DraftTree
+from headrace.logit_ops import StepResult
 from headrace.propose.trees import Tree
+from headrace.proposer import ProposerTraits, SequenceView
 
 _LEVELS = 2
 """Of the window; an n-gram is one longer."""
@@ -25,21 +27,18 @@ _POOL = 2048
 class LookaheadProposer:
     """Drafts by iteration, and remembers what came up."""
 
-    bounded = True
-    needs_rows = True
-
     def __init__(self, max_nodes: int = 16) -> None:
-        self.max_nodes = max_nodes
+        self.traits = ProposerTraits(max_nodes, in_engine_thread=True, time_limit=None, learns_from_rows=True, needs_logits=True)
         self._searches: WeakKeyDictionary[SequenceView, _Search] = WeakKeyDictionary()
 
-    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
-        return [self._draft(seq, nodes) for seq, nodes in zip(seqs, budget, strict=True)]
+    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
+        return [self._draft(seq, nodes) for seq, nodes in zip(seqs, budgets, strict=True)]
 
-    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
         for commit in commits:
             search = self._searches.get(seqs[commit.source])
             if search and commit.tokens:
-                search.observe(commit, rows)
+                search.observe(commit, result)
 
     def _draft(self, seq: SequenceView, budget: int) -> DraftTree:
         if budget < _LEVELS:
@@ -73,15 +72,16 @@ class _Search:
             stem = nodes[0]
         for ngram in self._pool.get(known[-1], ()):
             tree.add_chain(ngram)
-        return DraftTree(tree.tokens, tree.parents, whole=True)
+        return DraftTree(tree.tokens, tree.parents, indivisible=True)
 
-    def observe(self, commit: Commit, rows: StepRows) -> None:
+    def observe(self, commit: Commit, result: StepResult) -> None:
         """Turn columns into n-grams, and move the window on by the new tokens."""
         columns, self._columns = self._columns, []
         if commit.draft.tokens:
+            assert result.logits is not None, "the traits ask for them"
             tokens = commit.draft.tokens
             ends = [commit.row + 1 + nodes[-1] for nodes in columns]
-            newest = [int(rows.logits[end].argmax()) for end in ends]
+            newest = [int(result.logits[end].argmax()) for end in ends]
             for nodes, last in zip(columns, newest, strict=True):
                 first, *rest = (tokens[node] for node in nodes)
                 self._remember(first, (*rest, last))

@@ -12,12 +12,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace._native import token_logprobs
 from headrace.backend import Executable
-from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch, SequenceView, StepRows
+from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch, TokenLogprobs
 from headrace.kv.rows import ints
+from headrace.logit_ops import Score, StepResult
 from headrace.program.ops import Value
 from headrace.program.trace import Tracer
+from headrace.propose.chains import TIME_LIMIT
+from headrace.proposer import ProposerTraits, SequenceView
 
 _FIRST = 0.6
 """Taken as the chance that a head's likeliest token is right, at the first head; each next head has four fifths of it."""
@@ -43,45 +45,48 @@ class _Kept(NamedTuple):
 class MedusaProposer:
     """Drafts by heads that were trained for the model."""
 
-    bounded = True
-    """Called in the engine's own thread only: it runs on the engine's compute threads, which serve one caller at a time."""
-
     def __init__(self, heads: Sequence[Executable], depth: int, width: int) -> None:
-        self.max_nodes = min(depth, len(heads)) * width
-        self._tree = static_tree(min(depth, len(heads)), self.max_nodes)
+        max_nodes = min(depth, len(heads)) * width
+        self.traits = ProposerTraits(max_nodes, in_engine_thread=True, time_limit=TIME_LIMIT, needs_hidden=True)
+        self._tree = static_tree(min(depth, len(heads)), max_nodes)
         self._heads = heads[: max(map(len, self._tree))]
         self._kept: WeakKeyDictionary[SequenceView, _Kept] = WeakKeyDictionary()
 
-    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
+    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
         kept = [self._kept.get(seq) for seq in seqs]
         asked = [i for i, (seq, k) in enumerate(zip(seqs, kept, strict=True)) if k and k.num_known == len(seq.known)]
         if not asked:
             return [NO_DRAFT] * len(seqs)
         batch = _input_rows(np.stack([k.hidden for i in asked if (k := kept[i])]))
         ranks = [1 + max(path[depth] for path in self._tree if len(path) > depth) for depth in range(len(self._heads))]
-        likeliest = [
-            [token_logprobs(row, 0, most)[2] for row in head.run(batch).logits] for head, most in zip(self._heads, ranks, strict=True)
-        ]
+        top = [_top_tokens(head, batch, most) for head, most in zip(self._heads, ranks, strict=True)]
         drafts = [NO_DRAFT] * len(seqs)
         for row, i in enumerate(asked):
-            drafts[i] = self._draft([by_head[row] for by_head in likeliest], budget[i])
+            if all(by_head[row] for by_head in top):
+                drafts[i] = self._draft([by_head[row] for by_head in top], budgets[i])
         return drafts
 
-    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
-        if rows.hidden is None:
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
+        if result.hidden is None:
             return
         seen = set[int]()
         for commit in commits:
             seq = seqs[commit.source]
             if commit.tokens and commit.source not in seen:  # the first of several goes to the sequence itself
-                self._kept[seq] = _Kept(len(seq.known), rows.hidden[commit.last_row].copy())
+                self._kept[seq] = _Kept(len(seq.known), result.hidden[commit.last_row].copy())
             seen.add(commit.source)
 
-    def _draft(self, likeliest: list[list[int]], budget: int) -> DraftTree:
+    def _draft(self, top: list[list[int]], budget: int) -> DraftTree:
         paths = self._tree[:budget]
         nodes = {path: node for node, path in enumerate(paths)}
-        tokens = [likeliest[len(path) - 1][path[-1]] for path in paths]
+        tokens = [top[len(path) - 1][path[-1]] for path in paths]
         return DraftTree(tokens, [nodes.get(path[:-1], -1) for path in paths])
+
+
+def _top_tokens(head: Executable, batch: RaggedBatch, count: int) -> list[list[int]]:
+    """The `count` likeliest tokens of a head for each row, best first; none where its logits are not finite."""
+    values = head.launch(batch, [Score(row, 0, count) for row in range(len(batch.tokens))]).wait().values
+    return [value.top_ids if isinstance(value, TokenLogprobs) else [] for value in values]
 
 
 def static_tree(num_heads: int, num_nodes: int) -> list[tuple[int, ...]]:
@@ -103,4 +108,4 @@ def _input_rows(x: NDArray[np.float32]) -> RaggedBatch:
     zeros, rows = ints([0] * count), ints(list(range(count)))
     row_start = ints(list(range(count + 1)))
     table = np.zeros((count, 1), np.int32)
-    return RaggedBatch(zeros, zeros, zeros, row_start, zeros, ints([1] * count), table, None, rows, rows, x)
+    return RaggedBatch(zeros, zeros, zeros, row_start, zeros, ints([1] * count), table, None, rows, rows, inputs=x)

@@ -2,8 +2,10 @@
 
 from weakref import WeakKeyDictionary
 
-from headrace.batch import NO_DRAFT, Commit, DraftTree, SequenceView, StepRows
+from headrace.batch import NO_DRAFT, Commit, DraftTree
+from headrace.logit_ops import StepResult
 from headrace.propose.trees import merge
+from headrace.proposer import ProposerTraits, SequenceView
 
 _SIZES = (8, 4, 2)
 """Lengths of the runs that are looked up, longest first."""
@@ -20,17 +22,15 @@ _MOST_RUNS = 1 << 16
 class NgramProposer:
     """Drafts that the text repeats itself. Microseconds for a sequence, and for each token that is new in it."""
 
-    bounded = True
-
     def __init__(self, max_nodes: int = 16) -> None:
-        self.max_nodes = max_nodes
+        self.traits = ProposerTraits(max_nodes, in_engine_thread=True, time_limit=None)
         # An entry goes when its sequence does, whichever way that ends.
         self._indices: WeakKeyDictionary[SequenceView, _Index] = WeakKeyDictionary()
 
-    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
-        return [self._draft(seq, nodes) for seq, nodes in zip(seqs, budget, strict=True)]
+    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
+        return [self._draft(seq, nodes) for seq, nodes in zip(seqs, budgets, strict=True)]
 
-    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
         pass  # the index reads what is known when it is asked
 
     def _draft(self, seq: SequenceView, budget: int) -> DraftTree:

@@ -8,8 +8,10 @@ from collections import deque
 from collections.abc import Hashable
 from weakref import WeakKeyDictionary, finalize
 
-from headrace.batch import NO_DRAFT, Commit, DraftTree, SequenceView, StepRows
+from headrace.batch import NO_DRAFT, Commit, DraftTree
+from headrace.logit_ops import StepResult
 from headrace.propose.trees import merge
+from headrace.proposer import ProposerTraits, SequenceView
 
 _SIZES = (8, 4, 2)
 """Lengths of the runs that are looked up, longest first."""
@@ -20,40 +22,38 @@ _FOLLOWERS = 2
 class OnlineProposer:
     """Drafts that outputs repeat each other. At most `max_runs` runs, the least recently used go first."""
 
-    bounded = True
-
     def __init__(self, max_nodes: int = 16, max_runs: int = 1 << 16) -> None:
-        self.max_nodes = max_nodes
+        self.traits = ProposerTraits(max_nodes, in_engine_thread=True, time_limit=None)
         self._max_runs = max_runs
         self._followers: dict[tuple[Hashable, ...], list[int]] = {}  # in the order of last use
-        self._lines: WeakKeyDictionary[SequenceView, _Line] = WeakKeyDictionary()
-        self._ended = deque[_Line]()
+        self._lessons: WeakKeyDictionary[SequenceView, _Lesson] = WeakKeyDictionary()
+        self._ended = deque[_Lesson]()
 
-    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
+    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
         # Learning waits until there is something to ask: many tokens at once take far less time than one by one between steps.
         while self._ended:
             self._learn(self._ended.popleft())
-        return [self._draft(self._follow(seq), nodes) for seq, nodes in zip(seqs, budget, strict=True)]
+        return [self._draft(self._follow(seq), nodes) for seq, nodes in zip(seqs, budgets, strict=True)]
 
-    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
         pass  # it reads what is known when it is asked, or when a sequence has ended
 
-    def _follow(self, seq: SequenceView) -> "_Line":
+    def _follow(self, seq: SequenceView) -> "_Lesson":
         """What there is of a sequence, all of it learned."""
-        line = self._lines.get(seq)
-        if line is None:
-            line = self._lines[seq] = _Line(seq)
-            finalize(seq, self._ended.append, line).atexit = False
-        self._learn(line)
-        return line
+        lesson = self._lessons.get(seq)
+        if lesson is None:
+            lesson = self._lessons[seq] = _Lesson(seq)
+            finalize(seq, self._ended.append, lesson).atexit = False
+        self._learn(lesson)
+        return lesson
 
-    def _draft(self, line: "_Line", budget: int) -> DraftTree:
-        tail = line.known[-_SIZES[0] :]
-        found = self._look_up(line.scope, tail)
+    def _draft(self, lesson: "_Lesson", budget: int) -> DraftTree:
+        tail = lesson.known[-_SIZES[0] :]
+        found = self._look_up(lesson.scope, tail)
         if found is None:
             return NO_DRAFT
         size, followers = found
-        chains = [[token, *self._walk(line.scope, [*tail, token], budget - 1)] for token in followers]
+        chains = [[token, *self._walk(lesson.scope, [*tail, token], budget - 1)] for token in followers]
         return merge(chains, budget, confidence=_SIZES[::-1].index(size))
 
     def _walk(self, scope: Hashable, tokens: list[int], length: int) -> list[int]:
@@ -73,25 +73,25 @@ class OnlineProposer:
                 return size, followers
         return None
 
-    def _learn(self, line: "_Line") -> None:
-        known, table = line.known, self._followers
-        for position in range(line.learned, len(known)):
+    def _learn(self, lesson: "_Lesson") -> None:
+        known, table = lesson.known, self._followers
+        for position in range(lesson.learned, len(known)):
             token = known[position]
             for size in _SIZES:
                 if size <= position:
-                    run = (line.scope, *known[position - size : position])
+                    run = (lesson.scope, *known[position - size : position])
                     followers = table.pop(run, None)
                     if followers is None:
                         followers = [token]
                     elif followers[0] != token:
                         followers = [token, *(other for other in followers if other != token)][:_FOLLOWERS]
                     table[run] = followers
-        line.learned = len(known)
+        lesson.learned = len(known)
         while len(table) > self._max_runs:
             del table[next(iter(table))]
 
 
-class _Line:
+class _Lesson:
     """What there is to learn from a sequence; lives on when the sequence has ended."""
 
     def __init__(self, seq: SequenceView) -> None:

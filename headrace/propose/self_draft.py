@@ -6,8 +6,10 @@ write for drafts lies in slots that the step writes again, with the same numbers
 """
 
 from headrace.backend import Executable
-from headrace.batch import NO_DRAFT, Commit, DraftTree, SequenceView, StepRows
-from headrace.propose.chains import chain, grow
+from headrace.batch import NO_DRAFT, Commit, DraftTree
+from headrace.logit_ops import StepResult
+from headrace.propose.chains import TIME_LIMIT, chain, grow
+from headrace.proposer import ProposerTraits, SequenceView
 
 _MOST_ROWS = 16
 """Of known tokens without KV. At the end of a prompt there are more, and computing them twice costs more than a draft brings."""
@@ -16,24 +18,20 @@ _MOST_ROWS = 16
 class SelfDraftProposer:
     """Drafts by leaving out the last layers."""
 
-    bounded = True
-    """Called in the engine's own thread only: it runs on the engine's compute threads, which serve one caller at a time."""
-
     def __init__(self, executable: Executable, block_size: int, depth: int, width: int, *, probabilities: bool) -> None:
-        self.max_nodes = depth * width
+        self.traits = ProposerTraits(depth * width, width, in_engine_thread=True, time_limit=TIME_LIMIT)
         self._executable = executable
         self._block_size = block_size
-        self.width = width
         self._probabilities = probabilities
 
-    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
+    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
         chains = {
             i: chain(seq, seq.computed, seq.table, nodes, probabilities=self._probabilities)
-            for i, (seq, nodes) in enumerate(zip(seqs, budget, strict=True))
+            for i, (seq, nodes) in enumerate(zip(seqs, budgets, strict=True))
             if nodes > 0 and len(seq.known) - seq.computed <= _MOST_ROWS
         }
-        grow(self._executable, list(chains.values()), self.width, self._block_size)
+        grow(self._executable, list(chains.values()), self.traits.width, self._block_size)
         return [chains[i].draft if i in chains else NO_DRAFT for i in range(len(seqs))]
 
-    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
         pass

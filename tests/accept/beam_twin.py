@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.request import SamplingParams
-from tests.accept.sampler_twin import SamplerTwin, logprobs
+from tests.sampling.sampler_twin import SamplerTwin, logprobs
 
 
 @dataclass

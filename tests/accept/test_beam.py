@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from headrace import _native
-from headrace.accept import Draw
+from headrace.accept import Drawing
 from headrace.accept.beam import BeamSearch
 from headrace.batch import NO_DRAFT
 from headrace.engine.output import Output
 from headrace.engine.stops import StopPattern
 from headrace.request import SamplingParams
+from headrace.sampling.host import run_logit_ops
 from tests.tiny import TinyVocabulary
 
 POOL = _native.Pool(1)
@@ -23,7 +24,7 @@ class Searching:
 
     def __init__(self, num_end_ids: int = 1, **options: Any) -> None:
         params = SamplingParams(beam_width=2, n=2, stop_token_ids=[END][:num_end_ids], max_tokens=9, **options)
-        self.search = BeamSearch(2, 2, params.length_penalty, params.early_stopping, num_end_ids)
+        self.search = BeamSearch(2, 2, params.length_penalty, params.early_stopping, num_end_ids, needs_logits=bool(params.stop))
         patterns = [StopPattern(stop) for stop in params.stop or ()]
         self.beams = [([0], Output(params, TinyVocabulary(4), patterns, 9))]
 
@@ -31,11 +32,13 @@ class Searching:
         """The outputs of the live beams after a step in which each beam has these probabilities."""
         with np.errstate(divide="ignore"):
             logits = np.log(np.array(probabilities, np.float32))
-        draws = [
-            Draw(i, i, known, _native.Sampler(4, [], temperature=0.0), NO_DRAFT, -1, output) for i, (known, output) in enumerate(self.beams)
+        drawings = [
+            Drawing(i, i, len(known), known, _native.Sampler(4, [], temperature=0.0), NO_DRAFT, -1, output)
+            for i, (known, output) in enumerate(self.beams)
         ]
+        values = run_logit_ops(self.search.logit_ops(drawings), logits)
         beams = []
-        for which, commit in self.search.accept(draws, logits, POOL):
+        for which, commit in self.search.accept(drawings, values, logits if self.search.needs_logits else None):
             assert commit is not None and commit.source == which
             known, output = self.beams[which]
             successor = output.clone()
@@ -46,7 +49,7 @@ class Searching:
 
     @property
     def finished(self) -> list[list[int]]:
-        return [line.token_ids for _, line in self.search.finished]
+        return [output.token_ids for _, output in self.search.finished]
 
 
 def test_equal_totals_go_by_beam_then_by_token() -> None:
@@ -55,7 +58,7 @@ def test_equal_totals_go_by_beam_then_by_token() -> None:
     assert search.step([0.25] * 4, [0.25] * 4) == [[0, 0], [0, 1]]
 
 
-def test_both_heirs_of_one_beam() -> None:
+def test_both_successors_of_one_beam() -> None:
     search = Searching()
     assert search.step([0.6, 0.3, 0.1, 0]) == [[0], [1]]
     assert search.step([0.5, 0.5, 0, 0], [0.2, 0.4, 0.4, 0]) == [[0, 0], [0, 1]]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace import _native
-from headrace.backend import cpu, reference
+from headrace.backend import cpu, forward, reference
 from headrace.config import KvConfig, KvDtype
 from headrace.model import trace_model
 from headrace.program.fuse import fuse
@@ -68,7 +68,7 @@ def test_cpu_equals_reference(isa: str, shape: dict, trees: bool, threads: int, 
     kv = KvConfig(BLOCKS, 32, "f32")
     truth, fast = reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, threads, isa)
     for batch in random_steps(np.random.default_rng(seed), spec.vocab_size, trees):
-        want, got = truth.run(batch).logits, fast.run(batch).logits
+        want, got = forward(truth, batch).logits, forward(fast, batch).logits
         assert np.linalg.norm(got - want) <= 1e-4 * np.linalg.norm(want)
 
 
@@ -98,7 +98,7 @@ def test_ops_that_do_not_fuse(isa: str) -> None:
     kinds = {type(op) for op in fast.program.ops}
     assert {Add, Glu, Linear} <= kinds
     for batch in random_steps(np.random.default_rng(0), spec.vocab_size, trees=True):
-        want, got = truth.run(batch).logits, fast.run(batch).logits
+        want, got = forward(truth, batch).logits, forward(fast, batch).logits
         assert np.linalg.norm(got - want) <= 1e-4 * np.linalg.norm(want)
 
 
@@ -114,7 +114,7 @@ def test_kv_formats(isa: str, dtype: KvDtype, tolerance: float, shape: dict, tre
     program, kv = trace_model(spec, tensors), KvConfig(BLOCKS, 32, dtype)
     truth, fast = reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, threads, isa)
     for batch in random_steps(np.random.default_rng(seed), spec.vocab_size, trees):
-        want, got = truth.run(batch).logits, fast.run(batch).logits
+        want, got = forward(truth, batch).logits, forward(fast, batch).logits
         assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want)
 
 
@@ -127,18 +127,18 @@ def test_move_slots(isa: str, dtype: str) -> None:
     executable = cpu.CpuExecutable(program, tensors, kv, 1, isa)
     tokens = np.random.default_rng(0).integers(0, spec.vocab_size, 45).tolist()
     home, away = Sequence([0, 1], 32), Sequence([5, 3], 32)
-    executable.run(batch_of([home], [tokens], [([], [])], False))
+    forward(executable, batch_of([home], [tokens], [([], [])], False))
     executable.move_slots(np.array(home.slots(0, 45)), np.array(away.slots(0, 45)))
     home.computed = away.computed = 45
-    here = executable.run(batch_of([home], [[7]], [([], [])], False)).logits.copy()
-    assert np.array_equal(here, executable.run(batch_of([away], [[7]], [([], [])], False)).logits)
+    here = forward(executable, batch_of([home], [[7]], [([], [])], False)).logits.copy()
+    assert np.array_equal(here, forward(executable, batch_of([away], [[7]], [([], [])], False)).logits)
 
 
 def test_profile_counts_time_and_barriers() -> None:
     spec, tensors = tiny_model(6, layers=2)
     executable = cpu.CpuExecutable(trace_model(spec, tensors), tensors, KvConfig(4, 32, "f32"), 2, "")
     executable.plan.set_profiling(True)
-    executable.run(batch_of([Sequence([0, 1], 32)], [[1]], [([], [])], False))
+    forward(executable, batch_of([Sequence([0, 1], 32)], [[1]], [([], [])], False))
     seconds, barriers = executable.plan.profile()
     assert {"embed", "norm", "qkv_rope_write", "attention", "glu_linear", "linear_add", "linear"} <= {kind for kind, _ in seconds}
     assert all(spent > 0 for _, spent in seconds)
@@ -152,7 +152,7 @@ def test_fused_program_equals_the_traced_one() -> None:
     plain, fused = (reference.compile(p, tensors, kv, 1) for p in (program, fuse(program)))
     assert len(fuse(program).ops) == 3 + 7 * spec.num_layers + 3
     for batch in random_steps(np.random.default_rng(0), spec.vocab_size, trees=True):
-        assert np.allclose(plain.run(batch).logits, fused.run(batch).logits, rtol=1e-12, atol=1e-12)
+        assert np.allclose(forward(plain, batch).logits, forward(fused, batch).logits, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("isa", _native.isas())

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace import _native
-from headrace.backend import cpu, reference
+from headrace.backend import cpu, forward, reference
 from headrace.checkpoint.hf_model import hf_spec
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.config import KvConfig
@@ -74,7 +74,7 @@ def logits_of(executable: reference.ReferenceExecutable | cpu.CpuExecutable, chu
     sequence, tokens, found = Sequence([1, 3, 0], 32), (np.arange(TOKENS) * 37 % 96).tolist(), []
     for rows in chunks:
         batch = batch_of([sequence], [tokens[sequence.computed : sequence.computed + rows]], [([], [])], False)
-        found.append(executable.run(batch).logits.copy())
+        found.append(forward(executable, batch).logits.copy())
         sequence.computed += rows
     return np.concatenate(found)
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from headrace.backend import forward
 from headrace.config import KvConfig
 from headrace.engine.engine import Engine
 from headrace.errors import NonFiniteLogitsError, RequestError
@@ -111,7 +112,7 @@ def test_the_results_are_those_of_the_naive_search(
 def tiny_logits(seed: int, tokens: tuple[int, ...]) -> NDArray[np.float32]:
     """Of the row after these tokens, with no KV from before."""
     executable = tiny_executable(tiny_model(seed), "reference", KvConfig(4, 32, "f32"))
-    return executable.run(batch_of([Sequence([0, 1, 2, 3], 32)], [list(tokens)], [([], [])], False)).logits[-1]
+    return forward(executable, batch_of([Sequence([0, 1, 2, 3], 32)], [list(tokens)], [([], [])], False)).logits[-1]
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -1,23 +1,24 @@
 """Models that draft: right models are always right, wrong ones cost little, and what they hold they give back."""
 
 from collections import Counter
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import pytest
 
 from headrace.batch import DraftTree
-from headrace.engine.scheduler import ScheduledSequence
-from headrace.engine.speculation import Speculation
+from headrace.engine.speculation import Drafting, Speculation
 from headrace.kv.blocks import BlockPool
 from headrace.propose import prune
 from headrace.propose.draft_model import DraftModelProposer
+from headrace.proposer import ProposerTraits
 from headrace.request import SamplingParams
-from tests.accept.test_rejection import is_drawn_from, softmax
 from tests.draft_engines import draft_engine
 from tests.engine.test_machine_drafts import HalfRight
 from tests.engine.test_promise import same
 from tests.engine.toy import VOCAB, toy_engine, toy_logits
+from tests.sampling.test_rejection import is_drawn_from, softmax
 from tests.tiny import run_all, tiny_engine, tiny_model
 
 MODEL = tiny_model(3, layers=3)
@@ -138,30 +139,25 @@ def test_other_acceptance_methods(how: str, options: dict[str, Any], method: str
 
 
 class EveryOther(Speculation):
-    """Runs a part of each chain, as long as the step's number says: as the controller does, it does not look at the tokens."""
+    """Runs a part of each chain, as long as the number of the step says: as the controller does, it does not look at the tokens."""
 
     num_steps = 0
 
-    def ask(self, parts: list[ScheduledSequence]) -> dict[ScheduledSequence, int]:
-        self.wanted = super().ask(parts)
-        return self.wanted
-
-    def draft(self) -> None:
-        super().draft()
+    def draft(self, drafting: Drafting) -> None:
+        super().draft(drafting)
         self.num_steps += 1
-        for part in self.wanted:
-            part.draft = prune(part.draft, list(range(min(len(part.draft.tokens), 1 + self.num_steps % 3))))
+        for item in {item for asked in drafting.asked.values() for item in asked}:
+            item.draft = prune(item.draft, list(range(min(len(item.draft.tokens), 1 + self.num_steps % 3))))
 
 
 class Certain:
     """Now and then tokens that were not drawn, side by side, as n-grams may give."""
 
-    bounded = True
-    max_nodes = 2
+    traits = ProposerTraits(2, in_engine_thread=True, time_limit=None)
 
-    def propose(self, seqs: list[Any], budget: list[int]) -> list[DraftTree]:
-        budgets = [nodes * (len(seq.known) == 2) for seq, nodes in zip(seqs, budget, strict=True)]
-        return [DraftTree([2, 5][:nodes], [-1, -1][:nodes]) for nodes in budgets]
+    def propose(self, seqs: list[Any], budgets: list[int]) -> list[DraftTree]:
+        sizes = [nodes * (len(seq.known) == 2) for seq, nodes in zip(seqs, budgets, strict=True)]
+        return [DraftTree([2, 5][:nodes], [-1, -1][:nodes]) for nodes in sizes]
 
     def observe(self, *_: Any) -> None: ...
 
@@ -173,7 +169,7 @@ def test_rejection_in_the_engine_keeps_the_distribution(speculation: type[Specul
     """The second and third token of many short texts, over several steps, with a draft that is wrong about half of them."""
     draft = DraftModelProposer(HalfRight(4), BlockPool(400, 4), 40, 3, 1, probabilities=True)
     engine = toy_engine(num_blocks=400, proposer=draft, acceptance_method="rejection")
-    engine._speculation = engine._stepper.speculation = speculation({**others, "test": draft}, engine.config, VOCAB)
+    engine._speculation = engine._loop.speculation = speculation({**others, "test": draft}, engine.config, VOCAB, perf_counter)
     results = run_all(engine, [([1], SamplingParams(max_tokens=5)) for _ in range(5000)])
     after = [softmax(toy_logits([1, first])) for first in range(VOCAB)]
     first = softmax(toy_logits([1]))

@@ -13,6 +13,7 @@ from headrace.engine.engine import Engine
 from headrace.errors import ClosedError, NonFiniteLogitsError, RequestError
 from headrace.kv.blocks import BlockPool
 from headrace.propose import METHODS, NEEDS, DraftModel, DraftModels
+from headrace.proposer import ProposerTraits
 from headrace.request import RequestOutput, SamplingParams
 from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine
 from tests.tiny import drain, run_all
@@ -89,10 +90,10 @@ class TestEnds:
 
     def test_what_was_accepted_beyond_a_stop_is_dropped(self) -> None:
         class Oracle:
-            max_nodes = 8
+            traits = ProposerTraits(8)
 
-            def propose(self, seqs: list[Any], budget: list[int]) -> list[Any]:
-                rest = [free[len(b.known) : len(b.known) + r] for b, r in zip(seqs, budget, strict=True)]
+            def propose(self, seqs: list[Any], budgets: list[int]) -> list[Any]:
+                rest = [free[len(b.known) : len(b.known) + r] for b, r in zip(seqs, budgets, strict=True)]
                 return [DraftTree(r, list(range(-1, len(r) - 1))) for r in rest]
 
             def observe(self, *_: Any) -> None: ...
@@ -165,7 +166,7 @@ class TestFailures:
     @pytest.mark.parametrize("where", ["propose", "observe"])
     def test_a_proposer_that_raises(self, where: str) -> None:
         class Broken:
-            max_nodes = 4
+            traits = ProposerTraits(4)
 
             def __getattr__(self, name: str) -> Any:
                 if name == where:
@@ -246,7 +247,7 @@ def test_close() -> None:
     engine.add_request([1], GREEDY)
     engine.close()
     engine.close()
-    executable = engine._stepper.executable
+    executable = engine._loop.executable
     assert isinstance(executable, ToyExecutable) and executable.closed
     assert engine.stats().blocks_free == engine.stats().blocks_total
     for use in (lambda: engine.add_request([1], GREEDY), engine.step):

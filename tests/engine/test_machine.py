@@ -11,12 +11,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.batch import Commit, DraftTree, Proposer, StepRows
+from headrace.batch import Commit, DraftTree
 from headrace.engine.sequence import Sequence
 from headrace.errors import RequestError
+from headrace.logit_ops import StepResult
+from headrace.proposer import Proposer
 from headrace.request import SamplingParams, Service, Update
 from tests.accept.beam_twin import beam_search
-from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine, toy_logits
+from tests.engine.toy import VOCAB, plain_decoding, toy_engine, toy_logits
 from tests.random_trees import RandomTrees
 
 MAX_MODEL_LEN = 40
@@ -26,14 +28,14 @@ STEMS = [[1, 2, 3] * 8, [1, 2, 3, 4] * 6, [5] * 24]
 class Unruly(RandomTrees):
     """Random trees, and now and then rubbish."""
 
-    def propose(self, seqs: list[Any], budget: list[int]) -> list[DraftTree]:
+    def propose(self, seqs: list[Any], budgets: list[int]) -> list[DraftTree]:
         mood = self._random.random()
         if mood < 0.05:
             raise RuntimeError
-        drafts = super().propose(seqs, budget)
+        drafts = super().propose(seqs, budgets)
         return drafts if mood < 0.9 else [DraftTree(draft.tokens, [0 for _ in draft.parents]) for draft in drafts]
 
-    def observe(self, seqs: list[Any], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[Any], commits: list[Commit], result: StepResult) -> None:
         if self._random.random() < 0.05:
             raise RuntimeError
 
@@ -77,6 +79,7 @@ SHAPES: dict[str, st.SearchStrategy[Any]] = {
     "chunked_prefill_size": st.integers(1, 12),
     "multi_step_ms": st.sampled_from([0, 1e6]),
     "prefix_cache": st.booleans(),
+    "late": st.booleans(),
 }
 """Of an engine: small, so that everything runs out."""
 
@@ -101,7 +104,7 @@ class Life(RuleBasedStateMachine):
     def begin(self, proposer: Proposer, **config: Any) -> None:
         """What the machines of different proposers have in common."""
         self.config = config
-        self.with_drafts = proposer.max_nodes > 0
+        self.with_drafts = proposer.traits.max_nodes > 0
         self.engine = toy_engine(max_model_len=MAX_MODEL_LEN, proposer=proposer, **config)
 
     @rule(
@@ -178,14 +181,14 @@ class Life(RuleBasedStateMachine):
         for queue in (scheduler.running, scheduler.waiting):
             assert [b.rank for b in queue] == sorted(b.rank for b in queue)
         assert all(not seq.table and seq.computed == 0 for seq in scheduler.waiting)
-        self.engine._pool.check([seq.table for seq in scheduler.running])
-        executable = self.engine._stepper.executable
-        assert isinstance(executable, ToyExecutable)
+        self.engine._pool.check([seq.table for seq in (*scheduler.running, *scheduler._dropped)])
+        assert all(seq.num_in_flight for seq in scheduler._dropped)
+        executable: Any = self.engine._loop.executable
         for request in self.engine._requests.values():
             assert not request.acceptor.is_group or len({len(seq.known) for seq in request.seqs}) == 1
         for seq in scheduler.running:
-            assert 0 <= seq.computed < len(seq.known)
-            for i, token in enumerate(seq.known[: seq.computed]):
+            assert 0 <= seq.settled <= seq.computed < seq.length
+            for i, token in enumerate(seq.known[: seq.settled]):
                 assert executable.kv[self.engine._pool.slot(seq.table, i)] == (i, token)
 
     def teardown(self) -> None:
@@ -231,12 +234,12 @@ class Life(RuleBasedStateMachine):
         decoding = sum(seq.group not in waits for seq in running)
         self._record(self._updates())
         after = self.engine.stats()
-        if decoding and not self.with_drafts:
+        if decoding and not self.with_drafts and not self.config["late"]:
             assert after.rows - before.rows <= 2 * decoding + self.config["chunked_prefill_size"]
-        rows, logit_rows, seqs = self.engine._stepper.executable.largest
+        rows, logit_rows, seqs = self.engine._loop.executable.largest
         assert rows <= self.config["max_num_batched_tokens"] and seqs <= max(self.config["max_num_seqs"], 1)
         assert logit_rows <= self.config["max_num_seqs"] + self.config["max_logit_rows"]
-        assert after.steps > before.steps or not self.engine.has_work
+        assert after.steps > before.steps or self.config["late"] or not self.engine.has_work
 
     def _record(self, updates: list[Update]) -> None:
         for update in updates:
@@ -271,6 +274,7 @@ def test_beams_that_came_first_take_from_one_that_has_not_drawn() -> None:
         "max_num_batched_tokens": 3,
         "max_logit_rows": 1,
         "chunked_prefill_size": 1,
+        "late": False,
     }
     life.begin(Unruly(0, VOCAB, life.truth, 0), **config)
     search = SamplingParams(temperature=1.0, beam_width=2, n=1, max_tokens=16, length_penalty=2.0)

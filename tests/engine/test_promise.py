@@ -93,6 +93,7 @@ LOADS: dict[str, st.SearchStrategy[Any]] = {
     "slots": st.sampled_from([42, 56, 80, 800]),
     "threads": st.integers(1, 2),
     "prefix_cache": st.booleans(),
+    "late": st.booleans(),
 }
 """Which requests come to which model, how fast, and what the engine makes of them."""
 

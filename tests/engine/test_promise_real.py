@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.backend import Executable, compile_program
-from headrace.batch import Proposer
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
@@ -19,6 +18,7 @@ from headrace.config import EngineConfig, KvConfig, KvDtype
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.model import trace_model
 from headrace.propose import NEEDS, PROPOSERS, make_proposers
+from headrace.proposer import Proposer
 from headrace.request import RequestOutput, SamplingParams
 from tests.engine.test_promise import same, truth
 from tests.random_trees import RandomTrees

@@ -18,13 +18,13 @@ def add(engine: Engine, prompt_len: int, service: Service | None = None, **param
 
 
 def step(engine: Engine) -> list[tuple[int, int, int]]:
-    """(request, scheduled rows, room) of each part of the step that is run."""
-    plan: list[SchedulerOutput] = []
+    """(request, scheduled tokens, draft budget) of each sequence of the step that is run."""
+    outputs: list[SchedulerOutput] = []
     schedule = engine._scheduler.schedule
-    engine._scheduler.schedule = lambda: plan.append(schedule()) or plan[0]  # type: ignore[method-assign,func-returns-value]
+    engine._scheduler.schedule = lambda: outputs.append(schedule()) or outputs[0]  # type: ignore[method-assign,func-returns-value]
     engine.step()
     engine._scheduler.schedule = schedule  # type: ignore[method-assign]
-    return [(part.seq.seq_id[0], part.num_scheduled, part.budget) for part in plan[0].parts]
+    return [(item.seq.seq_id[0], item.num_scheduled, item.draft_budget) for item in outputs[0].scheduled]
 
 
 def test_decoding_goes_before_chunks() -> None:
@@ -72,16 +72,16 @@ def test_first_come_first_served() -> None:
     engine = toy_engine(max_num_batched_tokens=8, num_blocks=8, max_num_seqs=2)
     for prompt_len in (5, 30, 1):
         add(engine, prompt_len, max_tokens=2)
-    assert [part[0] for part in step(engine)] == [0]  # the second needs all blocks, and the third does not pass it
-    assert [part[0] for part in step(engine)] == [0]
-    assert [part[0] for part in step(engine)] == [1]
+    assert [item[0] for item in step(engine)] == [0]  # the second needs all blocks, and the third does not pass it
+    assert [item[0] for item in step(engine)] == [0]
+    assert [item[0] for item in step(engine)] == [1]
 
 
 def test_the_youngest_gives_way_and_is_the_next_to_come_back() -> None:
     engine = toy_engine(num_blocks=7, block_size=4)
     for prompt_len in (8, 8, 1):
         add(engine, prompt_len, max_tokens=12)
-    seen = [[part[0] for part in step(engine)] for _ in range(6)]
+    seen = [[item[0] for item in step(engine)] for _ in range(6)]
     assert seen == [[0, 1]] * 5 + [[0]]  # both need a fourth block
     assert engine.stats().preemptions == 1
     assert [seq.seq_id[0] for seq in engine._scheduler.waiting] == [1, 2]
@@ -114,13 +114,14 @@ def test_drafts_share_rows_and_stop_at_the_end() -> None:
     assert step(engine) == [(0, 1, 3)]
 
 
-def test_room_goes_to_those_that_want_it() -> None:
+def test_draft_budgets_go_to_those_that_want_them() -> None:
     engine = toy_engine(max_num_batched_tokens=12)
     for _ in range(4):
         add(engine, 1)
-    parts, _ = engine._scheduler.schedule()
-    engine._scheduler.grant_draft_budgets({parts[0]: 6, parts[2]: 1, parts[3]: 3})
-    assert [part.budget for part in parts] == [4, 0, 1, 3]
+    output = engine._scheduler.schedule()
+    items = output.scheduled
+    engine._scheduler.grant_draft_budgets(output, {items[0]: 6, items[2]: 1, items[3]: 3})
+    assert [item.draft_budget for item in items] == [4, 0, 1, 3]
 
 
 def test_prompt_logprobs_come_in_chunks() -> None:
@@ -132,7 +133,7 @@ def test_prompt_logprobs_come_in_chunks() -> None:
     assert step(engine) == [(0, 2, 0), (1, 1, 0)]
 
 
-def test_more_sequences_than_seats() -> None:
+def test_more_sequences_than_may_run() -> None:
     engine = toy_engine(max_num_seqs=2)
     request_id = add(engine, 3, n=5, max_tokens=3, temperature=1.0, seed=1)
     results = []

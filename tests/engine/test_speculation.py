@@ -6,12 +6,15 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from headrace.batch import Commit, DraftTree, RaggedBatch, StepRows
-from headrace.engine.speculation import Speculation
+from headrace.batch import Commit, DraftTree, RaggedBatch
+from headrace.logit_ops import StepResult
+from headrace.proposer import ProposerTraits
 from headrace.request import SamplingParams
-from tests.engine.toy import VOCAB, toy_engine, toy_logits
+from tests.engine.toy import VOCAB, ToyExecutable, toy_engine, toy_logits
 from tests.tiny import run_all
 
 LENGTH = 260
@@ -32,21 +35,20 @@ class Clock:
 class Oracle:
     """Chains of what greedy decoding gives, each token right with a probability that may change with the position."""
 
-    bounded = True
-    max_nodes = 8
+    traits = ProposerTraits(8, in_engine_thread=True, time_limit=None)
 
     def __init__(self, right: Callable[[int], float], clock: Clock | None = None, seconds: float = 0.0) -> None:
         self._right, self._clock, self._seconds = right, clock, seconds
         self._random = random.Random(0)
         self.calls = 0
 
-    def propose(self, seqs: list[Any], budget: list[int]) -> list[DraftTree]:
+    def propose(self, seqs: list[Any], budgets: list[int]) -> list[DraftTree]:
         self.calls += len(seqs)
         if self._clock:
             self._clock.now += self._seconds * len(seqs)
-        return [self._chain(seq.known, nodes) for seq, nodes in zip(seqs, budget, strict=True)]
+        return [self._chain(seq.known, nodes) for seq, nodes in zip(seqs, budgets, strict=True)]
 
-    def observe(self, seqs: list[Any], commits: list[Commit], rows: StepRows) -> None: ...
+    def observe(self, seqs: list[Any], commits: list[Commit], result: StepResult) -> None: ...
 
     def _chain(self, known: list[int], budget: int) -> DraftTree:
         chain: list[int] = []
@@ -68,18 +70,17 @@ def serve(
 ) -> tuple[float, Any, list[Any]]:
     """Virtual seconds, stats and tokens of so many greedy requests at once, in an engine that has served others like them, or none."""
     clock, rng = Clock(), random.Random(1)
-    engine = toy_engine(max_model_len=LENGTH + 20, num_blocks=2000, **{"adaptive_speculation": True, "max_draft_tokens": 8} | config)
-    made = proposers(clock)
-    speculation = Speculation(made, engine.config, VOCAB, clock)
-    engine._speculation = engine._stepper.speculation = speculation
-    executable = engine._stepper.executable
-    run = executable.run
+    options = {"adaptive_speculation": True, "max_draft_tokens": 8} | config
+    engine = toy_engine(max_model_len=LENGTH + 20, num_blocks=2000, proposer=proposers(clock), clock=clock, **options)
+    executable = engine._loop.executable
+    assert isinstance(executable, ToyExecutable)
+    run = executable.forward
 
-    def timed(batch: RaggedBatch) -> StepRows:
+    def timed(batch: RaggedBatch) -> NDArray[np.float32]:
         clock.now += step_ms(len(batch.tokens)) / 1e3 * (1 + jitter * rng.random()) * (5 if jitter and rng.random() < 0.02 else 1)
         return run(batch)
 
-    executable.run = timed  # type: ignore[method-assign]
+    executable.forward = timed  # type: ignore[method-assign]
     params = SamplingParams(temperature=0, max_tokens=LENGTH)
     requests = [([i % VOCAB, i // VOCAB], params) for i in range(seqs)]
     start = 0.0
@@ -158,7 +159,7 @@ class Busy(Oracle):
         super().__init__(lambda position: 0.0, clock, seconds=0.0001)
         self.seen = 0
 
-    def observe(self, seqs: list[Any], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[Any], commits: list[Commit], result: StepResult) -> None:
         self.seen += 1
         assert self._clock
         self._clock.now += 0.0001
@@ -184,10 +185,10 @@ class Interrupted(Oracle):
     at = 10
     """After so many calls."""
 
-    def propose(self, seqs: list[Any], budget: list[int]) -> list[DraftTree]:
+    def propose(self, seqs: list[Any], budgets: list[int]) -> list[DraftTree]:
         assert self._clock
         self._clock.now += self.calls == self.at
-        return super().propose(seqs, budget)
+        return super().propose(seqs, budgets)
 
 
 def test_one_interruption_does_not_stop_speculation_for_long() -> None:
@@ -206,17 +207,17 @@ def test_one_interruption_does_not_stop_speculation_for_long() -> None:
 class Deep(Oracle):
     """Takes half a millisecond for each depth."""
 
-    width = 1
+    traits = Oracle.traits._replace(width=1)
 
     def __init__(self, right: float, clock: Clock) -> None:
         super().__init__(lambda position: right)
         self.budgets: list[int] = []
         self._wall = clock
 
-    def propose(self, seqs: list[Any], budget: list[int]) -> list[DraftTree]:
-        self.budgets += budget
-        self._wall.now += 0.0005 * max(budget)
-        return super().propose(seqs, budget)
+    def propose(self, seqs: list[Any], budgets: list[int]) -> list[DraftTree]:
+        self.budgets += budgets
+        self._wall.now += 0.0005 * max(budgets)
+        return super().propose(seqs, budgets)
 
 
 @pytest.mark.parametrize(("right", "depths"), [(0.3, range(1, 3)), (0.95, range(6, 9))])
@@ -257,13 +258,13 @@ def test_the_books_add_up(asking: float) -> None:
 class Learner(Oracle):
     """Is right only where its last draft was in the step."""
 
-    needs_rows = True
+    traits = Oracle.traits._replace(learns_from_rows=True)
 
     def __init__(self) -> None:
         super().__init__(lambda position: float(self.ran))
         self.ran = False
 
-    def observe(self, seqs: list[Any], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[Any], commits: list[Commit], result: StepResult) -> None:
         self.ran = any(commit.draft.tokens for commit in commits)
 
 
@@ -275,20 +276,19 @@ def test_what_learns_from_rows_is_given_some() -> None:
 class Sleeper(Oracle):
     """Hangs once it has been asked a few times."""
 
-    bounded = False
+    traits = ProposerTraits(8, time_limit=0.2)
 
     def __init__(self) -> None:
         super().__init__(lambda position: 1.0)
         self.wakes = threading.Event()
 
-    def propose(self, seqs: list[Any], budget: list[int]) -> list[DraftTree]:
+    def propose(self, seqs: list[Any], budgets: list[int]) -> list[DraftTree]:
         if self.calls > 5:
             self.wakes.wait()
-        return super().propose(seqs, budget)
+        return super().propose(seqs, budgets)
 
 
-def test_a_proposer_that_hangs_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.propose.guard.PATIENCE", 0.2)
+def test_a_proposer_that_hangs_stops_nobody() -> None:
     sleeper = Sleeper()
     _, _, expected = serve(STEP_MS["memory alone"], lambda clock: {})
     _, stats, tokens = serve(STEP_MS["memory alone"], lambda clock: {"sleeper": sleeper})

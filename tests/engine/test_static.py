@@ -43,15 +43,15 @@ def test_a_batch_begins_as_one_however_slow_steps_are() -> None:
     engine = static_engine(max_num_seqs=8, target_token_ms=1e-6)  # no step is so fast
     for _ in range(3):
         add(engine, 2, max_tokens=3)
-    assert [part[0] for part in step(engine)] == [0, 1, 2]
+    assert [item[0] for item in step(engine)] == [0, 1, 2]
 
 
 def test_a_batch_larger_than_a_step_starts_in_several() -> None:
     engine = static_engine(max_num_seqs=4, max_num_batched_tokens=5)
     for _ in range(3):
         add(engine, 4, max_tokens=2)
-    assert [part[0] for part in step(engine)] == [0, 1]
-    seen = [{part[0] for part in step(engine)} for _ in range(3)]
+    assert [item[0] for item in step(engine)] == [0, 1]
+    seen = [{item[0] for item in step(engine)} for _ in range(3)]
     assert seen[-1] == {0, 1, 2}
 
 
@@ -60,7 +60,7 @@ def test_memory_for_the_longest_is_reserved_at_the_start() -> None:
     add(engine, 2, max_tokens=15)  # 16 slots, 4 blocks
     add(engine, 2, max_tokens=1)
     add(engine, 2, max_tokens=1)  # would be the third with 4 blocks
-    assert [part[0] for part in step(engine)] == [0, 1]
+    assert [item[0] for item in step(engine)] == [0, 1]
     stats = engine.stats()
     assert stats.blocks_used == 8 and stats.slots_empty == 8 * 4 - 4
     inflight = toy_engine(block_size=4, num_blocks=11)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headrace.backend import Executable, compile_program
+from headrace.backend import Executable, compile_program, forward
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.config import KvConfig
@@ -71,7 +71,7 @@ def executable_of(checkpoint: Checkpoint, backend: str, kv: KvConfig) -> Executa
 
 
 def logits_of(executable: Executable, tokens: list[int]) -> NDArray[np.float32]:
-    return executable.run(batch_of([Sequence(list(range(16)), 32)], [tokens], [([], [])], False)).logits
+    return forward(executable, batch_of([Sequence(list(range(16)), 32)], [tokens], [([], [])], False)).logits
 
 
 def truth(model: LlamaForCausalLM, tokens: list[int]) -> NDArray[np.float32]:

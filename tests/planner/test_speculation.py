@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace.batch import Commit, DraftTree, RaggedBatch, SequenceView, StepRows
+from headrace.batch import Commit, DraftTree, RaggedBatch
 from headrace.kv.blocks import BlockPool
+from headrace.logit_ops import StepResult
 from headrace.planner.speculation import Costs, best_gain, expected_tokens, gain, simulated_tokens
 from headrace.propose.draft_model import DraftModelProposer
+from headrace.proposer import SequenceView
 from headrace.request import SamplingParams
 from tests.engine.toy import ToyExecutable, toy_engine
 from tests.tiny import run_all
@@ -64,13 +66,13 @@ class Watched(DraftModelProposer):
         self.paths: list[int] = []
         self._full: list[int] = []
 
-    def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
-        drafts = super().propose(seqs, budget)
+    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
+        drafts = super().propose(seqs, budgets)
         self._full = [len(draft.tokens) for draft in drafts]
         return drafts
 
-    def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
-        self.paths += [len(commit.path) for commit in commits if self._full == [self.max_nodes]]
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
+        self.paths += [len(commit.path) for commit in commits if self._full == [self.traits.max_nodes]]
         self._full = []
 
 

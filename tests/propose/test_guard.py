@@ -7,26 +7,28 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from headrace.batch import NO_DRAFT, Commit, DraftTree, StepRows
+from headrace.batch import NO_DRAFT, Commit, DraftTree
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
+from headrace.logit_ops import StepResult
 from headrace.propose import METHODS, NEEDS, PROPOSERS, DraftModels, Guard, asked_for, make_proposers
+from headrace.proposer import ProposerTraits
 from tests.propose.test_ngram import View
 
 
 class Says:
-    max_nodes = 4
+    traits = ProposerTraits(4, time_limit=None)
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
 
-    def propose(self, seqs: list[Any], budget: list[int]) -> Any:
+    def propose(self, seqs: list[Any], budgets: list[int]) -> Any:
         self.asked = [seq.seq_id for seq in seqs]
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
 
-    def observe(self, seqs: list[Any], commits: list[Commit], rows: StepRows) -> None:
+    def observe(self, seqs: list[Any], commits: list[Commit], result: StepResult) -> None:
         raise RuntimeError
 
 
@@ -55,7 +57,7 @@ GOOD = DraftTree([1, 2], [-1, 0])
 def test_rubbish_is_no_draft(answer: Any) -> None:
     guard = Guard(Says(answer), vocab_size=10)
     assert guard.propose([View([1])], [3]) == [NO_DRAFT]
-    assert guard.failures == 1 and not guard.hung
+    assert guard.failures == 1 and not guard.retired
 
 
 def test_one_bad_draft_does_not_take_the_good_ones_before_it() -> None:
@@ -63,7 +65,7 @@ def test_one_bad_draft_does_not_take_the_good_ones_before_it() -> None:
     assert guard.propose([View([1]), View([2])], [3, 3]) == [GOOD, NO_DRAFT]
 
 
-def test_only_sequences_with_room_are_asked() -> None:
+def test_only_sequences_with_a_budget_are_asked() -> None:
     inner = Says([GOOD])
     guard = Guard(inner, vocab_size=10)
     assert guard.propose([View([1], (1, 0)), View([2], (2, 0))], [0, 3]) == [NO_DRAFT, GOOD]
@@ -84,7 +86,7 @@ def test_names() -> None:
         if name not in NEEDS
     }
     assert made["off"] == {} and list(made["auto"]) == ["ngram", "online"]
-    assert all(list(made[name]) == [name] and made[name][name].max_nodes == 5 for name in METHODS if name not in NEEDS)
+    assert all(list(made[name]) == [name] and made[name][name].traits.max_nodes == 5 for name in METHODS if name not in NEEDS)
     assert set(get_args(get_type_hints(EngineConfig)["proposer"])) == set(PROPOSERS)
     with pytest.raises(RequestError, match="there are: off, auto, ngram"):
         make_proposers(EngineConfig(proposer="nrgam"))  # type: ignore[arg-type]
@@ -102,31 +104,43 @@ def test_auto_has_what_is_configured() -> None:
 
 
 class Sleeps(Says):
-    """Works once, then waits for the end of the world, or of the test."""
+    """Works once, then waits until the test ends."""
+
+    traits = ProposerTraits(4, time_limit=0.05)
 
     def __init__(self) -> None:
         super().__init__([GOOD])
         self.wakes, self.calls = threading.Event(), 0
 
-    def propose(self, seqs: list[Any], budget: list[int]) -> Any:
+    def propose(self, seqs: list[Any], budgets: list[int]) -> Any:
         self.calls += 1
         if self.calls > 1:
             self.wakes.wait()
-        return super().propose(seqs, budget)
+        return super().propose(seqs, budgets)
 
 
-def test_a_hanging_proposer_is_left_behind() -> None:
+def test_a_hanging_proposer_is_retired() -> None:
     inner = Sleeps()
-    guard = Guard(inner, vocab_size=10, patience=0.05)
+    guard = Guard(inner, vocab_size=10)
     assert guard.propose([View([1])], [3]) == [GOOD]
     start = time.perf_counter()
     assert guard.propose([View([1])], [3]) == [NO_DRAFT]
     assert time.perf_counter() - start >= 0.05
-    assert (guard.hung, guard.failures) == (True, 1)
+    assert (guard.retired, guard.failures) == (True, 1)
     inner.wakes.set()  # too late
     assert guard.propose([View([1])], [3]) == [NO_DRAFT]
     guard.observe([], [], None)  # type: ignore[arg-type]
     assert (inner.calls, guard.failures) == (2, 1)
+
+
+def test_one_in_the_engines_thread_has_a_time_limit_too() -> None:
+    times = iter([0.0, 0.9, 1.0, 2.1])
+    inner = Says([GOOD])
+    inner.traits = ProposerTraits(4, in_engine_thread=True, time_limit=1.0)
+    guard = Guard(inner, vocab_size=10, clock=lambda: next(times))
+    assert guard.propose([View([1])], [3]) == [GOOD]
+    assert guard.propose([View([1])], [3]) == [NO_DRAFT]
+    assert (guard.retired, guard.failures) == (True, 1)
 
 
 def test_the_thread_ends_with_the_guard() -> None:
@@ -141,6 +155,7 @@ def test_the_thread_ends_with_the_guard() -> None:
     assert not thread.is_alive()
 
 
-def test_one_that_promises_to_be_quick_has_no_thread() -> None:
+def test_one_that_is_known_to_be_quick_has_neither_thread_nor_limit() -> None:
     for name in METHODS.keys() - NEEDS:
-        assert Guard(METHODS[name](EngineConfig(), DraftModels()), vocab_size=10)._worker is None, name
+        guard = Guard(METHODS[name](EngineConfig(), DraftModels()), vocab_size=10)
+        assert guard._worker is None and guard.traits.time_limit is None, name

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from headrace.batch import NO_DRAFT, Commit, DraftTree, StepRows
+from headrace.batch import NO_DRAFT, Commit, DraftTree
+from headrace.logit_ops import StepResult
 from headrace.propose.jacobi import JacobiProposer
 from headrace.propose.lookahead import LookaheadProposer
 from tests.propose.test_ngram import View
@@ -10,10 +11,10 @@ from tests.propose.test_ngram import View
 VOCAB = 100
 
 
-def rows(likeliest: list[int]) -> StepRows:
+def rows(likeliest: list[int]) -> StepResult:
     logits = np.zeros((len(likeliest), VOCAB), np.float32)
     logits[np.arange(len(likeliest)), likeliest] = 1
-    return StepRows(logits, None)
+    return StepResult([], logits)
 
 
 class TestJacobi:
@@ -64,7 +65,7 @@ class TestJacobi:
 class TestLookahead:
     def test_the_tree(self) -> None:
         (draft,) = LookaheadProposer().propose([View([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])], [16])
-        assert draft.whole
+        assert draft.indivisible
         #               five columns of two levels: a stem, and a leaf on each of its nodes
         assert draft.tokens == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
         assert draft.parents == [-1, 0, 0, 2, 2, 4, 4, 6, 6, 8]
@@ -88,7 +89,7 @@ class TestLookahead:
         (draft,) = proposer.propose([view], [16])
         assert draft.tokens[:6] == [6, 46, 8, 48, 10, 50]
 
-    def test_any_room(self) -> None:
+    def test_any_budget(self) -> None:
         for budget in range(1, 40):
             view = View([1, 2, 3])
             (draft,) = LookaheadProposer().propose([view], [budget])

@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace.batch import Commit, StepRows
+from headrace.backend import forward
+from headrace.batch import Commit
 from headrace.config import KvConfig
+from headrace.logit_ops import StepResult
 from headrace.model import trace_model
 from headrace.program.trace import trace
 from headrace.propose.medusa import MedusaProposer, _input_rows, head_forward, static_tree
+from headrace.proposer import ProposerTraits
 from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.request import SamplingParams
 from tests.draft_engines import draft_engine, head_tensors, medusa_heads
@@ -24,17 +27,17 @@ GREEDY = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
 class Watcher:
     """Keeps the hidden row of every token that was drawn."""
 
-    max_nodes = 0
+    traits = ProposerTraits(0, needs_hidden=True)
 
     def __init__(self) -> None:
         self.hidden: list[NDArray[np.float32]] = []
 
-    def propose(self, seqs: list[Any], budget: list[int]) -> list[Any]:
+    def propose(self, seqs: list[Any], budgets: list[int]) -> list[Any]:
         return []
 
-    def observe(self, seqs: list[Any], commits: list[Commit], rows: StepRows) -> None:
-        assert rows.hidden is not None
-        self.hidden += [rows.hidden[commit.last_row].copy() for commit in commits if commit.tokens]
+    def observe(self, seqs: list[Any], commits: list[Commit], result: StepResult) -> None:
+        assert result.hidden is not None
+        self.hidden += [result.hidden[commit.last_row].copy() for commit in commits if commit.tokens]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -46,7 +49,7 @@ def test_the_equations(backend: str) -> None:
         w, b, out = (tensors[f"medusa.{i}.{name}"].dequantise() for name in ("0.linear.weight", "0.linear.bias", "1.weight"))
         mixed = x @ w.T + b
         expected = (x + mixed / (1 + np.exp(-mixed))) @ out.T
-        np.testing.assert_allclose(head.run(_input_rows(x)).logits, expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(forward(head, _input_rows(x)).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_heads_that_fit_the_model_are_right() -> None:
@@ -59,16 +62,16 @@ def test_heads_that_fit_the_model_are_right() -> None:
     output = plain.outputs[0].token_ids
     tensors = head_tensors(SPEC, 2)
     for i in range(2):
-        multi_step = np.array(output[i + 1 :])
-        weights = np.linalg.lstsq(np.array(watcher.hidden[: len(multi_step)]), np.eye(SPEC.vocab_size)[multi_step], rcond=1e-4)[0]
+        following = np.array(output[i + 1 :])
+        weights = np.linalg.lstsq(np.array(watcher.hidden[: len(following)]), np.eye(SPEC.vocab_size)[following], rcond=1e-4)[0]
         fitted = {"0.linear.weight": np.zeros((SPEC.dim, SPEC.dim)), "0.linear.bias": np.zeros(SPEC.dim), "1.weight": weights.T}
         for part, values in fitted.items():
             name = f"medusa.{i}.{part}"
             data = np.ascontiguousarray(values, np.float32).view(np.uint8).reshape(-1)
             tensors[name] = StoredTensor(name, FORMATS["F32"], values.shape, data)
-    speculation = target.attach(hidden_program, MODEL[1])
-    heads = [speculation.attach(trace(lambda g, i=i: head_forward(i, SPEC.dim, SPEC.vocab_size, g), tensors), tensors) for i in range(2)]
-    engine = tiny_engine(MODEL, "cpu", proposer=MedusaProposer(heads, 2, 2), executable=speculation, kv_dtype="f32")
+    executable = target.attach(hidden_program, MODEL[1])
+    heads = [executable.attach(trace(lambda g, i=i: head_forward(i, SPEC.dim, SPEC.vocab_size, g), tensors), tensors) for i in range(2)]
+    engine = tiny_engine(MODEL, "cpu", proposer=MedusaProposer(heads, 2, 2), executable=executable, kv_dtype="f32")
     (result,) = run_all(engine, [([1, 2, 3], GREEDY)])
     assert result.outputs[0].token_ids == output
     stats = engine.stats()

@@ -1,7 +1,7 @@
 """Every rule that claims to be lossless is held to the exact distribution of what a step gives, on a toy of five tokens.
 
 A step with one draft x ~ q gives one token, or, where the draft survives, two. Under rejection sampling a single token y has the
-probability max(p(y) - q(y), 0), and a pair (x, b) min(p(x), q(x)) p2(b | x). Under draw-then-exact with a draft that is independent of
+probability max(p(y) - q(y), 0), and a pair (x, b) min(p(x), q(x)) p2(b | x). Under exact verification with a draft that is independent of
 the draw these are p(y) (1 - q(y)) and p(x) q(x) p2(b | x). In both cases the first token has the distribution p.
 """
 
@@ -13,11 +13,12 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.accept import rejection
-from headrace.accept.exact import Rule, Verification, verify_exact
-from headrace.accept.rejection import pick, residual, verify_rejection
-from headrace.accept.sampler import Sampler
-from headrace.batch import Commit, DraftTree
+from headrace.batch import NO_DRAFT, DraftTree
+from headrace.logit_ops import Draw
+from headrace.sampling import rejection
+from headrace.sampling.exact import Verification, Verifier, verify_exact
+from headrace.sampling.rejection import pick, residual, verify_rejection
+from headrace.sampling.sampler import Sampler
 
 VOCAB = 5
 DRAWS = 200_000
@@ -41,7 +42,11 @@ def softmax(logits: NDArray[np.float32]) -> Floats:
 P, Q, P2 = softmax(TARGET), softmax(DRAFT), softmax(AFTER)
 
 
-def tally(accept: Rule, draft_seed: int, num_draws: int = DRAWS) -> Tally:
+def verification(row: int, position: int, sampler: Sampler, draft: DraftTree = NO_DRAFT, num_logprobs: int = -1) -> Verification:
+    return Verification(Draw(row, position, sampler, draft, num_logprobs), sampler, position)
+
+
+def tally(accept: Verifier, draft_seed: int, num_draws: int = DRAWS) -> Tally:
     """What so many steps give. The draft draws as it does in earnest, with a clone of the sampler, when the seeds are the same."""
     counts: Tally = Counter()
     target, draft = Sampler(VOCAB, [], seed=1), Sampler(VOCAB, [], seed=draft_seed)
@@ -54,11 +59,12 @@ def tally(accept: Rule, draft_seed: int, num_draws: int = DRAWS) -> Tally:
         drafts = [token for token, _ in drawn]
         logits = np.stack([np.tile(TARGET, (size, 1)), AFTER[drafts]], axis=1).reshape(2 * size, VOCAB)
         verifications = [
-            Verification(Commit(i, [], [], []), target.clone(0), DraftTree([x], [-1], probabilities=Q[None]), 2 * i, p, -1)
+            verification(2 * i, p, target.clone(0), DraftTree([x], [-1], probabilities=Q[None]))
             for i, (x, p) in enumerate(zip(drafts, positions, strict=True))
         ]
-        assert accept(verifications, logits, POOL) == set()
-        counts.update(tuple(d.commit.tokens) for d in verifications)
+        accept(verifications, logits, POOL)
+        assert not any(v.failed for v in verifications)
+        counts.update(tuple(v.tokens) for v in verifications)
     return counts
 
 
@@ -92,12 +98,11 @@ def first_tokens(counts: Tally) -> Tally:
     return firsts
 
 
-def without_bonus(verifications: list[Verification], logits: NDArray[np.float32], pool: _native.Pool) -> set[int]:
+def without_bonus(verifications: list[Verification], logits: NDArray[np.float32], pool: _native.Pool) -> None:
     """A step ends with its last draft."""
-    failed = verify_rejection(verifications, logits, pool)
-    for verification in verifications:
-        del verification.commit.tokens[max(1, len(verification.commit.path)) :]
-    return failed
+    verify_rejection(verifications, logits, pool)
+    for v in verifications:
+        del v.tokens[max(1, len(v.path)) :]
 
 
 class TestRejection:
@@ -108,7 +113,7 @@ class TestRejection:
         accepted = sum(count for outcome, count in counts.items() if len(outcome) == 2)
         assert accepted / DRAWS == pytest.approx(np.minimum(P, Q).sum(), abs=0.005)
 
-    def test_draw_then_descend_with_an_independent_draft(self) -> None:
+    def test_exact_verification_with_an_independent_draft(self) -> None:
         counts = tally(verify_exact, draft_seed=2)
         assert is_drawn_from(counts, INDEPENDENT)
         assert is_drawn_from(first_tokens(counts), {(y,): float(P[y]) for y in range(VOCAB)})
@@ -158,18 +163,19 @@ def test_shared_noise_recovers_nearly_what_rejection_sampling_gains(spread: floa
 
 
 def test_a_draft_without_probabilities_was_certain() -> None:
-    """So a plain draw decides, and a step has the probabilities of a draw and a descent."""
+    """So a plain draw decides, and a step has the probabilities of a draw and what follows it."""
     sampler, logits = Sampler(VOCAB, [], seed=3), np.stack([TARGET, AFTER[2], AFTER[4]])
     for position in range(50):
-        one = Verification(Commit(0, [], [], []), sampler.clone(0), DraftTree([], []), 0, position, 1)
-        tree = Verification(Commit(1, [], [], []), sampler.clone(0), DraftTree([2, 4], [-1, -1]), 0, position, 1)
-        assert verify_rejection([one, tree], logits, POOL) == set()
-        assert tree.commit.tokens[0] == one.commit.tokens[0] and tree.commit.logprobs[0] == one.commit.logprobs[0]
-        assert tree.commit.path == {2: [0], 4: [1]}.get(one.commit.tokens[0], [])
+        one = verification(0, position, sampler.clone(0), num_logprobs=1)
+        tree = verification(0, position, sampler.clone(0), DraftTree([2, 4], [-1, -1]), 1)
+        verify_rejection([one, tree], logits, POOL)
+        assert tree.tokens[0] == one.tokens[0] and tree.logprobs[0] == one.logprobs[0]
+        assert tree.path == {2: [0], 4: [1]}.get(one.tokens[0], [])
 
 
 def test_logits_that_are_not_finite_fail_their_own_sequence() -> None:
     logits = np.stack([TARGET, np.full(VOCAB, np.nan, np.float32)])
-    verifications = [Verification(Commit(i, [], [], []), Sampler(VOCAB, []), DraftTree([], []), i, 0, -1) for i in range(2)]
-    assert verify_rejection(verifications, logits, POOL) == {1}
-    assert len(verifications[0].commit.tokens) == 1
+    verifications = [verification(i, 0, Sampler(VOCAB, [])) for i in range(2)]
+    verify_rejection(verifications, logits, POOL)
+    assert [v.failed for v in verifications] == [False, True]
+    assert len(verifications[0].tokens) == 1

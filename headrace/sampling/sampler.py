@@ -7,14 +7,15 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace._native import Pool, Sampler, draw_all, likeliest_all
+from headrace._native import Sampler, draw_all
+from headrace._native import likeliest_all as rank_all
 from headrace._native import token_logprobs as native_token_logprobs
 from headrace.batch import TokenLogprobs
 from headrace.request import SamplingParams
 
-__all__ = ["Drawn", "Pool", "Sampler", "derive_seed", "draw_all", "likeliest_all", "make_sampler", "scored", "token_logprobs"]
+__all__ = ["NativeDraw", "Sampler", "derive_seed", "draw_all", "make_sampler", "rank_all", "scored", "token_logprobs"]
 
-Drawn = tuple[int, tuple[float, int, list[int], list[float]] | None]
+NativeDraw = tuple[int, tuple[float, int, list[int], list[float]] | None]
 """A token, and the fields of its TokenLogprobs where they are asked for."""
 
 
@@ -49,7 +50,7 @@ def token_logprobs(logits: NDArray[np.float32], token: int, num_logprobs: int) -
     return TokenLogprobs(*native_token_logprobs(logits, token, num_logprobs, _isa()))
 
 
-def scored(logits: NDArray[np.float32], token: int, num_logprobs: int) -> Drawn:
+def scored(logits: NDArray[np.float32], token: int, num_logprobs: int) -> NativeDraw:
     """A token that was not drawn by its sampler, as if it had been, with log-probabilities where they are asked for (from 0 on)."""
     return token, native_token_logprobs(logits, token, num_logprobs, _isa()) if num_logprobs >= 0 else None
 

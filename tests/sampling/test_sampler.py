@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace import _native
 from headrace.errors import NonFiniteLogitsError
-from tests.accept import sampler_twin as twin
+from tests.sampling import sampler_twin as twin
 
 VECTORS = [  # from the kat_vectors file of Random123, the authors' own code
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -53,7 +53,7 @@ FILTERS = {
     "presence_penalty": st.sampled_from([0.0, 0.0, 1.5, -0.5]),
     "frequency_penalty": st.sampled_from([0.0, 0.0, 0.4, -0.4]),
     "seed": st.integers(0, 2**64 - 1),
-    "seq": st.sampled_from([0, 1, 7]),
+    "seq_index": st.sampled_from([0, 1, 7]),
 }
 
 
@@ -93,12 +93,12 @@ def test_draw_gives_raw_logprobs() -> None:
 def test_a_clone_keeps_the_history_and_has_its_own_noise() -> None:
     row = np.zeros(1000, np.float32)
     options = {"seed": 5, "presence_penalty": 2.0}
-    first = _native.Sampler(1000, [], seq=0, **options)
+    first = _native.Sampler(1000, [], seq_index=0, **options)
     first.draw(row, 0, -1)
     clone = first.clone(3)
-    reference = twin.SamplerTwin(1000, [], seq=0, **options)
+    reference = twin.SamplerTwin(1000, [], seq_index=0, **options)
     reference.draw(row, 0)
-    reference.seq = 3
+    reference.seq_index = 3
     assert clone.draw(row, 1, -1)[0] == reference.draw(row, 1) != first.draw(row, 1, -1)[0]
 
 
@@ -224,7 +224,7 @@ class TestBesideDraws:
             sampler.append(4)
 
     def test_uniforms_belong_to_seed_sequence_and_position(self) -> None:
-        samplers = [_native.Sampler(4, [], seed=seed, seq=seq) for seed in (0, 2**40) for seq in (0, 1)]
+        samplers = [_native.Sampler(4, [], seed=seed, seq_index=seq) for seed in (0, 2**40) for seq in (0, 1)]
         values = np.array([s.uniforms(position) for s in samplers for position in range(5000)])
         assert len(np.unique(values)) == values.size and values.min() > 0 and values.max() < 1
         assert np.abs(values.mean(axis=0) - 0.5).max() < 0.01 and abs(np.corrcoef(values.T)[0, 1]) < 0.03

@@ -5,13 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from headrace import _native
-from headrace.accept.exact import Verification, verify_exact
-from headrace.accept.sampler import Sampler
-from headrace.accept.typical import verify_typical
-from headrace.batch import Commit, DraftTree
+from headrace.batch import DraftTree
+from headrace.config import AcceptanceMethod
+from headrace.logit_ops import Draw, Drawn
+from headrace.sampling.host import run_logit_ops
+from headrace.sampling.sampler import Sampler
 
-POOL = _native.Pool(1)
 VOCAB = 8
 
 
@@ -21,12 +20,14 @@ def logits_of(*rows: list[float]) -> np.ndarray:
 
 
 def accepted(draft: DraftTree, *rows: list[float], **sampling: float) -> list[int]:
-    verification = Verification(Commit(0, [], [], []), Sampler(VOCAB, [], **sampling), draft, 0, 0, 2)
-    assert verify_typical([verification], logits_of(*rows), POOL) == set()
-    commit = verification.commit
-    assert len(commit.tokens) == len(commit.logprobs) == len(commit.path) + 1
-    assert commit.tokens[:-1] == [draft.tokens[node] for node in commit.path]
-    return commit.path
+    return path("typical", draft, *rows, **sampling)
+
+
+def path(method: AcceptanceMethod, draft: DraftTree, *rows: list[float], **sampling: float) -> list[int]:
+    (drawn,) = run_logit_ops([Draw(0, 0, Sampler(VOCAB, [], **sampling), draft, 2, method)], logits_of(*rows))
+    assert isinstance(drawn, Drawn) and len(drawn.tokens) == len(drawn.logprobs) == len(drawn.path) + 1
+    assert drawn.tokens[:-1] == [draft.tokens[node] for node in drawn.path]
+    return drawn.path
 
 
 SURE = [0.93, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01]
@@ -51,9 +52,7 @@ def test_greedy_loses_nothing() -> None:
     for _ in range(30):
         rows = rng.dirichlet(np.ones(VOCAB), 4).tolist()
         draft = DraftTree(rng.integers(0, 3, 3).tolist(), [-1, 0, 0])
-        plain = Verification(Commit(0, [], [], []), Sampler(VOCAB, [], temperature=0.0), draft, 0, 0, 2)
-        assert verify_exact([plain], logits_of(*rows), POOL) == set()
-        assert accepted(draft, *rows, temperature=0.0) == plain.commit.path
+        assert accepted(draft, *rows, temperature=0.0) == path("exact", draft, *rows, temperature=0.0)
 
 
 def test_penalties_count_on_the_way_down() -> None:

@@ -19,10 +19,10 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int
     return [c0, c1, c2, c3]
 
 
-def gumbel(vocab: int, position: int, seq: int, seed: int) -> NDArray[np.float64]:
+def gumbel(vocab: int, position: int, seq_index: int, seed: int) -> NDArray[np.float64]:
     """The noise of every token at a position."""
     key = (seed & 0xFFFFFFFF, seed >> 32)
-    words = [word for quad in range(-(-vocab // 4)) for word in philox((quad, position, seq, 0), key)][:vocab]
+    words = [word for quad in range(-(-vocab // 4)) for word in philox((quad, position, seq_index, 0), key)][:vocab]
     return -np.log(-np.log((np.array(words, np.float64) + 0.5) * 2.0**-32))
 
 
@@ -40,7 +40,7 @@ def order(logits: NDArray[np.float32]) -> NDArray[np.int64]:
 class SamplerTwin:
     vocab: int
     prompt: list[int]
-    seq: int = 0
+    seq_index: int = 0
     seed: int = 0
     temperature: float = 1.0
     top_k: int = 0
@@ -60,7 +60,7 @@ class SamplerTwin:
             token = int(np.argmax(x))
         else:
             kept = self._filtered(x)
-            scores = (x.astype(np.float64) - x.max()) / self.temperature + gumbel(self.vocab, position, self.seq, self.seed)
+            scores = (x.astype(np.float64) - x.max()) / self.temperature + gumbel(self.vocab, position, self.seq_index, self.seed)
             token = int(kept[np.argmax(scores[kept])])
         self.output.append(token)
         return token

@@ -1,0 +1,61 @@
+"""An executable for tests that answers one launch late, as a device does: what the engine does meanwhile must not need the answer."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from headrace.batch import Ints, RaggedBatch
+from headrace.logit_ops import LogitOp, StepResult
+
+
+class LateExecutable:
+    """Runs a launch of another executable when its results are waited for, or when the second launch after it comes.
+
+    So what the engine does between two launches, it does without the results of the first.
+    """
+
+    max_in_flight = 2
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.overlaps = 0
+        """Launches that came before the one before had run."""
+        self._late: _LateTicket | None = None
+
+    def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> "_LateTicket":
+        self.overlaps += self._late is not None and not self._late.ready
+        self._run_late()
+        arrays = {name: value.copy() for name, value in batch._asdict().items() if isinstance(value, np.ndarray)}
+        self._late = _LateTicket(lambda: self.inner.launch(batch._replace(**arrays), list(ops), logits=logits, hidden=hidden).wait())
+        return self._late
+
+    def move_slots(self, source: Ints, target: Ints) -> None:
+        self._run_late()
+        self.inner.move_slots(source, target)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def _run_late(self) -> None:
+        if self._late:
+            self._late.wait()
+
+
+class _LateTicket:
+    def __init__(self, run: Callable[[], StepResult]) -> None:
+        self._run = run
+        self._result: StepResult | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self._result is not None
+
+    def wait(self) -> StepResult:
+        if self._result is None:
+            result = self._run()
+            self._result = StepResult(result.values, *(None if rows is None else rows.copy() for rows in result[1:]))
+        return self._result
