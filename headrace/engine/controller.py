@@ -110,7 +110,7 @@ class Controller:
         """Of plain decoding, for one sequence of the next step."""
         self._extras = [0.0]
         """What so many draft rows cost in it, in tokens that plain decoding would give in that time; as far as was asked."""
-        self._evictable = True
+        self._is_plain = True
         """Whether the next step is a plain one, whatever could be drafted."""
         self._num_drafting = 0
         self._plain_every = _PLAIN_EVERY[0]
@@ -124,16 +124,16 @@ class Controller:
         """A step of so many scheduled rows, in which some sequences draw; what such steps cost."""
         self._cost, self._num_scheduled, self._num_drawing, self._extras, self._price = cost, num_scheduled, num_drawing, [0.0], 0.0
         visits = cost.visits(num_scheduled)
-        self._evictable = visits < _FIRST_PLAIN or self._num_drafting >= min(self._plain_every, _VISITS_SPAN * visits)
+        self._is_plain = visits < _FIRST_PLAIN or self._num_drafting >= min(self._plain_every, _VISITS_SPAN * visits)
         self._token_seconds = cost.seconds(num_drawing) / num_drawing
-        if self._evictable:
+        if self._is_plain:
             self._num_drafting = 0
         else:
             self._trying, self._tried = self._tried, None
 
     def asks(self, name: str, seq: Sequence, rival: DraftCandidate | None = None) -> bool:
         """Whether to ask for a draft: where it should pay beyond what another has offered, or now and then."""
-        if self._evictable:
+        if self._is_plain:
             return False
         method, track = self._methods[name], self._track(name, seq)
         worth = track.worth - (self._net(rival) if rival else 0.0)
@@ -224,11 +224,11 @@ class Controller:
 
     def _try(self, candidates: dict[Sequence, DraftCandidate], chosen: dict[Sequence, list[int]]) -> None:
         """Run rows of a sequence that are not expected to pay, for some steps on end, when enough time has been saved for that."""
-        idle = [b for b, candidate in candidates.items() if b not in chosen and self._methods[candidate.method].traits.learns_from_rows]
-        if not idle:
+        spare = [b for b, candidate in candidates.items() if b not in chosen and self._methods[candidate.method].traits.learns_from_rows]
+        if not spare:
             return
-        begun = [seq for seq in idle if seq.seq_id == self._trying]
-        seq = begun[0] if begun else idle[self._num_trials % len(idle)]
+        begun = [seq for seq in spare if seq.seq_id == self._trying]
+        seq = begun[0] if begun else spare[self._num_trials % len(spare)]
         candidate = candidates[seq]
         nodes = list(range(len(candidate.values) if candidate.draft.indivisible else min(_TRIAL_NODES, len(candidate.values))))
         before = sum(map(len, chosen.values()))

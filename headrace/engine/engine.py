@@ -220,6 +220,8 @@ class Engine:
         if not self._closed:
             for request_id in list(self._requests):
                 self.abort(request_id)
+            while self._loop.in_flight:
+                self._loop.finish()
             self._closed = True
             self._publisher.close()
             self._speculation.close()

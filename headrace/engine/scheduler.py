@@ -1,25 +1,28 @@
-"""Who is in the next step, with how many rows, and which slots they write.
+"""Which sequences are in the next step, with how many rows, and which slots they write.
 
 There are no phases: every sequence has known tokens without KV (one while it decodes, many in a prompt or after preemption),
 and a step computes some of them.
 
 **One order.** Everything goes by `Sequence.rank`: the step at which its request came, a level of priority counting as
-`STEPS_PER_PRIORITY` steps, then its key. Whoever waits grows more urgent as the steps go by, beside those who come later; no
-rank ever changes.
+`STEPS_PER_PRIORITY` steps, then its id. A waiting sequence grows more urgent as the steps go by, compared with those that come
+later; no rank ever changes.
 
-**Everybody finishes.** Take the sequence of the lowest rank of all. If it runs, it has a row in every step and never gives way:
-who gives way comes last among those running, so it would have to be alone, and alone every request fits, or it would have been
-refused. If it waits, nobody is admitted before it, and those that run end in the same way, the first of them first; at the
+**Every request finishes.** Take the sequence of the lowest rank of all. If it runs, it has a row in every step and is never
+preempted: a victim comes last among those running, so it would have to be alone, and alone every request fits, or it would have been
+refused. If it waits, no other is admitted before it, and those that run end in the same way, the first of them first; at the
 latest it is alone then, and is admitted. So it ends, and another is the lowest. Only finitely many ever come before a sequence:
 besides those that were there, those that came within `STEPS_PER_PRIORITY` x (difference of priorities) steps after it.
 
-**Nobody gives way twice for nothing.** A sequence is admitted when there are blocks for all its known tokens, and has them at
-once, so it needs no other before it has drawn a token. Only who has drawn since it was admitted gives way, unless the first
-needs a block and nobody else has drawn yet; that happens at most once for each block that the first grows by.
+**No sequence is preempted twice for nothing.** A sequence is admitted when there are blocks for all its known tokens, and has them at
+once, so it needs no other before it has drawn a token. Only sequences that have drawn since they were admitted are preempted, unless
+the first needs a block and no other has drawn yet; that happens at most once for each block that the first grows by.
 
-**Beams go together.** Those of one request are chosen among each other, so they draw in the same step or not at all, and give
-way together. When they come back, one of them computes what they have in common before the others fork off. The blocks that
-these will need are kept from newcomers, not from those that run, so here a sequence may have to give way before it has drawn.
+**Beams go together.** Those of one request are chosen among each other, so they draw in the same step or not at all, and are
+preempted together. When they come back, one of them computes what they have in common before the others fork off. The blocks that
+these will need are kept from newcomers, not from those that run, so here a sequence may be preempted before it has drawn.
+
+**Steps in flight.** A step counts as done when it is launched: its tokens are computed, and the token that it draws is pending. So the
+next step can be scheduled before it is finished, where `can_overlap`; what a sequence in flight holds is not taken from it.
 """
 
 from bisect import insort
