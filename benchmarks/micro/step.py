@@ -2,7 +2,7 @@
 
 Every sequence decodes one row in every step. The plan is timed from outside; the rest of `Engine.step` is what is shown, in
 microseconds, median (quarter-three quarters of the calls), of a step and of each sequence. Most of it at one sequence is the price of
-memory: a plan that has read all weights leaves nothing of Python in the caches. The values of `--ahead-ms` take turns in one engine, and
+memory: a plan that has read all weights leaves nothing of Python in the caches. The values of `--multi-step-ms` take turns in one engine, and
 speed is tokens per second in ratio to the first of them in the same round, median (least-most).
 """
 
@@ -12,10 +12,10 @@ import time
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from headrace.config import EngineConfig
+from headrace.assembly.load import load_model
+from headrace.config import OFFLINE, EngineConfig
 from headrace.engine.engine import Engine
 from headrace.engine.multi_step import MultiStep
-from headrace.llm import MULTI_STEP_MS, load_engine
 from headrace.request import SamplingParams
 
 CASES: dict[str, dict[str, Any]] = {
@@ -81,13 +81,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--ahead-ms", type=float, nargs="+", default=[0, EngineConfig.multi_step_ms, MULTI_STEP_MS], help="how long steps run in a row"
-    )
+    values = [0, EngineConfig.multi_step_ms, OFFLINE.engine["multi_step_ms"]]
+    parser.add_argument("--multi-step-ms", type=float, nargs="+", default=values, help="values of EngineConfig.multi_step_ms to compare")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32])
     args = parser.parse_args()
     config = EngineConfig(threads=args.threads, max_model_len=1024)
-    engine, tokenizer, _ = load_engine(args.model, config)
+    engine, _, tokenizer, _ = load_model(args.model, config)
     stepper: Any = engine._stepper
     stepper.executable.plan = plan = TimedPlan(stepper.executable.plan)
     ways = {
@@ -98,7 +97,7 @@ def main() -> None:
     print(f"{'':28}{'seqs':>9}{'multi_step ms':>9}{'plan':>9}{'attach it':>22}{'a seq':>10}{'share':>8}{'speed':>18}")
     for name, options in CASES.items():
         params = SamplingParams(max_tokens=args.steps, ignore_eos=True, **options)
-        for seqs in args.seqs:
+        for seqs in args.sequences:
             turns: dict[float, list[Turn]] = {ms: [] for ms in ways}
             for turn in range(args.rounds + 1):  # the first round is not counted
                 for ms in list(ways) if turn % 2 else list(ways)[::-1]:

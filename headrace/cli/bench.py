@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 from headrace.cli.arguments import add_model
-from headrace.config import EngineConfig, KvDtype
+from headrace.config import OFFLINE, EngineConfig, KvDtype
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -105,14 +105,13 @@ def _open(path: str | None) -> AbstractContextManager[TextIO | None]:
 
 def _measure(args: argparse.Namespace, settings: dict[str, Any]) -> "Iterator[Row]":
     """Rows as they are done; each carries all that is needed to read it later."""
+    from headrace.assembly.options import engine_config
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
-    from headrace.llm import MULTI_STEP_MS, engine_config
 
     longest, most = _longest(args.kind, settings), max(settings.get("concurrency", (1,)))
     options = {"threads": args.threads, "kv_dtype": args.kv_dtype, "max_model_len": longest, "max_num_seqs": most}
-    options |= {"chunked_prefill_size": EngineConfig.max_num_batched_tokens, "multi_step_ms": MULTI_STEP_MS}  # as `LLM` has them
-    config = engine_config(options)
+    config = engine_config(options, OFFLINE)
     checkpoint = open_checkpoint(resolve(args.model))
     if longest > checkpoint.spec.max_context:
         flags = "--pp, --tg or --depth" if args.kind == "latency" else "--prompt-tokens or --output-tokens"

@@ -61,12 +61,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> "list[Candidate]":
+    from headrace.assembly.options import engine_config
     from headrace.backend import compile_program
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
     from headrace.cli.calibration import Calibration
     from headrace.config import KvConfig
-    from headrace.llm import engine_config
     from headrace.model import trace_model
     from headrace.planner.host import usable_cores
 
@@ -94,7 +94,7 @@ def _drafts(
     """What is to be measured, by name."""
     from dataclasses import replace
 
-    from headrace.drafts import compile_draft_models, first_layers, open_draft_checkpoints
+    from headrace.assembly.drafts import compile_draft_models, first_layers, open_draft_checkpoints
 
     if args.draft:
         config = replace(config, proposer="draft_model", draft_model=args.draft)

@@ -65,9 +65,9 @@ def examine(args: argparse.Namespace) -> "Report":
     Raises ModelError as every verb does, MemoryLimitError where not one phase fits in memory, and RequestError where none is
     left to run.
     """
+    from headrace.assembly.options import engine_config
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
-    from headrace.llm import engine_config
     from headrace.planner.profile import account, phases, typical
     from headrace.planner.report import Report
 

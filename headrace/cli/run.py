@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, get_args
 
 from headrace.cli.arguments import DEFAULT_MODEL, add_model
-from headrace.config import EngineConfig, KvDtype
+from headrace.config import INTERACTIVE, EngineConfig, KvDtype
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -90,13 +90,15 @@ def run(args: argparse.Namespace) -> int:
     """One answer, or a chat."""
     prompt = _prompt(args)
 
-    from headrace.llm import engine_config
+    from headrace.assembly.options import engine_config
     from headrace.request import SamplingParams
 
     names = _SHARED_PARAMS + (_DRAW_PARAMS if args.beam_width is None else _BEAM_PARAMS)
     params = SamplingParams(**{name: getattr(args, name) for name in names})
     options = {name: getattr(args, name) for name in (*_ENGINE_OPTIONS, *_SPECULATION_OPTIONS)}
-    config = engine_config(options | {"max_num_seqs": params.beam_width or 1})
+    if params.beam_width:
+        options["max_num_seqs"] = params.beam_width
+    config = engine_config(options, INTERACTIVE)
 
     from headrace.cli.session import Session
 

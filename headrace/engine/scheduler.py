@@ -132,7 +132,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue the first sequence of a request."""
-        seq.request.arrival = self._num_steps + STEPS_PER_PRIORITY * seq.request.service.priority
+        seq.request.arrival = self._num_steps + STEPS_PER_PRIORITY * seq.request.priority
         insort(self.waiting, seq, key=_RANK)
 
     def drop(self, seq: Sequence) -> None:

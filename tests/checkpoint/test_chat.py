@@ -56,7 +56,7 @@ class TestRendering:
         assert tokenizer.encode(text, add_special=False, parse_special=True)[0] == 1
 
     def test_further_names(self) -> None:
-        assert render("{{ enable_thinking }}", enable_thinking=False) == "False"
+        assert render("{{ enable_thinking }}", chat_template_kwargs={"enable_thinking": False}) == "False"
 
     def test_the_date(self) -> None:
         assert render("{{ strftime_now('%Y') }}").isdigit()
