@@ -28,13 +28,13 @@ class EngineConfig:
     backend: str = "cpu"
     """`cpu` (C++ kernels) or `reference` (NumPy, the truth in tests)."""
     threads: int = 0
-    """Compute threads; 0: as many as the process may use."""
+    """Compute threads; 0: one for each core that the process may use."""
     kv_dtype: KvDtype = "bf16"
     """Number format of keys and values."""
     kv_blocks: int = 0
-    """Blocks in the KV pool; 0: from the context length and the memory at hand."""
+    """Blocks in the KV pool; 0: as many as `max_num_seqs` sequences of full length need, within half of the memory that is left."""
     max_model_len: int = 0
-    """Longest sequence, prompt and output; 0: what the model was trained for."""
+    """Tokens of the longest sequence, prompt and output; 0: the context that the model was trained for."""
     batching: Literal["inflight", "static"] = "inflight"
     """`inflight`: requests join and leave at every step. `static`: a batch starts and ends together, the baseline to compare with."""
     max_num_seqs: int = 64
@@ -43,7 +43,7 @@ class EngineConfig:
     """Row budget of a step: decode rows first, then prompt chunks."""
     chunked_prefill_size: int = 16
     """Prompt rows in a step that also decodes, beside one row for each decoding sequence; deep in a context fewer, as attention costs
-    more there. 16 let a long prompt stretch the time between tokens of other requests to about three times; large values favour
+    more there. 16 lets a long prompt stretch the time between tokens of other requests to about three times; large values favour
     throughput. 0: as many as `max_num_batched_tokens`, which then stands here."""
     max_logit_rows: int = 64
     """Most rows of one sequence with logits in one step (prompt log-probabilities are computed in chunks of this size)."""
@@ -54,9 +54,9 @@ class EngineConfig:
     """Where drafts come from; `auto`: from the n-gram index, the online table, and those of the last three that are configured.
     Never changes a token, unless `acceptance_method` says so."""
     max_draft_tokens: int = 16
-    """Most draft nodes of a sequence in a step."""
+    """Most draft tokens of a sequence in a step."""
     adaptive_speculation: bool = True
-    """Draft as much as pays by measured acceptance and step times, down to nothing; False: as much as there is room for."""
+    """Draft as much as saves time by measured acceptance and step times, down to nothing; False: as much as fits into the step."""
     draft_model: str = ""
     """For `draft_model`: a smaller model with the same vocabulary, named as models are."""
     draft_layers: int = 0
@@ -64,18 +64,18 @@ class EngineConfig:
     medusa_heads: str = ""
     """For `medusa`: a safetensors file with heads that were trained for the model."""
     draft_depth: int = 4
-    """Most drafts in a row of the three above."""
+    """Most draft tokens one after the other, of the three proposers above."""
     draft_width: int = 1
-    """Drafts at each depth: 1 makes chains, more makes trees of the draft's likeliest tokens."""
+    """Draft tokens at each depth: 1 makes chains, more make trees of the draft model's likeliest tokens."""
     acceptance_method: AcceptanceMethod = "exact"
-    """What becomes of drafts. `exact`: the tokens are those of plain decoding. `rejection`: textbook rejection sampling, the same
+    """How drafts are verified. `exact`: the tokens are those of plain decoding. `rejection`: textbook rejection sampling, the same
     distribution. `typical`: lossy."""
     prefix_cache: bool = True
     """Keep the KV of past and running requests, while there is room, for requests that begin alike; never changes a token."""
     target_token_ms: float = 0
-    """Time per token beyond which requests wait instead of joining in; 0: none."""
+    """Milliseconds of a step beyond which waiting requests are not admitted; 0: no such limit."""
     seed: int = 0
-    """Seeds the requests that bring no seed of their own."""
+    """Seed of the requests that bring none of their own."""
 
     def __post_init__(self) -> None:
         if not self.chunked_prefill_size:

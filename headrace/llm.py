@@ -26,9 +26,9 @@ class LLM:
     `model` is an alias, a path, `hf:...` or `pypi:...`; the options are the fields of `EngineConfig`, over the defaults in
     `config.OFFLINE`. Use it in a `with` block, or call `close()`, to give the memory back. Methods may be called from several threads.
 
-    `generate`, `chat` and `stream` take the terms of service beside the parameters. None of them changes a token: `priority` (the
-    lower, the sooner a request is served; waiting makes up for it), `timeout` (seconds after which a request ends with what it has)
-    and `cache_salt` (only requests of the same salt share KV in the prefix cache).
+    `generate`, `chat` and `stream` take the terms on which a request is served beside its parameters. None of them changes a token:
+    `priority` (the lower, the sooner a request is served; waiting makes up for it), `timeout` (seconds after which a request ends
+    with what it has) and `cache_salt` (only requests of the same salt share KV in the prefix cache).
     """
 
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
@@ -46,13 +46,13 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
-        timeout: float | None | Sequence[float | None] = None,
-        cache_salt: str | None | Sequence[str | None] = None,
+        timeout: float | Sequence[float | None] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Continue each prompt; the results are in the order of the prompts.
 
-        Parameters and terms of service are one value for all prompts, or a list with one for each. Raises RequestError for a
+        Parameters and terms are one value for all prompts, or a list with one for each. Raises RequestError for a
         prompt, parameters or terms that cannot be served, before anything runs, and RequestFailedError, which has all results, when
         requests failed on the way.
         """
@@ -68,8 +68,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
-        timeout: float | None | Sequence[float | None] = None,
-        cache_salt: str | None | Sequence[str | None] = None,
+        timeout: float | Sequence[float | None] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
         progress: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,

@@ -114,7 +114,7 @@ class TestGenerate:
         assert llm.stats().steps == 0
         assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 8
 
-    def test_terms_of_service_for_each_prompt_or_for_all(self, llm: LLM) -> None:
+    def test_terms_for_each_prompt_or_for_all(self, llm: LLM) -> None:
         text = "hello " * 20
         first, late = llm.generate([text, text], replace(GREEDY, max_tokens=2), cache_salt=["a", "b"], timeout=[None, 0.0])
         assert (first.cached_tokens, first.outputs[0].finish_reason) == (0, "length")
@@ -228,7 +228,9 @@ class TestChat:
         assert llm.chat([], GREEDY) == []
 
     def test_arguments_of_the_template(self, write_gguf: Any) -> None:  # noqa: F811
-        path = write_gguf({"tokenizer.chat_template": "{{ messages[0].content }}{{ tools | length if tools }}{{ add_generation_prompt }}{{ mood }}"})
+        path = write_gguf(
+            {"tokenizer.chat_template": "{{ messages[0].content }}{{ tools | length if tools }}{{ add_generation_prompt }}{{ mood }}"}
+        )
         with LLM(str(path), backend="reference", max_model_len=64) as llm:
             options = {"tools": [{}, {}], "add_generation_prompt": False, "chat_template_kwargs": {"mood": "dry"}}
             assert llm.chat(MESSAGES, GREEDY, **options)[0].prompt == "hello2Falsedry"

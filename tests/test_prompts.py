@@ -135,7 +135,9 @@ class TestRefusals:
 
     def test_no_chat_template(self, write_gguf: Any) -> None:  # noqa: F811
         model = str(write_gguf({"tokenizer.chat_template": None}))
-        said = f"{model} has no chat template, so it cannot take a conversation: give it plain text, with LLM.generate or headrace run --raw"
+        said = (
+            f"{model} has no chat template, so it cannot take a conversation: give it plain text, with LLM.generate or headrace run --raw"
+        )
         with LLM(model, **OPTIONS) as llm, Session(model, engine_config(OPTIONS, INTERACTIVE)) as session:
             for use in (
                 lambda: llm.chat(MESSAGES),

@@ -2,8 +2,8 @@
 
 Every sequence decodes one row in every step. The plan is timed from outside; the rest of `Engine.step` is what is shown, in
 microseconds, median (quarter-three quarters of the calls), of a step and of each sequence. Most of it at one sequence is the price of
-memory: a plan that has read all weights leaves nothing of Python in the caches. The values of `--multi-step-ms` take turns in one engine, and
-speed is tokens per second in ratio to the first of them in the same round, median (least-most).
+memory: a plan that has read all weights leaves nothing of Python in the caches. The values of `--multi-step-ms` take turns in one engine,
+and speed is tokens per second in ratio to the first of them in the same round, median (least-most).
 """
 
 import argparse

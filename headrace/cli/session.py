@@ -50,7 +50,7 @@ class Session:
             raise self.result.error
 
     def closing_line(self) -> str:
-        """Tokens and speed of the last answer, the limit that this machine sets to plain decoding, and how many tokens were drafted."""
+        """Tokens and speed of the last answer, the limit that this machine sets to plain decoding, and the accepted draft tokens."""
         result = self.result
         if result is None:
             return ""
@@ -62,8 +62,8 @@ class Session:
             speed = (num_out - 1) / result.timing.decode
             limit = self._decode_limit(num_in + num_out // 2, speed)
             parts.append(f"limit {limit:,.0f} tok/s, {speed / limit:.0%}".replace("%", " %"))
-        if drafted := sum(books.accepted for books in result.drafts.values()):
-            parts.append(f"{drafted:,} drafted")
+        if accepted := sum(stats.accepted for stats in result.drafts.values()):
+            parts.append(f"{accepted:,} accepted from drafts")
         return f"[{' · '.join(parts)}]"
 
     def _decode_limit(self, depth: int, speed: float) -> float:

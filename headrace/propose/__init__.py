@@ -18,7 +18,18 @@ from headrace.propose.online import OnlineProposer
 from headrace.propose.self_draft import SelfDraftProposer
 from headrace.propose.trees import prune
 
-__all__ = ["METHODS", "NEEDS", "PROPOSERS", "DraftModel", "DraftModels", "Guard", "asked_for", "check_speculation", "make_proposers", "prune"]
+__all__ = [
+    "METHODS",
+    "NEEDS",
+    "PROPOSERS",
+    "DraftModel",
+    "DraftModels",
+    "Guard",
+    "asked_for",
+    "check_speculation",
+    "make_proposers",
+    "prune",
+]
 
 
 @dataclass(frozen=True)

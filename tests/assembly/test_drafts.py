@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from headrace import LLM, SamplingParams
-from headrace.checkpoint.load import open_checkpoint
 from headrace.assembly.drafts import read_heads
+from headrace.checkpoint.load import open_checkpoint
 from headrace.errors import FormatError, MemoryLimitError, RequestError
 from tests.checkpoint.conftest import SHAPE, SPECIAL, metadata, write_gguf  # noqa: F401 - a fixture
 

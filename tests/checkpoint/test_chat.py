@@ -63,10 +63,14 @@ class TestRendering:
 
 
 class TestWhatTemplatesMayNot:
+    def test_arguments_are_a_dictionary(self) -> None:
+        with pytest.raises(RequestError, match="chat_template_kwargs must be a dictionary, not list"):
+            render("{{ mood }}", chat_template_kwargs=["mood"])
+
     @pytest.mark.parametrize("name", ["bos_token", "eos_token"])
     def test_arguments_replace_nothing(self, name: str) -> None:
         with pytest.raises(RequestError, match=name):
-            render("{{ bos_token }}", **{name: "x"})
+            render("{{ bos_token }}", chat_template_kwargs={name: "x"})
 
     @pytest.mark.parametrize(
         "template",

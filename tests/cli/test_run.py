@@ -16,7 +16,9 @@ from headrace.cli import main as cli
 from headrace.cli import run as verb
 
 HEADRACE = [sys.executable, "-m", "headrace"]
-CLOSING = re.compile(r"^\[(\d+) in, [\d,]+ tok/s · (\d+) out(, [\d,]+ tok/s · limit [\d,]+ tok/s, \d+ %)?(?: · [\d,]+ drafted)?\]$")
+CLOSING = re.compile(
+    r"^\[(\d+) in, [\d,]+ tok/s · (\d+) out(, [\d,]+ tok/s · limit [\d,]+ tok/s, \d+ %)?(?: · [\d,]+ accepted from drafts)?\]$"
+)
 CAPITAL = "What is the capital city of France? Answer in one word."
 SHORT = ("--max-tokens", "12", "--temperature", "0")
 
@@ -193,7 +195,7 @@ class TestChat:
         assert num_in(chat.wait_for(r"\[(\d+) in.*\]")) == num_in(first)
         chat.wait_for("> ")
         chat.type("/nonsense\n")
-        chat.wait_for("no command /nonsense")
+        chat.wait_for("unknown command /nonsense")
         chat.wait_for("> ")
         chat.type("/help\n")
         chat.wait_for("forget the conversation")
@@ -219,7 +221,7 @@ class TestChat:
         chat.wait_for(r"\[\d+ in.*\]")
         chat.wait_for("> ")
         chat.type("And what are the capitals of Italy, Spain, Portugal, Austria and Greece?\n")
-        chat.wait_for("the prompt has .* /reset starts anew")
+        chat.wait_for("the prompt has .* /reset starts a new conversation")
         chat.wait_for("> ")
         chat.type("\\\n")
         chat.wait_for(r"\.\.\. ")  # a line that goes on
