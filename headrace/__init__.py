@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.llm import LLM
-    from headrace.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, Service
+    from headrace.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "Service", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
 
-_HOME = {"LLM": "llm"} | dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "Service"), "request")
+_HOME = {"LLM": "llm"} | dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"), "request")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,9 @@
-"""Configuration records: small, frozen, typed. Every field has a default."""
+"""Configuration records: small, frozen, typed. Every field has a default, and each face of Headrace says which it changes, and why."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
 
 KvDtype = Literal["bf16", "f32", "int8", "int4"]
 AcceptanceMethod = Literal["exact", "rejection", "typical"]
@@ -26,13 +28,13 @@ class EngineConfig:
     backend: str = "cpu"
     """`cpu` (C++ kernels) or `reference` (NumPy, the truth in tests)."""
     threads: int = 0
-    """Compute threads; 0: as many as the process may use."""
+    """Compute threads; 0: one for each core that the process may use."""
     kv_dtype: KvDtype = "bf16"
     """Number format of keys and values."""
     kv_blocks: int = 0
-    """Blocks in the KV pool; 0: from the context length and the memory at hand."""
+    """Blocks in the KV pool; 0: as many as `max_num_seqs` sequences of full length need, within half of the memory that is left."""
     max_model_len: int = 0
-    """Longest sequence, prompt and output; 0: what the model was trained for."""
+    """Tokens of the longest sequence, prompt and output; 0: the context that the model was trained for."""
     batching: Literal["inflight", "static"] = "inflight"
     """`inflight`: requests join and leave at every step. `static`: a batch starts and ends together, the baseline to compare with."""
     max_num_seqs: int = 64
@@ -40,21 +42,21 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     """Row budget of a step: decode rows first, then prompt chunks."""
     chunked_prefill_size: int = 16
-    """Rows for prompts in a step that also decodes, beside one for each decoding sequence; deep in a context fewer, as attention costs
-    more there. So a long prompt stretches the time between tokens of others to about three times. Large values
-    favour throughput: `LLM` sets it to `max_num_batched_tokens` unless told otherwise."""
+    """Prompt rows in a step that also decodes, beside one row for each decoding sequence; deep in a context fewer, as attention costs
+    more there. 16 lets a long prompt stretch the time between tokens of other requests to about three times; large values favour
+    throughput. 0: as many as `max_num_batched_tokens`, which then stands here."""
     max_logit_rows: int = 64
     """Most rows of one sequence with logits in one step (prompt log-probabilities are computed in chunks of this size)."""
     multi_step_ms: float = 10
-    """Steps of plain decoding are run in a row for about so long before anybody hears of their tokens, or can join; 0: one at a time.
-    `LLM` sets it to 50 unless told otherwise. Never changes a token."""
+    """Milliseconds for which steps of plain decoding are run in a row; their tokens are handed out, and new requests join in, only
+    after the last of them. 0: one step at a time. Never changes a token."""
     proposer: Literal["off", "auto", "ngram", "jacobi", "lookahead", "online", "draft_model", "self_draft", "medusa"] = "off"
     """Where drafts come from; `auto`: from the n-gram index, the online table, and those of the last three that are configured.
     Never changes a token, unless `acceptance_method` says so."""
     max_draft_tokens: int = 16
-    """Most draft nodes of a sequence in a step."""
+    """Most draft tokens of a sequence in a step."""
     adaptive_speculation: bool = True
-    """Draft as much as pays by measured acceptance and step times, down to nothing; False: as much as there is room for."""
+    """Draft as much as saves time by measured acceptance and step times, down to nothing; False: as much as fits into the step."""
     draft_model: str = ""
     """For `draft_model`: a smaller model with the same vocabulary, named as models are."""
     draft_layers: int = 0
@@ -62,15 +64,70 @@ class EngineConfig:
     medusa_heads: str = ""
     """For `medusa`: a safetensors file with heads that were trained for the model."""
     draft_depth: int = 4
-    """Most drafts in a row of the three above."""
+    """Most draft tokens one after the other, of the three proposers above."""
     draft_width: int = 1
-    """Drafts at each depth: 1 makes chains, more makes trees of the draft's likeliest tokens."""
+    """Draft tokens at each depth: 1 makes chains, more make trees of the draft model's likeliest tokens."""
     acceptance_method: AcceptanceMethod = "exact"
-    """What becomes of drafts. `exact`: the tokens are those of plain decoding. `rejection`: textbook rejection sampling, the same
+    """How drafts are verified. `exact`: the tokens are those of plain decoding. `rejection`: textbook rejection sampling, the same
     distribution. `typical`: lossy."""
     prefix_cache: bool = True
     """Keep the KV of past and running requests, while there is room, for requests that begin alike; never changes a token."""
     target_token_ms: float = 0
-    """Time per token beyond which requests wait instead of joining in; 0: none."""
+    """Milliseconds of a step beyond which waiting requests are not admitted; 0: no such limit."""
     seed: int = 0
-    """Seeds the requests that bring no seed of their own."""
+    """Seed of the requests that bring none of their own."""
+
+    def __post_init__(self) -> None:
+        if not self.chunked_prefill_size:
+            object.__setattr__(self, "chunked_prefill_size", self.max_num_batched_tokens)
+
+
+@dataclass(frozen=True)
+class FaceDefaults:
+    """What a face of Headrace sets unless its user says otherwise; for all else the records' own defaults hold."""
+
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """By field of `EngineConfig`."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """By field of `SamplingParams`."""
+
+
+SERVING = FaceDefaults()
+"""Many callers, each of whom sees the tokens as they come: the records' own defaults are made for these."""
+
+OFFLINE = FaceDefaults(
+    engine=MappingProxyType(
+        {
+            # Whole results come soonest with large chunks, and nobody watches the time between two tokens.
+            "chunked_prefill_size": 0,
+            # Fewer and longer calls take less time in all, and a text that is streamed still flows at 20 pieces a second.
+            "multi_step_ms": 50.0,
+        }
+    )
+)
+"""`LLM` and `headrace bench`: one program waits for whole results."""
+
+INTERACTIVE = FaceDefaults(
+    engine=MappingProxyType(
+        {
+            # One person asks one question at a time, so the KV pool is for one sequence (or the beams of one search).
+            "max_num_seqs": 1,
+            # A sequence alone leaves arithmetic idle that can check drafts. Answers often quote; where they do not, drafting rests.
+            "proposer": "auto",
+        }
+    ),
+    sampling=MappingProxyType(
+        {
+            # Small models fall into loops. A low temperature without the unlikely tail, and a penalty that does not grow, keep them
+            # out: of 24 answers of the default model 4 looped without the penalty, none with it. Prompts are not penalised.
+            "temperature": 0.3,
+            "min_p": 0.05,
+            "presence_penalty": 1.0,
+            # The same question has the same answer every time.
+            "seed": 0,
+            # An answer ends where the model ends it; this only stops one that never would.
+            "max_tokens": 1024,
+        }
+    ),
+)
+"""`headrace run`: one person reads along."""

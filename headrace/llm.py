@@ -1,159 +1,42 @@
 """The offline face: text in, text out, in the caller's own process."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
-from functools import cached_property
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from threading import RLock
 from types import TracebackType
-from typing import Any, NamedTuple, TypeGuard, TypeVar, get_args
+from typing import Any, TypeVar
 
-from headrace.backend import BACKENDS, compile_program
-from headrace.checkpoint.chat import render_chat
-from headrace.checkpoint.load import Checkpoint, open_checkpoint
-from headrace.checkpoint.source import resolve
+from headrace.assembly.load import load_model
+from headrace.assembly.options import engine_config
 from headrace.checkpoint.tokenizer import Tokenizer
-from headrace.config import AcceptanceMethod, EngineConfig, KvConfig, KvDtype
-from headrace.drafts import compile_draft_models, open_draft_checkpoints, target_program
-from headrace.engine.engine import SCHEDULERS, Engine, EngineLimits
-from headrace.errors import ClosedError, MemoryLimitError, RequestError, RequestFailedError
+from headrace.config import OFFLINE
+from headrace.errors import ClosedError, RequestError, RequestFailedError
 from headrace.model.spec import ModelSpec
-from headrace.planner.host import available_memory, usable_cores
-from headrace.propose import PROPOSERS, check_speculation, make_proposers
-from headrace.request import RequestOutput, SamplingParams, Service, Update, check_names, integer, number
+from headrace.prompts import Message, Prompt, TokenizedPrompt, is_conversation
+from headrace.request import CheckedRequest, RequestOutput, SamplingParams, Update
 from headrace.stats import BlockMap, Stats
 
-Prompt = str | Mapping[str, Any]
-"""Text, or `{"prompt": text}`, or `{"prompt_token_ids": [...]}`."""
-Message = Mapping[str, Any]
-"""`{"role": ..., "content": ...}`"""
-
 _T = TypeVar("_T")
-_CHOICES = {
-    "backend": BACKENDS,
-    "kv_dtype": get_args(KvDtype),
-    "proposer": PROPOSERS,
-    "acceptance_method": get_args(AcceptanceMethod),
-    "batching": tuple(SCHEDULERS),
-}
-MULTI_STEP_MS = 50.0
-"""Of `LLM`: whole results come soonest so, and a text that is shown as it comes still flows."""
-_FLAGS = ("adaptive_speculation", "prefix_cache")
-_BOUNDS = {  # option: least, most
-    "threads": (0, 1024),
-    "kv_blocks": (0, 2**26),
-    "max_model_len": (0, 2**26),
-    "max_num_seqs": (1, 2**16),
-    "max_num_batched_tokens": (1, 2**20),
-    "chunked_prefill_size": (1, 2**20),
-    "max_logit_rows": (1, 2**20),
-    "max_draft_tokens": (1, 2**10),
-    "draft_layers": (0, 4096),
-    "draft_depth": (1, 64),
-    "draft_width": (1, 16),
-    "seed": (0, 2**64 - 1),
-}
-
-
-class Loaded(NamedTuple):
-    """A model, ready to run."""
-
-    engine: Engine
-    tokenizer: Tokenizer
-    checkpoint: Checkpoint
-
-
-def engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    """The configuration with these fields set. Raises RequestError for an unknown field or a value out of range."""
-    check_names("option", options, (field.name for field in fields(EngineConfig)))
-    checked = dict(options)
-    for name in options.keys() & _BOUNDS.keys():
-        checked[name] = integer(name, options[name], *_BOUNDS[name])
-    for name in options.keys() & {"target_token_ms", "multi_step_ms"}:
-        checked[name] = number(name, options[name], 0.0, 1e6)
-    for name in options.keys() & _CHOICES.keys():
-        if options[name] not in _CHOICES[name]:
-            raise RequestError(f"{name} must be one of {', '.join(_CHOICES[name])}, not {options[name]!r}")
-    for name in options.keys() & set(_FLAGS):
-        if not isinstance(options[name], bool):
-            raise RequestError(f"{name} must be true or false, not {options[name]!r}")
-    config = EngineConfig(**checked)
-    check_speculation(config)
-    return config
-
-
-def load_engine(model: str, config: EngineConfig) -> Loaded:
-    """Find a model, download it if need be, and make an engine of it.
-
-    Raises ModelError (missing, malformed, unknown), RequestError (an option the model cannot have) or MemoryLimitError.
-    """
-    checkpoint = open_checkpoint(resolve(model))
-    spec = checkpoint.spec
-    if config.max_model_len > spec.max_context:
-        raise RequestError(f"max_model_len is {config.max_model_len:,}, and the model's context ends at {spec.max_context:,}")
-    max_model_len = config.max_model_len or spec.max_context
-    tokenizer = checkpoint.load_tokenizer()
-    draft_checkpoints = open_draft_checkpoints(config, checkpoint, tokenizer)
-    weights = sum(tensor.nbytes for tensor in checkpoint.tensors.values()) + draft_checkpoints.nbytes
-    specs = (spec, draft_checkpoints.draft.spec) if draft_checkpoints.draft else (spec,)
-    kv = size_kv(specs, config, max_model_len, weights, available_memory())
-    threads = config.threads or usable_cores()
-    program = target_program(config, checkpoint)
-    executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads)
-    draft_models = compile_draft_models(config, draft_checkpoints, checkpoint, executable, kv)
-    limits = EngineLimits(spec.vocab_size, max_model_len, kv, spec.widest_window, program.attention_crossover)
-    config = replace(config, threads=threads)
-    engine = Engine(executable, tokenizer, limits, config, make_proposers(config, draft_models), name=model)
-    return Loaded(engine, tokenizer, checkpoint)
-
-
-def size_kv(specs: Sequence[ModelSpec], config: EngineConfig, max_model_len: int, weights: int, available: int) -> KvConfig:
-    """The KV pool of a model, and of the draft that keeps as much KV beside it, by bytes of weights and bytes of available memory.
-
-    As large as asked for, else with room for `max_num_seqs` sequences of full length, but not over half of what the weights
-    leave unless one sequence needs more. Raises MemoryLimitError, with the arithmetic.
-    """
-    block_size = KvConfig.block_size
-    per_block = sum(spec.kv_block_bytes(config.kv_dtype) for spec in specs)
-    fitting = max(0, available - weights) // per_block
-    for_one = -(-max_model_len // block_size)
-    blocks = config.kv_blocks or max(for_one, min(config.max_num_seqs * for_one, fitting // 2))
-    if blocks <= fitting:
-        return KvConfig(blocks, block_size, config.kv_dtype)
-    tokens, kv = blocks * block_size, blocks * per_block
-    advice = f"kv_blocks may be {fitting:,}" if config.kv_blocks else f"set max_model_len to {fitting * block_size:,} or less"
-    raise MemoryLimitError(
-        f"{weights:,} bytes of weights and {kv:,} bytes of KV for {tokens:,} tokens are {weights + kv:,} bytes, "
-        f"and {available:,} are available: {advice if fitting else 'the model is too large for this machine'}"
-    )
-
-
-class _Prepared(NamedTuple):
-    """A request that the engine can serve."""
-
-    text: str | None
-    token_ids: list[int]
-    params: SamplingParams
-    service: Service | None = None
 
 
 class LLM:
     """A model that continues text.
 
-    `model` is an alias, a path, `hf:...` or `pypi:...`; the options are the fields of `EngineConfig`. Use it in a `with`
-    block, or call `close()`, to give the memory back. Methods may be called from several threads.
+    `model` is an alias, a path, `hf:...` or `pypi:...`; the options are the fields of `EngineConfig`, over the defaults in
+    `config.OFFLINE`. Use it in a `with` block, or call `close()`, to give the memory back. Methods may be called from several threads.
+
+    `generate`, `chat` and `stream` take the terms on which a request is served beside its parameters. None of them changes a token:
+    `priority` (the lower, the sooner a request is served; waiting makes up for it), `timeout` (seconds after which a request ends
+    with what it has) and `cache_salt` (only requests of the same salt share KV in the prefix cache).
     """
 
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
-        self.config = engine_config(options)
-        if (
-            "chunked_prefill_size" not in options
-        ):  # whole results come soonest with large chunks, and nobody watches the time between two tokens
-            self.config = replace(self.config, chunked_prefill_size=self.config.max_num_batched_tokens)
-        if "multi_step_ms" not in options:
-            self.config = replace(self.config, multi_step_ms=MULTI_STEP_MS)
         self._model = model
-        self._engine, self._tokenizer, self._checkpoint = load_engine(model, self.config)
-        self._inboxes: dict[str, list[Update]] = {}
+        self._engine, self._prompts, self._tokenizer, self._checkpoint = load_model(model, engine_config(options, OFFLINE))
+        self.config = self._engine.config
+        self._inboxes: dict[str, deque[Update]] = {}
+        """Where the updates of each request go; the requests of one call have one inbox together."""
         self._lock = RLock()
         self._closed = False
 
@@ -162,52 +45,71 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        service: Service | Sequence[Service] | None = None,
+        priority: int | Sequence[int] = 0,
+        timeout: float | Sequence[float | None] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Continue each prompt; the results are in the order of the prompts. `params` and `service` are for all, or one for each.
+        """Continue each prompt; the results are in the order of the prompts.
 
-        Raises RequestError for a prompt or parameters that cannot be served, before anything runs, and RequestFailedError,
-        which has all results, when requests failed on the way.
+        Parameters and terms are one value for all prompts, or a list with one for each. Raises RequestError for a
+        prompt, parameters or terms that cannot be served, before anything runs, and RequestFailedError, which has all results, when
+        requests failed on the way.
         """
-        self._check_open()
         if not isinstance(prompts, Iterable):
             raise RequestError(f"prompts must be text, a dictionary or a list of these, not {type(prompts).__name__}")
-        prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        several = _one_each(SamplingParams, params, len(prompts))
-        prepared = [self._prepare(p, q) for p, q in zip(prompts, several, strict=True)]
-        return self._run(prepared, service, progress)
+        several = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        read, terms = self._prompts.read_prompt, {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
+        return self._run(self._check(read, several, params=params, **terms), progress)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        service: Service | Sequence[Service] | None = None,
+        priority: int | Sequence[int] = 0,
+        timeout: float | Sequence[float | None] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
         progress: bool = False,
-        **template_options: Any,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of a list of them, by the model's chat template. Raises as `generate` does."""
-        self._check_open()
-        conversations: list[object] = [messages] if _is_conversation(messages) else list(messages)
-        several = _one_each(SamplingParams, params, len(conversations))
-        prepared = [self._prepare_chat(c, p, template_options) for c, p in zip(conversations, several, strict=True)]
-        return self._run(prepared, service, progress)
+        """Answer a conversation, or each of a list of them, by the model's chat template, which the last three arguments are for.
+
+        An empty list is one of no conversations. Otherwise as `generate`.
+        """
+        if not isinstance(messages, Iterable) or isinstance(messages, str | Mapping):
+            raise RequestError(f"messages must be a list of messages, or a list of such lists, not {type(messages).__name__}")
+        several: list[Any] = [messages] if is_conversation(messages) else list(messages)
+        read = partial(
+            self._prompts.read_chat,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
+        return self._run(self._check(read, several, params=params, **terms), progress)
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None, *, service: Service | None = None
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
     ) -> Iterator[str]:
         """The continuation of a prompt, or the answer to a conversation, piece by piece; the pieces joined are its text.
 
         A beam search gives its text in one piece at the end, since until then another beam may win.
         Raises as `generate` does. Closing the iterator, or letting go of it, ends the request.
         """
-        self._check_open()
-        params = params or SamplingParams()
-        if params.n != 1:
-            raise RequestError(f"a stream has one continuation, and n is {params.n}")
-        prepared = self._prepare(prompt, params) if isinstance(prompt, str | Mapping) else self._prepare_chat(prompt, params, {})
-        return self._stream(prepared._replace(service=service))
+        terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
+        (request,) = self._check(self._prompts.read, [prompt], params=params, **terms)
+        if request.params.n != 1:
+            raise RequestError(f"a stream has one continuation, and n is {request.params.n}")
+        return self._stream(request)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -247,51 +149,26 @@ class LLM:
         state = "closed" if self._closed else f"backend {self.config.backend}, context {limits.max_model_len:,}, {kv}"
         return f"LLM({self._model!r}: {shape}; {state})"
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> _Prepared:
-        if isinstance(prompt, str):
-            return self._prepare_text(prompt, params)
-        if not isinstance(prompt, Mapping):
-            raise RequestError(f"a prompt must be text or a dictionary, not {type(prompt).__name__}")
-        check_names("key of a prompt", prompt, ("prompt", "prompt_token_ids"))
-        text = prompt.get("prompt")
-        if text is not None and not isinstance(text, str):
-            raise RequestError(f"a prompt must be text, not {type(text).__name__}")
-        if "prompt_token_ids" in prompt:
-            return _Prepared(text, self._engine.check(prompt["prompt_token_ids"], params), params)
-        return self._prepare_text(text or "", params)
+    def _check(self, read: Callable[[_T], TokenizedPrompt], prompts: Sequence[_T], **asked: object) -> list[CheckedRequest]:
+        """The requests that these prompts make; `asked` are arguments of `Engine.check`, one for all or one for each. Queues nothing."""
+        if self._closed:
+            raise ClosedError("this LLM is closed")
+        columns = {name: _one_each(name, given, len(prompts)) for name, given in asked.items()}
+        requests = []
+        for i, prompt in enumerate(prompts):
+            token_ids, text = read(prompt)
+            requests.append(self._engine.check(token_ids, prompt=text, **{name: column[i] for name, column in columns.items()}))
+        return requests
 
-    def _prepare_text(self, text: str, params: SamplingParams, *, rendered: bool = False) -> _Prepared:
-        longest = self._engine.limits.max_model_len
-        size = len(text.encode(errors="surrogatepass"))
-        if not size:
-            raise RequestError("the prompt is empty")
-        # Tokenising takes time that grows with the text: what cannot fit is refused before.
-        if size > longest and size > longest * self._longest_token:
-            raise RequestError(f"the prompt has {size:,} bytes, more than a context of {longest:,} tokens can hold")
-        ids = self._tokenizer.encode(text, add_special=not rendered, parse_special=rendered)
-        return _Prepared(text, self._engine.check(ids, params), params)
-
-    def _prepare_chat(self, messages: object, params: SamplingParams, options: Mapping[str, Any]) -> _Prepared:
-        template = self._checkpoint.chat_template
-        if template is None:
-            raise RequestError(f"{self._model} has no chat template: use generate")
-        if not _is_conversation(messages):
-            raise RequestError("a conversation must be a list of messages, each with a role and content")
-        text = render_chat(template, messages, bos=self._tokenizer.bos_token, eos=self._tokenizer.eos_token, **options)
-        return self._prepare_text(text, params, rendered=True)
-
-    @cached_property
-    def _longest_token(self) -> int:
-        return max(len(self._tokenizer.token_bytes(token)) for token in range(self._tokenizer.vocab_size))
-
-    def _run(self, prepared: list[_Prepared], service: Service | Sequence[Service] | None, progress: bool) -> list[RequestOutput]:
-        services = _one_each(Service, service, len(prepared))
-        prepared = [request._replace(service=each) for request, each in zip(prepared, services, strict=True)]
+    def _run(self, requests: Sequence[CheckedRequest], progress: bool) -> list[RequestOutput]:
         results: dict[str, RequestOutput] = {}
+        inbox: deque[Update] = deque()
         ids: list[str] = []
         try:
-            ids += [self._add(request) for request in prepared]
-            for update in _shown(self._updates(ids), len(ids)) if progress else self._updates(ids):
+            for request in requests:
+                ids.append(self._add(request, inbox))
+            updates = self._updates(inbox, len(ids))
+            for update in _shown(updates, len(ids)) if progress else updates:
                 if update.result:
                     results[update.request_id] = update.result
         finally:
@@ -302,10 +179,11 @@ class LLM:
             raise RequestFailedError(f"{len(failed)} of {len(outputs)} requests failed; prompt {failed[0][0]}: {failed[0][1]}", outputs)
         return outputs
 
-    def _stream(self, request: _Prepared) -> Iterator[str]:
-        request_id = self._add(request)
+    def _stream(self, request: CheckedRequest) -> Iterator[str]:
+        inbox: deque[Update] = deque()
+        request_id = self._add(request, inbox)
         try:
-            for update in self._updates([request_id]):
+            for update in self._updates(inbox, 1):
                 if update.text:
                     yield update.text
                 if update.result and update.result.error:
@@ -313,48 +191,38 @@ class LLM:
         finally:
             self._forget([request_id])
 
-    def _add(self, request: _Prepared) -> str:
+    def _add(self, request: CheckedRequest, inbox: deque[Update]) -> str:
         with self._lock:
-            request_id = self._engine.add_request(request.token_ids, request.params, prompt=request.text, service=request.service)
-            self._inboxes[request_id] = []
+            request_id = self._engine.add(request)
+            self._inboxes[request_id] = inbox
             return request_id
 
-    def _updates(self, ids: Sequence[str]) -> Iterator[Update]:
-        """Everything that becomes of these requests. Steps the engine; what comes for other requests goes to their inboxes."""
-        pending = set(ids)
-        while pending:
+    def _updates(self, inbox: deque[Update], num_requests: int) -> Iterator[Update]:
+        """All updates of the requests of an inbox. Steps the engine when it is empty; other requests' updates go to their inboxes."""
+        while num_requests:
             with self._lock:
-                if not any(self._inboxes[request_id] for request_id in pending):
+                if not inbox:
                     for update in self._engine.step():
                         self._inboxes[update.request_id].append(update)
-                updates = [self._inboxes[request_id].pop(0) for request_id in ids if self._inboxes[request_id]]
-            for update in updates:
-                if update.result:
-                    pending.discard(update.request_id)
+            while inbox:  # another thread may append to it at any time
+                update = inbox.popleft()
+                num_requests -= update.result is not None
                 yield update
 
-    def _forget(self, ids: Sequence[str]) -> None:
+    def _forget(self, ids: Iterable[str]) -> None:
         with self._lock:
             for request_id in ids:
                 self._engine.abort(request_id)
                 self._inboxes.pop(request_id, None)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("this LLM is closed")
 
-
-def _one_each(kind: type[_T], given: _T | Sequence[_T] | None, count: int) -> list[_T]:
-    if given is None or isinstance(given, kind):
-        return [kind() if given is None else given] * count
-    assert isinstance(given, Sequence)
+def _one_each(name: str, given: object, count: int) -> Sequence[Any]:
+    """One value for each of `count` prompts: `given` is a list of these, or one value for all."""
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        return [given] * count
     if len(given) != count:
-        raise RequestError(f"there are {count:,} prompts and {len(given):,} {kind.__name__}")
-    return list(given)
-
-
-def _is_conversation(messages: object) -> TypeGuard[Sequence[Message]]:
-    return isinstance(messages, Sequence) and bool(messages) and all(isinstance(message, Mapping) for message in messages)
+        raise RequestError(f"{name} has {len(given):,} entries and there are {count:,} prompts: give one value for all, or one for each")
+    return given
 
 
 def _shown(updates: Iterator[Update], count: int) -> Iterator[Update]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from numbers import Integral, Real
+from operator import length_hint
 from typing import Any, Literal, NamedTuple
 
 from headrace.errors import RequestError
@@ -20,6 +21,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_BIASES = 1024
 MAX_PRIORITY = 1000
 MAX_SALT_CHARACTERS = 1024
+_MAX_SECONDS = 1e9
 _MAX_COUNT = 2**31 - 1
 
 _INTEGERS = {  # field: least, most
@@ -47,7 +49,6 @@ _NO_DRAW = {"temperature": (0.0, 1.0), "top_p": (1.0,), "top_k": (0, -1), "min_p
 """What these may be where nothing is drawn."""
 _FLAGS = ("early_stopping", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _BIAS_LIMIT = 100.0
-_MAX_SECONDS = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,29 +136,19 @@ class SamplingParams:
                 raise RequestError(f"a beam search draws nothing, so {name} must be {allowed}, not {getattr(self, name):g}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Service:
-    """How a request is served; none of it changes a token. Raises RequestError, which names the field, for values out of range."""
+class CheckedRequest(NamedTuple):
+    """A request that `Engine.check` has found fit for its engine; only that method makes one."""
 
-    priority: int = 0
-    """The lower the sooner. Waiting makes up for it: a level is worth a fixed number of steps."""
-    timeout: float | None = None
-    """Seconds from submission, after which the request ends with what it has; None: no end."""
-    cache_salt: str | None = None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    prompt: str | None
+    """The text of the prompt, where it is known."""
+    priority: int
+    """The lower, the sooner it is served. Waiting makes up for it: a level is worth a fixed number of steps."""
+    timeout: float | None
+    """Seconds from submission after which the request ends with what it has; None: no end."""
+    cache_salt: str | None
     """Only requests of the same salt share KV in the prefix cache."""
-
-    def __new__(cls, **options: Any) -> "Service":
-        # As in SamplingParams.
-        check_names("service option", options, (field.name for field in fields(cls)))
-        return object.__new__(cls)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "priority", integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY))
-        if self.timeout is not None:
-            object.__setattr__(self, "timeout", number("timeout", self.timeout, 0.0, _MAX_SECONDS))
-        salt = self.cache_salt
-        if salt is not None and not (isinstance(salt, str) and len(salt) <= MAX_SALT_CHARACTERS):
-            raise RequestError(f"cache_salt must be text of at most {MAX_SALT_CHARACTERS:,} characters, not {reprlib.repr(salt)}")
 
 
 class Logprob(NamedTuple):
@@ -262,6 +253,14 @@ class Update:
     """The whole result, with the last update of the request."""
 
 
+def check_terms(priority: object, timeout: object, cache_salt: object) -> tuple[int, float | None, str | None]:
+    """The terms on which a request is served, as `CheckedRequest` has them. Raises RequestError, which names the argument."""
+    if cache_salt is not None and not (isinstance(cache_salt, str) and len(cache_salt) <= MAX_SALT_CHARACTERS):
+        raise RequestError(f"cache_salt must be text of at most {MAX_SALT_CHARACTERS:,} characters, not {reprlib.repr(cache_salt)}")
+    seconds = None if timeout is None else number("timeout", timeout, 0.0, _MAX_SECONDS)
+    return integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY), seconds, cache_salt
+
+
 def check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise RequestError for the first given name that is not known, with the nearest one that is."""
     known = list(known)
@@ -279,13 +278,24 @@ def integer(name: str, value: object, least: int, most: int) -> int:
     return int(value)
 
 
-def token_ids(name: str, values: object, limit: int) -> list[int]:
-    """`values` as a list of at most `limit` ints that may be token ids. Raises RequestError."""
+def token_ids(name: str, values: object, limit: int, too_many: str = "{name} has more than {limit:,} entries") -> list[int]:
+    """`values` as a list of at most `limit` ints that may be token ids.
+
+    Raises RequestError, with the message `too_many` for more than `limit` values; {count} in it says how many there are. Where their
+    number is known, it is looked at before the first of them.
+    """
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise RequestError(f"{name} must be a list of token ids, not {reprlib.repr(values)}")
-    ids = list(islice(values, limit + 1))
-    if len(ids) > limit:
-        raise RequestError(f"{name} has more than {limit:,} entries")
+    count = length_hint(values)
+    try:
+        ids = list(islice(values, limit + 1)) if count <= limit else []
+    except TypeError:  # an array without dimensions
+        raise RequestError(f"{name} must be a list of token ids, not {reprlib.repr(values)}") from None
+    if count > limit or len(ids) > limit:
+        how_many = f"{count:,}" if count > limit else f"more than {limit:,}"
+        raise RequestError(too_many.format(name=name, limit=limit, count=how_many))
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= _MAX_COUNT:  # the same as below, at a fiftieth of the time
+        return ids
     return [integer(name, token, 0, _MAX_COUNT) for token in ids]
 
 

@@ -12,12 +12,8 @@ import pytest
 
 import headrace
 from headrace import LLM, SamplingParams
-from headrace.config import EngineConfig, KvConfig
-from headrace.errors import ClosedError, MemoryLimitError, ModelNotFoundError, NonFiniteLogitsError, RequestError, RequestFailedError
-from headrace.llm import engine_config, size_kv
-from headrace.request import Service
+from headrace.errors import ClosedError, NonFiniteLogitsError, RequestError, RequestFailedError
 from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
-from tests.tiny import tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -118,23 +114,52 @@ class TestGenerate:
         assert llm.stats().steps == 0
         assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 8
 
-    def test_service(self, llm: LLM) -> None:
+    def test_terms_for_each_prompt_or_for_all(self, llm: LLM) -> None:
         text = "hello " * 20
-        both = [Service(cache_salt="a"), Service(cache_salt="b", timeout=0.0)]
-        first, late = llm.generate([text, text], replace(GREEDY, max_tokens=2), service=both)
+        first, late = llm.generate([text, text], replace(GREEDY, max_tokens=2), cache_salt=["a", "b"], timeout=[None, 0.0])
         assert (first.cached_tokens, first.outputs[0].finish_reason) == (0, "length")
         assert (late.outputs[0].finish_reason, late.outputs[0].token_ids) == ("timeout", [])
-        assert not llm.generate(text, GREEDY, service=Service(cache_salt="b"))[0].cached_tokens
-        again = llm.generate(text, GREEDY, service=Service(cache_salt="a"))[0]
+        assert not llm.generate(text, GREEDY, cache_salt="b")[0].cached_tokens
+        again = llm.generate(text, GREEDY, cache_salt="a")[0]
         assert again.cached_tokens == (len(again.prompt_token_ids) - 1) // 32 * 32 > 0
-        assert "".join(llm.stream(text, GREEDY, service=Service(cache_salt="a"))) == again.outputs[0].text
-        with pytest.raises(RequestError, match="there are 1 prompts and 2 Service"):
-            llm.generate("hello", GREEDY, service=both)
+        assert "".join(llm.stream(text, GREEDY, cache_salt="a")) == again.outputs[0].text
         assert clean(llm)
 
-    def test_parameters_must_match_prompts(self, llm: LLM) -> None:
-        with pytest.raises(RequestError, match="there are 1 prompts and 2 SamplingParams"):
-            llm.generate(["hello"], [GREEDY, GREEDY])
+    def test_priorities_reach_the_engine(self, model: str) -> None:
+        with LLM(model, backend="reference", max_model_len=64, max_num_seqs=1) as llm:
+            add, seen = llm._engine.add, []
+            llm._engine.add = lambda request: seen.append(request.priority) or add(request)  # type: ignore[method-assign,func-returns-value]
+            llm.generate(["hello", "w"], GREEDY, priority=[3, -2])
+            llm.chat([MESSAGES, MESSAGES], GREEDY, priority=5)
+            "".join(llm.stream("hello", GREEDY, priority=-1))
+            assert seen == [3, -2, 5, 5, -1]
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"params": [GREEDY]}, "params has 1 entries and there are 2 prompts: give one value for all, or one for each"),
+            ({"params": []}, "params has 0 entries and there are 2 prompts"),
+            ({"params": "greedy"}, "params must be SamplingParams, not str"),
+            ({"params": [GREEDY, {"n": 1}]}, "params must be SamplingParams, not dict"),
+            ({"priority": [1, 2, 3]}, "priority has 3 entries and there are 2 prompts"),
+            ({"priority": [0, 1001]}, "priority must be a whole number from -1,000 to 1,000, not 1001"),
+            ({"priority": None}, "priority must be a whole number"),
+            ({"timeout": (1.0,)}, "timeout has 1 entries and there are 2 prompts"),
+            ({"timeout": [None, -1]}, "timeout must be a number from 0"),
+            ({"cache_salt": ["a"]}, "cache_salt has 1 entries and there are 2 prompts"),
+            ({"cache_salt": 7}, "cache_salt must be text of at most 1,024 characters, not 7"),
+        ],
+    )
+    def test_parameters_and_terms_that_cannot_be(self, llm: LLM, options: dict[str, Any], message: str) -> None:
+        for use, prompts in ((llm.generate, ["hello", "w"]), (llm.chat, [MESSAGES, MESSAGES])):
+            with pytest.raises(RequestError) as error:
+                use(prompts, **options)  # type: ignore[operator]
+            assert message in str(error.value)
+        assert llm.stats().steps == 0 and clean(llm)
+
+    def test_parameters_may_be_left_out_for_some(self, llm: LLM) -> None:
+        results = llm.generate(["hello", "hello"], [None, GREEDY])  # type: ignore[list-item]
+        assert [len(result.outputs[0].token_ids) <= n for result, n in zip(results, (16, 8), strict=True)] == [True, True]
 
     def test_a_failure_brings_all_results(self, model: str, write_gguf: Any) -> None:  # noqa: F811
         with LLM(model, backend="reference", max_model_len=64, multi_step_ms=0) as whole:
@@ -184,15 +209,36 @@ class TestChat:
         results = llm.chat([MESSAGES, [*MESSAGES, {"role": "assistant", "content": " w"}]], GREEDY)
         assert [result.prompt for result in results] == ["hello", "hello w"]
 
-    @pytest.mark.parametrize("messages", [[[]], ["hello"], [{"role": "user"}, 3]])
-    def test_bad_conversations(self, llm: LLM, messages: Any) -> None:
-        with pytest.raises(RequestError):
+    @pytest.mark.parametrize(
+        ("messages", "message"),
+        [
+            ([[]], "a conversation must be a list of messages, each with a role and content"),
+            (["hello"], "a conversation must be a list of messages"),
+            ([{"role": "user"}, 3], "a conversation must be a list of messages"),
+            ("hello", "messages must be a list of messages, or a list of such lists, not str"),
+            (MESSAGES[0], "messages must be a list of messages, or a list of such lists, not dict"),
+            (7, "messages must be a list of messages, or a list of such lists, not int"),
+        ],
+    )
+    def test_bad_conversations(self, llm: LLM, messages: Any, message: str) -> None:
+        with pytest.raises(RequestError, match=message):
             llm.chat(messages, GREEDY)
 
-    def test_no_template(self, write_gguf: Any) -> None:  # noqa: F811
-        path = write_gguf({"tokenizer.chat_template": None})
-        with LLM(str(path), backend="reference") as llm, pytest.raises(RequestError, match="no chat template"):
-            llm.chat(MESSAGES)
+    def test_no_conversations(self, llm: LLM) -> None:
+        assert llm.chat([], GREEDY) == []
+
+    def test_arguments_of_the_template(self, write_gguf: Any) -> None:  # noqa: F811
+        path = write_gguf(
+            {"tokenizer.chat_template": "{{ messages[0].content }}{{ tools | length if tools }}{{ add_generation_prompt }}{{ mood }}"}
+        )
+        with LLM(str(path), backend="reference", max_model_len=64) as llm:
+            options = {"tools": [{}, {}], "add_generation_prompt": False, "chat_template_kwargs": {"mood": "dry"}}
+            assert llm.chat(MESSAGES, GREEDY, **options)[0].prompt == "hello2Falsedry"
+            assert llm.chat([MESSAGES], GREEDY)[0].prompt == "helloTrue"
+            with pytest.raises(RequestError, match="chat_template_kwargs may not replace messages"):
+                llm.chat(MESSAGES, chat_template_kwargs={"messages": []})
+            with pytest.raises(TypeError, match="mood"):
+                llm.chat(MESSAGES, mood="dry")  # type: ignore[call-arg]
 
 
 class TestStream:
@@ -276,92 +322,3 @@ class TestLife:
         with pytest.raises(AttributeError, match="no attribute 'Llm'"):
             _ = headrace.Llm
         assert "torch" not in sys.modules or "transformers" in sys.modules
-
-
-class TestOptions:
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"max_modle_len": 5}, "unknown option 'max_modle_len'; did you mean max_model_len?"),
-            ({"backend": "cuda"}, "backend must be one of cpu, reference, not 'cuda'"),
-            ({"proposer": "nrgam"}, "proposer must be one of off, auto, ngram"),
-            ({"proposer": "draft_model"}, "needs a smaller model with the same vocabulary: set draft_model"),
-            ({"proposer": "self_draft"}, "draft_layers is 0, and must be 1 to"),
-            ({"proposer": "self_draft", "draft_layers": 99}, "draft_layers is 99, and must be 1 to"),
-            ({"proposer": "auto", "draft_layers": 99}, "draft_layers is 99, and must be 1 to"),
-            ({"proposer": "medusa"}, "needs heads that were trained for the model: set medusa_heads"),
-            ({"proposer": "medusa", "medusa_heads": "nowhere"}, "nowhere: no such file"),
-            ({"draft_model": "smollm2"}, "draft_model is for proposer 'draft_model' or 'auto', and the proposer is 'off'"),
-            ({"proposer": "ngram", "draft_layers": 2}, "draft_layers is for proposer 'self_draft'"),
-            ({"draft_width": 0}, "draft_width must be a whole number from 1"),
-            ({"acceptance_method": "likely"}, "acceptance_method must be one of exact, rejection, typical"),
-            ({"acceptance_method": "typical"}, "acceptance_method 'typical' is about drafts, and the proposer is 'off'"),
-            ({"proposer": "ngram", "acceptance_method": "rejection"}, "is for chains of drafts drawn by a model"),
-            ({"proposer": "auto", "acceptance_method": "rejection"}, "is for chains of drafts drawn by a model"),
-            ({"proposer": "self_draft", "draft_layers": 1, "draft_width": 2, "acceptance_method": "rejection"}, "draft_width 1"),
-            ({"max_draft_tokens": 0}, "max_draft_tokens must be a whole number from 1"),
-            ({"adaptive_speculation": "no"}, "adaptive_speculation must be true or false, not 'no'"),
-            ({"kv_dtype": "int3"}, "kv_dtype must be one of bf16, f32, int8, int4"),
-            ({"backend": ["cpu"]}, "backend must be one of"),
-            ({"max_num_seqs": 0}, "max_num_seqs must be a whole number from 1"),
-            ({"threads": -1}, "threads"),
-            ({"chunked_prefill_size": 0}, "chunked_prefill_size must be a whole number from 1"),
-            ({"prefix_cache": 1}, "prefix_cache must be true or false, not 1"),
-            ({"target_token_ms": -1}, "target_token_ms must be a number from 0"),
-            ({"seed": 0.5}, "seed"),
-            ({"max_model_len": 257}, "max_model_len is 257, and the model's context ends at 256"),
-        ],
-    )
-    def test_refused(self, model: str, options: dict[str, Any], message: str) -> None:
-        with pytest.raises((RequestError, ModelNotFoundError)) as error:
-            LLM(model, **options)
-        assert message in str(error.value)
-
-    def test_no_such_model(self) -> None:
-        with pytest.raises(ModelNotFoundError):
-            LLM("/no/such/model.gguf")
-
-    def test_defaults(self) -> None:
-        assert engine_config({}) == EngineConfig()
-
-    def test_chunks_for_whole_results(self) -> None:
-        for options, chunked_prefill_size in (({}, 512), ({"max_num_batched_tokens": 64}, 64), ({"chunked_prefill_size": 7}, 7)):
-            with LLM("smollm2", max_model_len=64, max_num_seqs=1, **options) as llm:
-                assert llm.config.chunked_prefill_size == chunked_prefill_size
-
-
-class TestKvSize:
-    SPEC = tiny_model(0, context=1000)[0]
-    BLOCK = 2 * 2 * 32 * (8 + 16) * 2  # layers, KV heads, tokens, head dim of K and, padded, of V, bytes
-    WEIGHTS = 10_000
-
-    def size(self, blocks: float, **options: Any) -> KvConfig:
-        """With memory for so many blocks beside the weights."""
-        return size_kv([self.SPEC], engine_config(options), 1000, self.WEIGHTS, self.WEIGHTS + int(blocks * self.BLOCK))
-
-    def test_enough_for_all_sequences(self) -> None:
-        assert self.size(10_000, max_num_seqs=3) == KvConfig(3 * 32, 32, "bf16")
-
-    def test_half_of_the_memory(self) -> None:
-        assert self.size(200).num_blocks == 100
-        assert self.size(200, kv_dtype="f32").num_blocks == 50
-
-    def test_at_least_one_sequence(self) -> None:
-        assert self.size(40).num_blocks == 32
-
-    def test_as_asked_for(self) -> None:
-        assert self.size(8, kv_blocks=7).num_blocks == 7
-
-    @pytest.mark.parametrize(
-        ("blocks", "options", "message"),
-        [
-            (20.5, {}, "10,000 bytes of weights and 196,608 bytes of KV for 1,024 tokens are 206,608 bytes, and 135,952 are available"),
-            (20.5, {}, "set max_model_len to 640 or less"),
-            (20.5, {"kv_blocks": 21}, "kv_blocks may be 20"),
-            (-1, {}, "the model is too large for this machine"),
-        ],
-    )
-    def test_too_much(self, blocks: float, options: dict[str, Any], message: str) -> None:
-        with pytest.raises(MemoryLimitError) as error:
-            self.size(blocks, **options)
-        assert message in str(error.value)

@@ -22,7 +22,7 @@ from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.config import KvConfig
 from headrace.engine.build import build
-from headrace.engine.scheduler import ScheduledSequence
+from headrace.engine.scheduled import ScheduledSequence
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.planner.hardware import KINDS, Machine

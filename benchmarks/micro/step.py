@@ -12,10 +12,10 @@ import time
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from headrace.config import EngineConfig
+from headrace.assembly.load import load_model
+from headrace.config import OFFLINE, EngineConfig
 from headrace.engine.engine import Engine
 from headrace.engine.multi_step import MultiStep
-from headrace.llm import MULTI_STEP_MS, load_engine
 from headrace.request import SamplingParams
 
 CASES: dict[str, dict[str, Any]] = {
@@ -82,13 +82,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--multi-step-ms", type=float, nargs="+", default=[0, EngineConfig.multi_step_ms, MULTI_STEP_MS], help="how long steps run in a row"
-    )
+    values = [0, EngineConfig.multi_step_ms, OFFLINE.engine["multi_step_ms"]]
+    parser.add_argument("--multi-step-ms", type=float, nargs="+", default=values, help="values of EngineConfig.multi_step_ms to compare")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32])
     args = parser.parse_args()
     config = EngineConfig(threads=args.threads, max_model_len=1024)
-    engine, tokenizer, _ = load_engine(args.model, config)
+    engine, _, tokenizer, _ = load_model(args.model, config)
     loop: Any = engine._loop
     loop.executable.plan = plan = TimedPlan(loop.executable.plan)
     ways = {

@@ -12,10 +12,11 @@ from typing import IO, Any, NamedTuple
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # tests/ lends its tiny models and the text
 
 from headrace import _native
+from headrace.assembly.load import load_model
+from headrace.assembly.options import engine_config
 from headrace.cli.table import print_table
 from headrace.engine.engine import Engine
 from headrace.errors import HeadraceError
-from headrace.llm import engine_config, load_engine
 from headrace.planner import host
 from headrace.request import SamplingParams
 
@@ -60,7 +61,7 @@ class Bench:
 
     def engine(self, **options: Any) -> Engine:
         """The model under these fields of EngineConfig."""
-        return load_engine(self.model, engine_config({"threads": self.threads} | options)).engine
+        return load_model(self.model, engine_config({"threads": self.threads} | options)).engine
 
     def table(self, program: str, title: str, headings: Sequence[str], rows: Iterable[tuple[Mapping[str, object], Sequence[str]]]) -> None:
         """Rows as they go to JSON, each with its cells."""

@@ -35,21 +35,24 @@ def render_chat(
     eos: str,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
-    **kwargs: Any,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """The prompt text of a conversation; encode it with `parse_special` and without `add_special`.
 
-    `kwargs` are further names for the template, such as `enable_thinking`. Raises FormatError for a template that is not
-    valid or does what it must not, RequestError for messages the template cannot render and for output over 4 MB.
+    `chat_template_kwargs` are further names for the template, such as `enable_thinking`. Raises FormatError for a template that is
+    not valid or does what it must not, RequestError for messages the template cannot render and for output over 4 MB.
     """
+    further = {} if chat_template_kwargs is None else chat_template_kwargs
+    if not isinstance(further, Mapping):
+        raise RequestError(f"chat_template_kwargs must be a dictionary, not {type(further).__name__}")
     names = {"messages": messages, "tools": tools, "bos_token": bos, "eos_token": eos, "add_generation_prompt": add_generation_prompt}
-    if taken := sorted(names.keys() & kwargs.keys()):
-        raise RequestError(f"chat template arguments may not replace {', '.join(taken)}")
+    if taken := sorted(names.keys() & further.keys()):
+        raise RequestError(f"chat_template_kwargs may not replace {', '.join(taken)}")
     compiled = _compile(template)
     parts: list[str] = []
     size = 0
     try:
-        for part in compiled.generate(**names, **kwargs):
+        for part in compiled.generate(**names, **further):
             size += len(part)
             if size > _MAX_OUTPUT:
                 raise RequestError(f"the chat template's output is longer than {_MAX_OUTPUT:,} characters")

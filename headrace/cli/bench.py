@@ -3,7 +3,7 @@
   latency     one request: prompt tokens (pp) and generated tokens (tg) per second, at each depth of context
   throughput  many requests at once: output tokens per second of the whole run, time to the first token and between tokens
 
-Prompts are random tokens, sampling is greedy. The limits follow from a fresh measurement of this machine.
+Prompts are random tokens, and decoding is greedy. The limits follow from a fresh measurement of this machine.
 """
 
 import argparse
@@ -12,10 +12,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TextIO, get_args
+from typing import TYPE_CHECKING, Any, TextIO
 
-from headrace.cli.arguments import add_model
-from headrace.config import EngineConfig, KvDtype
+from headrace.cli.arguments import add_kv_dtype, add_model, add_threads
+from headrace.config import OFFLINE
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -35,20 +35,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this verb."""
     parser.add_argument("kind", metavar="KIND", choices=KINDS, help="latency or throughput")
     add_model(parser, optional=True)
-    latency = parser.add_argument_group("latency", "Several numbers, such as 512,2048, make a row for each; pp or tg of 0 makes none.")
+    latency = parser.add_argument_group(
+        "latency", "pp, tg and depth take several numbers, such as 512,2048, and make a row for each; pp or tg of 0 makes none."
+    )
     _add_setting(latency, "pp", "prompt tokens")
     _add_setting(latency, "tg", "tokens to generate")
-    _add_setting(latency, "depth", "tokens of context before these")
-    _add_setting(latency, "repetitions", "runs that count, after one that does not")
+    _add_setting(latency, "depth", "tokens of context before those that are timed")
+    _add_setting(latency, "repetitions", "timed runs of each test, after one to warm up")
     throughput = parser.add_argument_group("throughput")
-    _add_setting(throughput, "concurrency", "requests that are submitted at once; several make a row each")
-    _add_setting(throughput, "prompt_tokens", "prompt of each request")
-    _add_setting(throughput, "output_tokens", "output of each request")
+    _add_setting(throughput, "concurrency", "requests that are submitted at once; several numbers make a row for each")
+    _add_setting(throughput, "prompt_tokens", "prompt of each request, in tokens")
+    _add_setting(throughput, "output_tokens", "output of each request, in tokens")
     both = parser.add_argument_group("both")
-    both.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; 0: as many as may be used")
-    both.add_argument("--kv-dtype", choices=get_args(KvDtype), default=EngineConfig.kv_dtype, help="number format of keys and values")
+    add_threads(both)
+    add_kv_dtype(both)
     both.add_argument("--json", action="store_true", help="print JSON lines, with raw samples, in place of the table")
-    both.add_argument("--output", metavar="FILE", help="append the JSON lines to a file, too")
+    both.add_argument("--output", metavar="FILE", help="append the JSON lines to this file, too")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,10 +91,10 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     for kind, settings in KINDS.items():
         for name in settings.keys() & vars(args).keys():
             if kind != args.kind:
-                raise RequestError(f"--{name.replace('_', '-')} is for `headrace bench {kind}`")
+                raise RequestError(f"--{name.replace('_', '-')} is for `headrace bench {kind}`, not for `headrace bench {args.kind}`")
     settings = {name: getattr(args, name, default) for name, default in KINDS[args.kind].items()}
     if args.kind == "latency" and not any((*settings["pp"], *settings["tg"])):
-        raise RequestError("--pp 0 --tg 0 leaves nothing to measure")
+        raise RequestError("--pp 0 --tg 0 leave nothing to measure")
     return settings
 
 
@@ -105,19 +107,18 @@ def _open(path: str | None) -> AbstractContextManager[TextIO | None]:
 
 def _measure(args: argparse.Namespace, settings: dict[str, Any]) -> "Iterator[Row]":
     """Rows as they are done; each carries all that is needed to read it later."""
+    from headrace.assembly.options import engine_config
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
-    from headrace.llm import MULTI_STEP_MS, engine_config
 
     longest, most = _longest(args.kind, settings), max(settings.get("concurrency", (1,)))
     options = {"threads": args.threads, "kv_dtype": args.kv_dtype, "max_model_len": longest, "max_num_seqs": most}
-    options |= {"chunked_prefill_size": EngineConfig.max_num_batched_tokens, "multi_step_ms": MULTI_STEP_MS}  # as `LLM` has them
-    config = engine_config(options)
+    config = engine_config(options, OFFLINE)
     checkpoint = open_checkpoint(resolve(args.model))
     if longest > checkpoint.spec.max_context:
         flags = "--pp, --tg or --depth" if args.kind == "latency" else "--prompt-tokens or --output-tokens"
         context = checkpoint.spec.max_context
-        raise RequestError(f"this needs a context of {longest:,} tokens, and the model's ends at {context:,}: give less with {flags}")
+        raise RequestError(f"this needs a context of {longest:,} tokens, and the model's ends at {context:,}: lower {flags}")
 
     from headrace.cli import measure
     from headrace.planner import hardware, host

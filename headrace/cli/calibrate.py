@@ -1,7 +1,7 @@
-"""Find out whether a model's first layers, or a smaller model, can draft for it, and how many drafts pay here.
+"""Find out whether speculative decoding with a model's first layers, or with a smaller model, saves time here, and how deep to draft.
 
-The model writes a text; the drafts say what they would have written, token by token. From how often they are right and from
-what steps cost follows the speed to expect. The best is then run beside plain decoding.
+The model writes a text, and each candidate says which token it would have proposed at every place of it. The speed to expect
+follows from how often it is right and from what steps cost. The best candidate is then timed against plain decoding.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import add_json, add_model
+from headrace.cli.arguments import add_json, add_model, add_threads
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -28,12 +28,14 @@ _LEAST_GAIN = 1.05
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this verb."""
     add_model(parser, optional=True)
-    parser.add_argument("--draft", metavar="MODEL", help="measure this smaller model, too")
-    parser.add_argument("--layers", metavar="N,N", type=_layers, default=(), help="how many first layers to try; otherwise eighths of all")
-    parser.add_argument("--prompt", metavar="TEXT", default=_PROMPT, help="what the text begins with; take one like those you will use")
-    parser.add_argument("--tokens", type=int, metavar="N", default=192, help="how much the model writes")
-    parser.add_argument("--depth", type=int, metavar="K", default=8, help="most drafts in a row")
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; 0: as many as may be used")
+    parser.add_argument("--draft", metavar="MODEL", help="a smaller model to measure, too")
+    parser.add_argument(
+        "--layers", metavar="N,N", type=_layers, default=(), help="how many first layers to try; unless given, eighths of all"
+    )
+    parser.add_argument("--prompt", metavar="TEXT", default=_PROMPT, help="how the text begins; take a prompt like those you will use")
+    parser.add_argument("--tokens", type=int, metavar="N", default=192, help="length of the text, in tokens")
+    parser.add_argument("--depth", type=int, metavar="K", default=8, help="most draft tokens one after the other")
+    add_threads(parser)
     add_json(parser)
 
 
@@ -49,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"candidates": [_facts(c) for c in candidates], "suggestion": best.name if trial else None, "trial": trial})
         return 0
-    print_table(["draft", ">right", ">cost", ">drafts", ">tokens/step", ">speed"], [_row(c) for c in candidates])
-    print("\ncost: of a draft, in plain steps; drafts: how many in a row are fastest; tokens/step and speed: to be expected with these")
+    print_table(["draft model", ">acceptance", ">cost", ">depth", ">tokens/step", ">speed"], [_row(c) for c in candidates])
+    print("\nacceptance: share of right draft tokens; cost: of one, in plain steps; depth: the fastest; tokens/step, speed: expected there")
     if trial is None:
-        print("None of these pays here: leave proposer off, or take a model that was trained to exit early, or a smaller draft.")
+        print("None of these saves time here: leave the proposer off, or try a model that was trained to exit early, or a smaller one.")
         return 0
     speed = f"{trial['speed']:.2f}x ({trial['spread']}, {_RUNS} runs in turns)"
     print(f"{best.name}, measured: {trial['tokens_per_step']:.2f} tokens/step, {speed}")
@@ -61,12 +63,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> "list[Candidate]":
+    from headrace.assembly.options import engine_config
     from headrace.backend import compile_program
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
     from headrace.cli.calibration import Calibration
     from headrace.config import KvConfig
-    from headrace.llm import engine_config
     from headrace.model import trace_model
     from headrace.planner.host import usable_cores
 
@@ -75,7 +77,7 @@ def _measure(args: argparse.Namespace) -> "list[Candidate]":
     prompt = checkpoint.load_tokenizer().encode(args.prompt)
     length = len(prompt) + args.tokens + args.depth + 1
     if length > checkpoint.spec.max_context:
-        raise RequestError(f"this needs {length:,} tokens, and the model's context ends at {checkpoint.spec.max_context:,}: give less")
+        raise RequestError(f"this needs {length:,} tokens, and the model's context ends at {checkpoint.spec.max_context:,}: lower --tokens")
     kv = KvConfig(-(-length // KvConfig.block_size))
     program = trace_model(checkpoint.spec, checkpoint.tensors)
     _tell("writing a text")
@@ -91,26 +93,26 @@ def _measure(args: argparse.Namespace) -> "list[Candidate]":
 def _drafts(
     args: argparse.Namespace, checkpoint: "Checkpoint", target: "Executable", config: "EngineConfig", kv: Any
 ) -> "Iterator[tuple[str, Executable]]":
-    """What is to be measured, by name."""
+    """The executables of the candidates, by name."""
     from dataclasses import replace
 
-    from headrace.drafts import compile_draft_models, first_layers, open_draft_checkpoints
+    from headrace.assembly.drafts import compile_draft_models, first_layers, open_draft_checkpoints
 
     if args.draft:
         config = replace(config, proposer="draft_model", draft_model=args.draft)
         draft_checkpoints = open_draft_checkpoints(config, checkpoint, checkpoint.load_tokenizer())
         draft = compile_draft_models(config, draft_checkpoints, checkpoint, target, kv).draft
-        assert draft is not None, "a draft was asked for"
+        assert draft is not None, "a draft model was asked for"
         yield args.draft, draft.executable
     total = checkpoint.spec.num_layers
     for layers in args.layers or sorted({max(1, total * eighths // 8) for eighths in _EIGHTHS} - {total}):
         if not 1 <= layers < total:
-            raise RequestError(f"--layers has {layers}, and of this model's {total} layers 1 to {total - 1} can draft")
+            raise RequestError(f"--layers has {layers}, and 1 to {total - 1} of this model's {total} layers can draft")
         yield f"{layers} of {total} layers", target.attach(first_layers(checkpoint, layers), checkpoint.tensors)
 
 
 def _try(args: argparse.Namespace, best: "Candidate") -> dict[str, Any]:
-    """The best draft beside plain decoding, in turns."""
+    """Time the best candidate and plain decoding in turns."""
     import statistics
     import time
 
@@ -132,7 +134,7 @@ def _try(args: argparse.Namespace, best: "Candidate") -> dict[str, Any]:
     every = options | {"adaptive_speculation": False}  # the depth is to be measured, and control would change it
     with LLM(args.model, **common) as plain, LLM(args.model, **common, **every) as speculation:
         for turn in range(_RUNS + 1):
-            _tell(f"{best.name} beside plain decoding, turn {turn + 1} of {_RUNS + 1}")
+            _tell(f"{best.name} against plain decoding, turn {turn + 1} of {_RUNS + 1}")
             times = []
             for llm in (plain, speculation):
                 before, started = llm.stats(), time.perf_counter()

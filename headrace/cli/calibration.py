@@ -1,4 +1,4 @@
-"""How often a draft is right about a model's own text, and what it costs: without the engine, by the two programs alone."""
+"""How often a draft model is right about a model's own text, and what it costs: without the engine, by the two programs alone."""
 
 import statistics
 import time
@@ -17,7 +17,7 @@ _CHUNK = 64
 """Rows of a step that scores text: their logits are all kept."""
 _ROUNDS = 15
 _IN_A_ROW = 3
-"""Drafts that are timed together, as they run: each finds in the caches what the one before it left."""
+"""Draft tokens that are timed together, as they are drafted: each step finds in the caches what the one before it left."""
 
 
 class Candidate(NamedTuple):
@@ -34,7 +34,7 @@ class Candidate(NamedTuple):
 
 
 class Calibration:
-    """A model, `target`, and the text that it writes after a prompt, [tokens]; `most_depth` drafts in a row are looked at."""
+    """A model, `target`, and the text that it writes after a prompt, [tokens]; drafts have up to `most_depth` tokens."""
 
     def __init__(self, target: Executable, prompt: Sequence[int], num_tokens: int, block_size: int, most_depth: int) -> None:
         self.target = target

@@ -10,9 +10,9 @@ from headrace.request import SamplingParams
 
 HELP = """\
 /reset   forget the conversation
-/exit    leave; Ctrl-D does too
-/help    this
-Ctrl-C stops an answer. A line that ends in \\ goes on in the next one."""
+/exit    leave, as Ctrl-D does
+/help    show this
+Ctrl-C stops an answer. A line that ends in \\ continues on the next one."""
 
 
 class Chat:
@@ -26,10 +26,10 @@ class Chat:
         self.messages = list(self.opening)
 
     def loop(self) -> None:
-        """Until the user leaves."""
+        """Answer line after line until the user leaves."""
         with suppress(ImportError):
             import readline  # noqa: F401 - gives input() a line editor and a history
-        print("/help for help, Ctrl-D leaves", file=sys.stderr)
+        print("/help for help; Ctrl-D leaves", file=sys.stderr)
         while (line := _read()) is not None and line.strip() != "/exit":
             match line.strip():
                 case "":
@@ -39,12 +39,12 @@ class Chat:
                 case "/reset":
                     self.messages = list(self.opening)
                 case command if command.startswith("/") and " " not in command:
-                    print(f"no command {command}; /help names them all", file=sys.stderr)
+                    print(f"unknown command {command}; /help lists the commands", file=sys.stderr)
                 case _:
                     self.turn(line)
 
     def turn(self, line: str) -> None:
-        """One answer. What does not fit is refused, and the conversation stays as it was."""
+        """Give one answer. A line that does not fit in the context is refused, and the conversation stays as it was."""
         asked = [*self.messages, {"role": "user", "content": line}]
         text = ""
         try:
@@ -53,7 +53,7 @@ class Chat:
                     write(piece)
                     text += piece
         except RequestError as error:
-            print(f"{error}{'; /reset starts anew' if self.messages else ''}", file=sys.stderr)
+            print(f"{error}{'; /reset starts a new conversation' if self.messages else ''}", file=sys.stderr)
             return
         write("\n")
         print(self.session.closing_line(), file=sys.stderr)

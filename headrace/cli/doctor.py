@@ -1,16 +1,16 @@
-"""Measure this machine's memory bandwidth and arithmetic, and test that the engine computes right on it."""
+"""Measure this machine's memory bandwidth and arithmetic, and test that the engine computes correctly on it."""
 
 import argparse
 import os
 import platform
 from typing import Any
 
-from headrace.cli.arguments import add_json
+from headrace.cli.arguments import add_json, add_threads
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this verb."""
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; 0: as many as may be used")
+    add_threads(parser)
     add_json(parser)
 
 
@@ -72,5 +72,5 @@ def _print(facts: dict[str, Any]) -> None:
         },
     )
     rates = {f"{kind} dot products": f"{rate / 1e9:,.0f} G operations/s" for kind, rate in facts["rates"].items()}
-    ridge = {"ridge": f"{facts['ridge_int8']:.0f} int8 operations per byte: below that, memory is what bounds"}
+    ridge = {"ridge": f"{facts['ridge_int8']:.0f} int8 operations per byte; a program with fewer is limited by memory bandwidth"}
     print_figures(f"Measured with {facts['threads']} threads", {"memory read": f"{facts['bandwidth'] / 1e9:.1f} GB/s"} | rates | ridge)

@@ -1,4 +1,4 @@
-"""List the models at hand: aliases, and what has been fetched."""
+"""List the models at hand: those that were fetched, and the aliases that can be."""
 
 import argparse
 
@@ -17,8 +17,8 @@ def run(args: argparse.Namespace) -> int:
 
     cached = list_cached()
     if args.json:
-        num_uncomputed = [{"name": alias, "path": None, "bytes": None} for alias in ALIASES if alias not in {m.name for m in cached}]
-        print_json([{"name": m.name, "path": str(m.path), "bytes": m.nbytes} for m in cached] + num_uncomputed)
+        absent = [{"name": alias, "path": None, "bytes": None} for alias in ALIASES if alias not in {m.name for m in cached}]
+        print_json([{"name": m.name, "path": str(m.path), "bytes": m.nbytes} for m in cached] + absent)
         return 0
     rows = [[m.name, size(m.nbytes), str(m.path)] for m in cached]
     rows += [[alias, "-", f"not fetched: headrace pull {alias}"] for alias in ALIASES if alias not in {m.name for m in cached}]

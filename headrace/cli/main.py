@@ -18,11 +18,11 @@ VERBS = {  # each is a module of this package with `configure(parser)` and `run(
     "pull": "fetch a model",
     "ls": "list the models at hand",
     "show": "what a model is, what it needs, and how fast it can be here",
-    "profile": "where the time of prefill and decode goes, op by op, and what bounds it",
+    "profile": "where the time of prefill and decode goes, op by op, and what limits it",
     "bench": "measure how fast a model runs here, and how close to the limit",
-    "top": "what the engines on this machine do now: KV memory, rows, speed, requests",
-    "calibrate": "find out whether speculative decoding pays for a model here, and with what",
-    "doctor": "measure this machine, and test that the engine computes right on it",
+    "top": "what your engines on this machine are doing: KV memory, rows, speed, requests",
+    "calibrate": "find out whether speculative decoding saves time for a model here, and with what",
+    "doctor": "measure this machine, and test that the engine computes correctly on it",
 }
 
 HELP = f"""usage: headrace VERB ...
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         return _fail("out of memory", MemoryLimitError.exit_code)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # who read our output has left; the interpreter must not complain at exit either
+    except BrokenPipeError:  # whoever read our output has left; the interpreter must not complain at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -81,7 +81,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Keeps the lines of the description, and names every default that is one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        plain = action.default is None or action.default is False or action.default in ("", argparse.SUPPRESS)
+        plain = action.default is None or action.default is False or action.default in ("", (), argparse.SUPPRESS)
         return action.help if plain else f"{action.help} (default: %(default)s)"
 
 

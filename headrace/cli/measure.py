@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.assembly.load import load_model
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig, KvDtype
-from headrace.llm import load_engine
 from headrace.model import trace_model
 from headrace.planner import host, roofline
 from headrace.planner.hardware import Machine
@@ -46,7 +46,7 @@ class Bench:
     """
 
     def __init__(self, model: str, config: EngineConfig) -> None:
-        self._engine, _, self.checkpoint = load_engine(model, config)
+        self._engine, _, _, self.checkpoint = load_model(model, config)
         self._random = np.random.default_rng(config.seed)
 
     def __enter__(self) -> "Bench":

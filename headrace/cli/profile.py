@@ -1,4 +1,4 @@
-"""Profile a model op by op: time, bytes, operations, share of what this machine was measured to do, and what bounds each op.
+"""Profile a model op by op: time, bytes, operations, share of what this machine was measured to do, and what limits each op.
 
 Runs prefills, and single decode steps at several depths and batch sizes, turn by turn; memory bandwidth and arithmetic are
 measured between the turns. Every depth is run with the first batch size, and every batch size at the first depth.
@@ -8,10 +8,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
-from headrace.cli.arguments import add_json, add_model
-from headrace.config import EngineConfig, KvDtype
+from headrace.cli.arguments import add_json, add_kv_dtype, add_model, add_threads
+from headrace.config import EngineConfig
 from headrace.errors import HeadraceError, MemoryLimitError, RequestError
 
 if TYPE_CHECKING:
@@ -32,9 +32,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=_counts, default="512,2048", metavar="N,...", help="prompt lengths, or `none`")
     parser.add_argument("--depth", type=_counts, default="128,2048", metavar="N,...", help="tokens of context to decode at, or `none`")
     parser.add_argument("--batch", type=_counts, default="1,4,8,16,32", metavar="N,...", help="sequences that decode together")
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; 0: as many as may be used")
-    parser.add_argument("--kv-dtype", choices=get_args(KvDtype), default=EngineConfig.kv_dtype, help="number format of keys and values")
-    parser.add_argument("--turns", type=_turns, default=5, metavar="N", help="how often each phase has its turn; more is steadier")
+    add_threads(parser)
+    add_kv_dtype(parser)
+    parser.add_argument(
+        "--turns", type=_turns, default=5, metavar="N", help="how many times each phase is timed; more make steadier figures"
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the roofline with the ops as points")
     add_json(parser)
 
@@ -65,9 +67,9 @@ def examine(args: argparse.Namespace) -> "Report":
     Raises ModelError as every verb does, MemoryLimitError where not one phase fits in memory, and RequestError where none is
     left to run.
     """
+    from headrace.assembly.options import engine_config
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
-    from headrace.llm import engine_config
     from headrace.planner.profile import account, phases, typical
     from headrace.planner.report import Report
 
@@ -118,7 +120,7 @@ def _run(
 ) -> "tuple[Program, list[list[list[StepTimes]]], list[Machine]]":
     """The program as it ran, the times of every phase (rounds of steps), and the machine before each turn and at the end.
 
-    The phases take turns, so that a neighbour who is busy for a while slows a part of each, which its median hides.
+    The phases take turns, so that another program that is busy for a while slows a part of each, which its median hides.
     """
     from rich.console import Console
     from rich.progress import Progress

@@ -38,7 +38,7 @@ def _machine_figures(report: Report) -> dict[str, str]:
 
 def _measured(values: list[float], used: float, unit: str) -> str:
     low, high = min(values), max(values)
-    note = "; it drifted, and so may shares of it" if high > (1 + _DRIFT) * low else ""
+    note = "; it drifted, and so may the shares of it" if high > (1 + _DRIFT) * low else ""
     return f"{_short(used / 1e9)} {unit} ({_short(low / 1e9)}-{_short(high / 1e9)} in {_count(len(values), 'measurement')}){note}"
 
 
@@ -52,7 +52,7 @@ def _print_phase(report: Report, profile: PhaseProfile) -> None:
     print_table(_HEADINGS, [*rows, outside, [*total, _ms(profile.floor), ""]], _title(report, profile))
     if profile.wall > (1 + _DRIFT) * profile.seconds:
         print(
-            f"Neighbours were busy: the medians of the parts come to {_ms(profile.seconds)} ms, that of the rounds to {_ms(profile.wall)}."
+            f"The machine was busy: the medians of the parts come to {_ms(profile.seconds)} ms, that of the rounds to {_ms(profile.wall)}."
         )
     print()
 

@@ -1,23 +1,28 @@
 """Answer a prompt, or chat.
 
 Without a prompt, on a terminal, this is a chat. With a prompt, with `-`, or with something piped in, it is one answer:
-alone on stdout as it comes, then one line on stderr with the speed. Text that is piped in beside a prompt follows it.
+the answer alone goes to stdout as it comes, then a line with its speed to stderr. Text that is piped in beside a prompt
+is added to the prompt.
 """
 
 import argparse
 import os
 import stat
 import sys
-from typing import TYPE_CHECKING, get_args
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import DEFAULT_MODEL, add_model
-from headrace.config import EngineConfig, KvDtype
+from headrace.cli.arguments import DEFAULT_MODEL, add_kv_dtype, add_model, add_threads
+from headrace.config import INTERACTIVE, EngineConfig
 from headrace.errors import RequestError
+from headrace.request import SamplingParams
 
 if TYPE_CHECKING:
     from headrace.cli.session import Session
-    from headrace.request import SamplingParams
 
+_DEFAULTS = {field.name: field.default for record in (EngineConfig, SamplingParams) for field in fields(record)}
+_DEFAULTS |= {**INTERACTIVE.engine, **INTERACTIVE.sampling}
+"""The default of each flag, by field. Both records have a `seed`; the flag is for that of `SamplingParams`."""
 _SHARED_PARAMS = ("presence_penalty", "seed", "max_tokens")
 _DRAW_PARAMS = ("temperature", "top_p", "top_k", "min_p")
 _BEAM_PARAMS = ("beam_width", "length_penalty")
@@ -32,57 +37,63 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this verb; those of sampling have the names and meanings of `SamplingParams`."""
     add_model(parser, optional=True)
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="what to answer; -: read it from stdin")
-    parser.add_argument("--system", metavar="TEXT", help="instructions that come before the conversation")
-    parser.add_argument("--raw", action="store_true", help="continue the prompt as it stands, without the chat template")
+    parser.add_argument("--system", metavar="TEXT", help="system message, which comes before the conversation")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt as plain text, without the chat template")
 
-    # Small models fall into loops. A little warmth without the unlikely tail, and a penalty that does not grow, keep them out:
-    # of 24 answers of the default model 4 looped without the penalty, none with it. Prompts are not penalised.
-    sampling = parser.add_argument_group("sampling", "The same seed gives the same answer, whatever the temperature.")
-    sampling.add_argument("--temperature", type=float, default=0.3, metavar="T", help="0 takes the likeliest token every time")
-    sampling.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens that have this probability together"
-    )
-    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0: all")
-    sampling.add_argument("--min-p", type=float, default=0.05, metavar="P", help="keep tokens at least P times as likely as the likeliest")
-    sampling.add_argument("--presence-penalty", type=float, default=1.0, metavar="X", help="take X from the logits of tokens already used")
-    sampling.add_argument("--beam-width", type=int, metavar="B", help="search with B beams: draws nothing, and answers at its end")
-    sampling.add_argument("--length-penalty", type=float, default=1.0, metavar="X", help="beams: their sum / length ** X is what counts")
-    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="what the draws depend on")
-    sampling.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="longest answer")
-
+    _add_sampling(parser.add_argument_group("sampling", "The same seed gives the same answer."))
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; 0: as many as may be used")
-    engine.add_argument("--kv-dtype", choices=get_args(KvDtype), default=EngineConfig.kv_dtype, help="number format of keys and values")
-    engine.add_argument("--max-model-len", type=int, default=0, metavar="N", help="longest conversation in tokens; 0: all the model can")
-    _add_speculation(
-        parser.add_argument_group("speculative decoding", "As far as it pays. Never changes a token, unless the acceptance method says so.")
+    add_threads(engine)
+    add_kv_dtype(engine)
+    _add(engine, "max_model_len", "N", "longest conversation, in tokens; 0: the model's whole context", int)
+    about = (
+        "Draft tokens are proposed, and several are verified in one step, as far as that saves time.\n"
+        "This never changes a token, unless the acceptance method says so."
     )
+    _add_speculation(parser.add_argument_group("speculative decoding", about))
 
 
-def _add_speculation(group: argparse._ArgumentGroup) -> None:
-    default = EngineConfig
-    group.add_argument(
-        "--proposer",
-        metavar="NAME",
-        default="auto",  # answers often quote; where they do not it rests
-        help="auto, off, ngram, online, jacobi, lookahead, draft_model, self_draft or medusa",
-    )
-    group.add_argument("--max-draft-tokens", type=int, metavar="N", default=default.max_draft_tokens, help="most drafts in a step")
+def _add(group: Any, name: str, metavar: str, text: str, kind: type = str) -> None:
+    """A flag for a field of `SamplingParams` or `EngineConfig`, with the default that it has here."""
+    group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, default=_DEFAULTS[name], help=text)
+
+
+def _add_sampling(group: Any) -> None:
+    _add(group, "temperature", "T", "how freely tokens are drawn; 0 takes the likeliest token every time", float)
+    _add(group, "top_p", "P", "keep the smallest set of likeliest tokens that has this share of the probability", float)
+    _add(group, "top_k", "K", "keep the K likeliest tokens; 0: all", int)
+    _add(group, "min_p", "P", "keep tokens at least P times as likely as the likeliest", float)
+    _add(group, "presence_penalty", "X", "subtract X from the logits of tokens that are in the answer already", float)
+    _add(group, "beam_width", "B", "search with B beams, and draw nothing; the answer comes in one piece at its end", int)
+    _add(group, "length_penalty", "X", "the score of a beam is the sum of its log-probabilities / length ** X", float)
+    _add(group, "seed", "N", "the number that all draws follow from", int)
+    _add(group, "max_tokens", "N", "longest answer, in tokens", int)
+
+
+def _add_speculation(group: Any) -> None:
+    _add(group, "proposer", "NAME", "what drafts: auto, off, ngram, online, jacobi, lookahead, draft_model, self_draft or medusa")
+    _add(group, "max_draft_tokens", "N", "most draft tokens in a step", int)
     group.add_argument(
         "--adaptive-speculation",
         action=argparse.BooleanOptionalAction,
-        default=default.adaptive_speculation,
-        help="draft as much as pays; with --no-adaptive-speculation as much as there is room for",
+        default=_DEFAULTS["adaptive_speculation"],
+        help="draft as much as saves time; with --no-adaptive-speculation, as much as fits",
     )
-    group.add_argument("--draft-model", metavar="MODEL", default="", help="for draft_model: a smaller model with the same vocabulary")
-    group.add_argument(
-        "--draft-layers", type=int, metavar="N", default=0, help="for self_draft: how many first layers draft; see calibrate"
+    _add(group, "draft_model", "MODEL", "for draft_model: a smaller model with the same vocabulary")
+    _add(
+        group,
+        "draft_layers",
+        "N",
+        "for self_draft: how many of the model's first layers draft; `headrace calibrate` suggests a number",
+        int,
     )
-    group.add_argument("--medusa-heads", metavar="FILE", default="", help="for medusa: safetensors with heads made for the model")
-    group.add_argument("--draft-depth", type=int, metavar="K", default=default.draft_depth, help="most drafts in a row of these three")
-    group.add_argument("--draft-width", type=int, metavar="W", default=default.draft_width, help="drafts at each depth")
-    group.add_argument(
-        "--acceptance-method", metavar="NAME", default=default.acceptance_method, help="exact, rejection, or typical, which is lossy"
+    _add(group, "medusa_heads", "FILE", "for medusa: a safetensors file with heads that were trained for the model")
+    _add(group, "draft_depth", "K", "for these three: most draft tokens one after the other", int)
+    _add(group, "draft_width", "W", "for these three: draft tokens at each depth; more than 1 make a tree", int)
+    _add(
+        group,
+        "acceptance_method",
+        "NAME",
+        "how drafts are verified: exact (changes no token), rejection (same distribution) or typical (lossy)",
     )
 
 
@@ -90,13 +101,14 @@ def run(args: argparse.Namespace) -> int:
     """One answer, or a chat."""
     prompt = _prompt(args)
 
-    from headrace.llm import engine_config
-    from headrace.request import SamplingParams
+    from headrace.assembly.options import engine_config
 
     names = _SHARED_PARAMS + (_DRAW_PARAMS if args.beam_width is None else _BEAM_PARAMS)
     params = SamplingParams(**{name: getattr(args, name) for name in names})
     options = {name: getattr(args, name) for name in (*_ENGINE_OPTIONS, *_SPECULATION_OPTIONS)}
-    config = engine_config(options | {"max_num_seqs": params.beam_width or 1})
+    if params.beam_width:
+        options["max_num_seqs"] = params.beam_width
+    config = engine_config(options, INTERACTIVE)
 
     from headrace.cli.session import Session
 
@@ -115,7 +127,7 @@ def conversation(prompt: str, system: str | None) -> list[dict[str, str]]:
     return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
 
 
-def _answer(session: "Session", prompt: str | list[dict[str, str]], params: "SamplingParams") -> None:
+def _answer(session: "Session", prompt: str | list[dict[str, str]], params: SamplingParams) -> None:
     from headrace.cli.session import interrupts
     from headrace.cli.terminal import write
 
@@ -134,7 +146,7 @@ def _prompt(args: argparse.Namespace) -> str | None:
     if args.model == "-" and prompt is None:
         args.model, prompt = DEFAULT_MODEL, "-"
     if prompt is None and " " in args.model and not os.path.exists(args.model):
-        raise RequestError(f"{args.model!r} is no model; to ask the default one: headrace run {DEFAULT_MODEL} {args.model!r}")
+        raise RequestError(f"{args.model!r} is not a model; to ask the default one: headrace run {DEFAULT_MODEL} {args.model!r}")
     if prompt is None and sys.stdin.isatty() and sys.stdout.isatty():
         return None
     if prompt is not None and prompt != "-":

@@ -1,24 +1,18 @@
 """A loaded model and its answers, for `headrace run` alone and in a chat."""
 
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event
 from types import TracebackType
 
-from headrace.checkpoint.chat import render_chat
+from headrace.assembly.load import load_model
 from headrace.config import EngineConfig
-from headrace.errors import RequestError
-from headrace.llm import load_engine
 from headrace.model import trace_model
 from headrace.planner import hardware, roofline
 from headrace.program.fuse import fuse
+from headrace.prompts import Message, Prompt
 from headrace.request import RequestOutput, SamplingParams
-
-Message = Mapping[str, str]
-
-_MOST_BYTES_PER_TOKEN = 256
-"""Text with more bytes than so many times the context is refused before it is tokenised, which would take long."""
 
 
 class Session:
@@ -26,7 +20,7 @@ class Session:
 
     def __init__(self, model: str, config: EngineConfig) -> None:
         self.config = config
-        self._engine, self._tokenizer, self._checkpoint = load_engine(model, config)
+        self._engine, self._prompts, _, self._checkpoint = load_model(model, config)
         self.result: RequestOutput | None = None
         """Of the last answer."""
 
@@ -36,12 +30,13 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._engine.close()
 
-    def answer(self, prompt: str | Sequence[Message], params: SamplingParams, stop: Event) -> Iterator[str]:
+    def answer(self, prompt: Prompt | Sequence[Message], params: SamplingParams, stop: Event) -> Iterator[str]:
         """The continuation of a text, or the answer to a conversation, in pieces; `stop` ends it. Sets `result`.
 
         Raises RequestError for what does not fit in the context, and the request's own error if it fails on the way.
         """
-        request_id = self._engine.add_request(self._tokens(prompt), params)
+        token_ids, text = self._prompts.read(prompt)
+        request_id = self._engine.add_request(token_ids, params, prompt=text)
         self.result = None
         while self.result is None:
             if stop.is_set():
@@ -55,7 +50,7 @@ class Session:
             raise self.result.error
 
     def closing_line(self) -> str:
-        """Tokens and speed of the last answer, the limit that this machine sets to plain decoding, and how many tokens were drafted."""
+        """Tokens and speed of the last answer, the limit that this machine sets to plain decoding, and the accepted draft tokens."""
         result = self.result
         if result is None:
             return ""
@@ -67,8 +62,8 @@ class Session:
             speed = (num_out - 1) / result.timing.decode
             limit = self._decode_limit(num_in + num_out // 2, speed)
             parts.append(f"limit {limit:,.0f} tok/s, {speed / limit:.0%}".replace("%", " %"))
-        if drafted := sum(books.accepted for books in result.drafts.values()):
-            parts.append(f"{drafted:,} drafted")
+        if accepted := sum(stats.accepted for stats in result.drafts.values()):
+            parts.append(f"{accepted:,} accepted from drafts")
         return f"[{' · '.join(parts)}]"
 
     def _decode_limit(self, depth: int, speed: float) -> float:
@@ -79,19 +74,6 @@ class Session:
         if speed > limit and self.result and not self.result.drafts:
             limit = roofline.decode_limit(program, hardware.measure(threads), depth, kv_bytes)
         return limit
-
-    def _tokens(self, prompt: str | Sequence[Message]) -> list[int]:
-        text, rendered = (prompt, False) if isinstance(prompt, str) else (self._render(prompt), True)
-        longest = self._engine.limits.max_model_len
-        if len(text) > longest * _MOST_BYTES_PER_TOKEN:
-            raise RequestError(f"the prompt has {len(text):,} characters, more than a context of {longest:,} tokens can hold")
-        return self._tokenizer.encode(text, add_special=not rendered, parse_special=rendered)
-
-    def _render(self, messages: Sequence[Message]) -> str:
-        template = self._checkpoint.chat_template
-        if template is None:
-            raise RequestError(f"{self._checkpoint.path.name} has no chat template; use --raw to continue plain text")
-        return render_chat(template, messages, bos=self._tokenizer.bos_token, eos=self._tokenizer.eos_token)
 
 
 @contextmanager

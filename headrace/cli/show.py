@@ -1,4 +1,4 @@
-"""Show what a model is, what it needs, what of it fits in this machine's memory, and how fast it can be here at most."""
+"""Show what a model is, what it needs, how much KV fits in this machine's memory beside it, and how fast it can be here at most."""
 
 import argparse
 from collections import Counter

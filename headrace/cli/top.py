@@ -16,14 +16,14 @@ from headrace.errors import RequestError
 if TYPE_CHECKING:
     from headrace.cli.watching import Watch
 
-_NOBODY = "no engine of yours is at work; one shows up while it computes"
+_NOBODY = "none of your engines is running; an engine shows up here while it computes"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this verb."""
-    parser.add_argument("which", metavar="PID", nargs="?", type=_pid, help="the process to show, where several have engines")
-    parser.add_argument("--once", action="store_true", help="print what is there now, and end")
-    parser.add_argument("--map", type=Path, metavar="FILE", help="draw who holds which block of KV as SVG, and end")
+    parser.add_argument("which", metavar="PID", nargs="?", type=_pid, help="the process to show, where several have an engine")
+    parser.add_argument("--once", action="store_true", help="print what there is now, and end")
+    parser.add_argument("--map", type=Path, metavar="FILE", help="draw which request holds which block of KV, as SVG, and end")
     add_json(parser)
 
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _pid(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is no process id")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a process id")
     return int(text)
 
 
@@ -96,7 +96,7 @@ def _draw(watch: "Watch", path: Path) -> int:
     record = max(records, key=lambda record: record["time"])
     blocks = watch.block_map(record)
     if blocks is None:
-        raise RequestError(f"the pool of process {record['pid']} has too many blocks to draw")
+        raise RequestError(f"the KV pool of process {record['pid']} has too many blocks to draw")
     svg = block_map_svg(f"{record['model']}, process {record['pid']}: who holds which block of KV", blocks)
     try:
         path.write_text(svg)

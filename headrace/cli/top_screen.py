@@ -86,21 +86,21 @@ def _head(record: Record, now: float, width: int) -> Panel:
 
 def _figures(record: Record, width: int) -> Table:
     stats, config = record["stats"], record["config"]
-    num_running, most_rows = config.get("max_num_seqs") or 1, config.get("max_num_batched_tokens") or 1
+    max_num_seqs, most_rows = config.get("max_num_seqs") or 1, config.get("max_num_batched_tokens") or 1
     grid = Table.grid(padding=(0, 2))
     wide = min(32, max(10, width - 70))
     used = stats.blocks_used * stats.block_size
     kv = f"{stats.blocks_used:,} of {stats.blocks_total:,} blocks, {used - stats.slots_empty:,} tokens; {100 * stats.waste:.1f} % empty"
     cached = f"; {stats.blocks_cached:,} free ones cached" if stats.blocks_cached else ""
     grid.add_row("KV in use", bar(stats.occupancy, wide, warns=True), f"{100 * stats.occupancy:3.0f} %", kv + cached)
-    queue = f"{stats.running:,} of {num_running:,} seats; {stats.waiting:,} waiting"
-    grid.add_row("running", bar(stats.running / num_running, wide), f"{100 * stats.running / num_running:3.0f} %", queue)
+    queue = f"{stats.running:,} of {max_num_seqs:,} sequences; {stats.waiting:,} waiting"
+    grid.add_row("running", bar(stats.running / max_num_seqs, wide), f"{100 * stats.running / max_num_seqs:3.0f} %", queue)
     step = f"{stats.rows_last:,} of {most_rows:,} rows (mean {stats.rows_mean:,.1f}) in {1000 * stats.step_seconds:,.1f} ms"
     grid.add_row("last step", bar(stats.rows_last / most_rows, wide), f"{100 * stats.rows_last / most_rows:3.0f} %", step)
-    hits = f"{stats.cached_tokens:,} of {stats.prompt_tokens:,} prompt tokens were there already"
+    hits = f"{stats.cached_tokens:,} of {stats.prompt_tokens:,} prompt tokens had their KV already"
     grid.add_row("prefix hits", bar(stats.prefix_hit_rate, wide), f"{100 * stats.prefix_hit_rate:3.0f} %", hits)
     if stats.drafted:
-        kept = f"{stats.accepted:,} of {stats.drafted:,} drafts were right"
+        kept = f"{stats.accepted:,} of {stats.drafted:,} draft tokens accepted"
         grid.add_row("drafts", bar(stats.acceptance_rate, wide), f"{100 * stats.acceptance_rate:3.0f} %", kept)
     counts = {"finished": stats.finished, "aborted": stats.aborted, "refused": stats.refused, "preemptions": stats.preemptions}
     done = f"{stats.tokens:,} tokens out; " + ", ".join(f"{value:,} {name}" for name, value in counts.items())

@@ -39,7 +39,7 @@ class Watch:
             except PermissionError as error:
                 raise RequestError(f"{self._folder}: {error.strerror}; name another folder in HEADRACE_STATS") from None
         if not is_private(self._folder):
-            raise RequestError(f"{self._folder} is not a folder of yours alone: chmod 700, or name another in HEADRACE_STATS")
+            raise RequestError(f"{self._folder} is open to others: chmod 700 it, or name another folder in HEADRACE_STATS")
         self._begun = self.now()
         self._look()
 

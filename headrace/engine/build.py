@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.batch import DraftTree, Ints, RaggedBatch
-from headrace.engine.scheduler import ScheduledSequence
+from headrace.engine.scheduled import ScheduledSequence
 from headrace.kv.blocks import BlockPool
 from headrace.kv.rows import block_table, ints
 

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
@@ -30,7 +30,7 @@ from headrace.engine.stops import StopPattern
 from headrace.errors import ClosedError, RequestError
 from headrace.kv.blocks import BlockPool
 from headrace.proposer import Proposer
-from headrace.request import RequestOutput, SamplingParams, Service, Update, token_ids
+from headrace.request import CheckedRequest, RequestOutput, SamplingParams, Update, check_terms, token_ids
 from headrace.sampling.sampler import derive_seed, make_sampler
 from headrace.stats import BlockMap, Stats
 
@@ -92,47 +92,69 @@ class Engine:
 
     def add_request(
         self,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Iterable[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        prompt: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+    ) -> str:
+        """Check a request, queue it and return its id: `check` and `add` in one, with their arguments and errors."""
+        self._check_open()
+        checked = self.check(prompt_token_ids, params, prompt=prompt, priority=priority, timeout=timeout, cache_salt=cache_salt)
+        return self.add(checked, request_id)
+
+    def check(
+        self,
+        prompt_token_ids: Iterable[int],
         params: SamplingParams | None = None,
         *,
         prompt: str | None = None,
-        request_id: str | None = None,
-        service: Service | None = None,
-    ) -> str:
-        """Queue a request and return its id. Raises RequestError for one that cannot be served, and nothing is queued."""
-        self._check_open()
-        params = params or SamplingParams()
-        known = self.check(prompt_token_ids, params)
-        if request_id in self._requests:
-            raise RequestError(f"a request {request_id!r} is under way already")
-        number = next(self._numbers)
-        request_id = str(number) if request_id is None else request_id
-        limit = self._limit(len(known), params)
-        stopwatch = Stopwatch(self._clock)
-        acceptor = self._acceptor(params)
-        request = Request(number, request_id, prompt, known, params, limit, acceptor, stopwatch, service=service or Service())
-        request.seqs = self._sequences(request)
-        self._requests[request_id] = request
-        if request.service.timeout is not None:
-            heappush(self._deadlines, (request.stopwatch.added + request.service.timeout, number, request_id))
-        self._scheduler.add(request.seqs[0])
-        return request_id
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+    ) -> CheckedRequest:
+        """The request that these make, fit to be added: see `CheckedRequest` for what they mean.
 
-    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> list[int]:
-        """The prompt as a list of ints. Raises RequestError for what this engine could not serve."""
+        Raises RequestError for what this engine could not serve. Queues nothing, and may be called from any thread.
+        """
         try:
-            return self._checked(prompt_token_ids, params)
+            params = SamplingParams() if params is None else params
+            if not isinstance(params, SamplingParams):
+                raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
+            terms = check_terms(priority, timeout, cache_salt)
+            return CheckedRequest(self._checked_prompt(prompt_token_ids, params), params, prompt, *terms)
         except RequestError:
             self._meter.refused += 1
             raise
 
-    def _checked(self, prompt_token_ids: list[int], params: SamplingParams) -> list[int]:
+    def add(self, checked: CheckedRequest, request_id: str | None = None) -> str:
+        """Queue a request that `check` of this engine returned, and return its id. Raises RequestError for an id that is under way."""
+        self._check_open()
+        if request_id in self._requests:
+            raise RequestError(f"a request {request_id!r} is under way already")
+        known, params, prompt, priority, timeout, cache_salt = checked
+        number = next(self._numbers)
+        request_id = str(number) if request_id is None else request_id
+        limit, acceptor = self._limit(len(known), params), self._acceptor(params)
+        stopwatch = Stopwatch(self._clock)
+        request = Request(number, request_id, prompt, known, params, limit, acceptor, stopwatch, priority, timeout, cache_salt)
+        request.seqs = self._sequences(request)
+        self._requests[request_id] = request
+        if timeout is not None:
+            heappush(self._deadlines, (stopwatch.added + timeout, number, request_id))
+        self._scheduler.add(request.seqs[0])
+        return request_id
+
+    def _checked_prompt(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> list[int]:
+        """The prompt as a list of ints."""
         longest, vocab = self.limits.max_model_len, self.limits.vocab_size
-        known = token_ids("prompt_token_ids", prompt_token_ids, 2**31 - 1)
+        too_many = f"the prompt has {{count}} tokens, and the context of {longest:,} must hold it and one more"
+        known = token_ids("prompt_token_ids", prompt_token_ids, longest - 1, too_many)
         if not known:
             raise RequestError("the prompt is empty")
-        if len(known) >= longest:
-            raise RequestError(f"the prompt has {len(known):,} tokens, and the context of {longest:,} must hold it and one more")
         named = {"prompt_token_ids": known, "stop_token_ids": params.stop_token_ids or (), "logit_bias": params.logit_bias or ()}
         for name, ids in named.items():
             if max(ids, default=0) >= vocab:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.accept import Acceptor, Drawing
-from headrace.engine.scheduler import ScheduledSequence
+from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.sequence import Sequence
 from headrace.engine.speculation import Drafting
 from headrace.logit_ops import LogitOp, Ticket

@@ -15,7 +15,8 @@ import numpy as np
 from headrace.backend import Executable
 from headrace.batch import NO_DRAFT, Ints, RaggedBatch
 from headrace.config import EngineConfig
-from headrace.engine.scheduler import ScheduledSequence, Scheduler
+from headrace.engine.scheduled import ScheduledSequence
+from headrace.engine.scheduler import Scheduler
 from headrace.logit_ops import Draw, Drawn, LogitOp, Ticket
 
 _MOST = 16

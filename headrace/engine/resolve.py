@@ -7,7 +7,8 @@ from headrace.accept import Acceptor
 from headrace.batch import Commit, TokenLogprobs
 from headrace.engine.in_flight import InFlightStep, Member, StepDraws
 from headrace.engine.output import TokenizerView, describe
-from headrace.engine.scheduler import ScheduledSequence, Scheduler
+from headrace.engine.scheduled import ScheduledSequence
+from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Request, Sequence
 from headrace.errors import NonFiniteLogitsError
 from headrace.logit_ops import Drawn, LogitOpResult, Score, StepResult

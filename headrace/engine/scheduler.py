@@ -28,14 +28,12 @@ next step can be scheduled before it is finished, where `can_overlap`; what a se
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import groupby
 from math import inf
 from operator import attrgetter
-from typing import NamedTuple
 
-from headrace.batch import NO_DRAFT, DraftTree
 from headrace.config import EngineConfig
+from headrace.engine.scheduled import RowBudget, ScheduledSequence, SchedulerOutput
 from headrace.engine.sequence import Sequence
 from headrace.engine.step_timer import StepTimer
 from headrace.kv.blocks import BlockCopy, BlockPool
@@ -45,83 +43,6 @@ STEPS_PER_PRIORITY = 1000
 """How many steps later a request must have come to be as urgent as one of the next level of priority."""
 
 _RANK = attrgetter("rank")
-
-
-@dataclass(slots=True, eq=False)
-class ScheduledSequence:
-    """One sequence's part of a step."""
-
-    seq: Sequence
-    num_scheduled: int
-    """Known or pending tokens that the step computes: rows whose slots are reserved."""
-    draws: bool
-    """Whether these reach the last known or pending token, so that the next one can be drawn."""
-    draft_budget: int = 0
-    """Draft nodes that it may have: slots reserved beyond its scheduled tokens."""
-    draft: DraftTree = NO_DRAFT
-    num_launches: int = 1
-    """Launches in which it draws a token each: more than one in multi-step decoding."""
-    num_reserved: int = 1
-    """Launches that it has slots for."""
-    end: int = 0
-    """Tokens of the sequence that have KV when the scheduled ones have it."""
-    scored: range = range(0)
-    """Positions whose rows give prompt log-probabilities."""
-    first_score: int = 0
-    """Index of the first of these rows among the logit rows."""
-    first_draw: int = 0
-    """Index of the first row to draw from among the logit rows."""
-
-    @property
-    def forks(self) -> bool:
-        """Whether the sequence's siblings go their own ways after these rows."""
-        return bool(self.seq.siblings) and self.num_scheduled == self.seq.num_until_draw
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is one row, without a draft, from which one token is drawn."""
-        alone = self.num_scheduled == 1 and self.draws and not self.draft_budget and not self.seq.may_fork
-        return alone and self.seq.output.finish_reason is None
-
-    @property
-    def max_useful_draft(self) -> int:
-        """Draft nodes that are of use: none where the sequence may fork, since its draws go different ways, nor for the last token."""
-        return self.seq.request.limit - len(self.seq.known) - 1 if self.draws and not self.seq.may_fork else 0
-
-
-@dataclass
-class _Budget:
-    """What is left of a step."""
-
-    rows: int
-    chunk_work: float
-    """For prompts and recomputations, in rows at the beginning of a context."""
-    logit_rows: int
-    """Beyond the one that every sequence may have."""
-    attention_crossover: float
-    """Context with which a row costs two such rows."""
-
-    def take(self, seq: Sequence, most: int) -> int:
-        """As many of the sequence's next `most` rows as there is room for."""
-        cost = 1 + seq.computed / self.attention_crossover
-        rows = min(most, self.rows, max(1, int(self.chunk_work / cost)) if self.chunk_work > 0 else 0)
-        wanted = seq.prompt_rows(rows)
-        if len(wanted) > self.logit_rows:
-            rows, wanted = wanted.start - seq.computed + self.logit_rows, wanted[: self.logit_rows]
-        self.rows -= rows
-        self.chunk_work -= rows * cost
-        self.logit_rows -= len(wanted)
-        return rows
-
-
-class SchedulerOutput(NamedTuple):
-    """A step to be."""
-
-    scheduled: list[ScheduledSequence]
-    copies: list[BlockCopy]
-    """To be made before the step."""
-    left: _Budget
-    """Rows that the scheduled tokens leave, for drafts."""
 
 
 class Scheduler:
@@ -143,12 +64,14 @@ class Scheduler:
         self._window = window
         self._attention_crossover = attention_crossover
         self._num_steps = 0
+        self._must_drain = False
+        """Whether the cache has blocks of the same tokens as a sequence in flight, which can exchange its own for them only later."""
         self._dropped = set[Sequence]()
         """Sequences that are forgotten but for their blocks, which launched steps still write and read."""
 
     def add(self, seq: Sequence) -> None:
         """Queue the first sequence of a request."""
-        seq.request.arrival = self._num_steps + STEPS_PER_PRIORITY * seq.request.service.priority
+        seq.request.arrival = self._num_steps + STEPS_PER_PRIORITY * seq.request.priority
         insort(self.waiting, seq, key=_RANK)
 
     def drop(self, seq: Sequence) -> None:
@@ -206,16 +129,20 @@ class Scheduler:
         what it holds is in use. A running sequence takes two blocks at most in a step without chunks: one for the next token,
         and one for a copy of a block that it shares.
         """
-        independent = not any(seq.request.acceptor.is_group for seq in self.running)
-        return independent and len(self.running) <= self._config.max_num_seqs and 2 * len(self.running) <= self._pool.num_free
+        if self._must_drain or any(seq.request.acceptor.is_group for seq in self.running):
+            return False
+        return len(self.running) <= self._config.max_num_seqs and 2 * len(self.running) <= self._pool.num_free
 
     def schedule(self) -> SchedulerOutput:
         """Choose the sequences of the next step and reserve their slots."""
         self._num_steps += 1
+        self._must_drain = False
         for seq in self.running:
             self._remember(seq)
             if self._window:
-                self._pool.release_outside_window(seq.table, seq.settled + 1 - self._window)
+                first = seq.settled + 1 - self._window
+                remembered = seq.node.depth * self._pool.block_size if seq.node else first
+                self._pool.release_outside_window(seq.table, min(first, remembered))
         while len(self.running) > self._config.max_num_seqs:  # siblings were born
             self._preempt(self.running[-1])
         budget, groups = self._share_rows()
@@ -262,7 +189,7 @@ class Scheduler:
             most //= 2
         return most
 
-    def _share_rows(self) -> tuple[_Budget, list[dict[Sequence, int]]]:
+    def _share_rows(self) -> tuple[RowBudget, list[dict[Sequence, int]]]:
         """What is left of the step, and the scheduled rows of the running sequences, by rank, those that draw together in one group.
 
         Groups that decode go first, then chunks; the first gets one row at least.
@@ -278,7 +205,7 @@ class Scheduler:
             if len(group) <= left - kept_free:
                 group.update(dict.fromkeys(group, 1))
                 left -= len(group)
-        budget = _Budget(left, left, config.max_logit_rows, inf)
+        budget = RowBudget(left, left, config.max_logit_rows, inf)
         if decoding:
             budget.chunk_work, budget.attention_crossover = (
                 config.chunked_prefill_size + config.max_num_batched_tokens - left,
@@ -326,7 +253,7 @@ class Scheduler:
         insort(self.waiting, first, key=_RANK)
         self.num_preemptions += len(group)
 
-    def _admit(self, output: SchedulerOutput, budget: _Budget) -> None:
+    def _admit(self, output: SchedulerOutput, budget: RowBudget) -> None:
         """Start waiting sequences as long as the first of them fits."""
         while self.waiting and budget.rows > 0 and budget.chunk_work > 0:
             seq = self.waiting[0]
@@ -385,6 +312,7 @@ class Scheduler:
         """Let the cache know the blocks that finished steps have filled."""
         if self._cache is not None and seq.node is not None:
             seq.node = self._cache.extend(seq.node, seq.table, seq.known, seq.settled, exchange=not seq.num_in_flight)
+            self._must_drain |= (seq.node.depth + 1) * self._pool.block_size <= seq.settled
 
     def _release(self, seq: Sequence) -> None:
         self._remember(seq)

@@ -11,7 +11,7 @@ from headrace.engine.output import Output
 from headrace.kv.blocks import Table
 from headrace.kv.prefix import Node, Scope
 from headrace.logit_ops import SamplerState
-from headrace.request import DraftStats, Logprobs, RequestOutput, SamplingParams, Service, Timing, Update
+from headrace.request import DraftStats, Logprobs, RequestOutput, SamplingParams, Timing, Update
 
 
 class Stopwatch:
@@ -56,6 +56,10 @@ class Request:
     acceptor: Acceptor
     """How its sequences go on."""
     stopwatch: Stopwatch
+    priority: int = 0
+    timeout: float | None = None
+    cache_salt: str | None = None
+    """These three are explained in `CheckedRequest`."""
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
     """One for each prompt token so far, where they are asked for."""
     seqs: list["Sequence"] = field(default_factory=list)
@@ -63,7 +67,6 @@ class Request:
 
     Empty once the request has ended.
     """
-    service: Service = field(default_factory=Service)
     arrival: int = 0
     """The step at which it came, moved by its priority: see `Scheduler`."""
     cached_tokens: int = 0
@@ -75,7 +78,7 @@ class Request:
     @property
     def scope(self) -> Scope:
         """With whom it shares KV."""
-        return Scope(self.service.cache_salt)
+        return Scope(self.cache_salt)
 
     @property
     def ended(self) -> bool:

@@ -8,7 +8,7 @@ from math import inf
 from headrace.batch import Commit
 from headrace.config import EngineConfig
 from headrace.engine.controller import Controller, DraftCandidate
-from headrace.engine.scheduler import ScheduledSequence
+from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.sequence import Sequence
 from headrace.engine.step_cost import StepCost
 from headrace.logit_ops import StepResult

@@ -10,7 +10,8 @@ from dataclasses import replace
 from math import inf
 
 from headrace.config import EngineConfig
-from headrace.engine.scheduler import ScheduledSequence, Scheduler, SchedulerOutput
+from headrace.engine.scheduled import ScheduledSequence, SchedulerOutput
+from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence
 from headrace.kv.blocks import BlockPool
 

@@ -12,7 +12,8 @@ from headrace.engine.in_flight import InFlightStep
 from headrace.engine.multi_step import MultiStep
 from headrace.engine.output import TokenizerView
 from headrace.engine.resolve import Resolved, prepare_draws, resolve_step
-from headrace.engine.scheduler import ScheduledSequence, Scheduler
+from headrace.engine.scheduled import ScheduledSequence
+from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Request
 from headrace.engine.speculation import Drafting, Speculation
 from headrace.kv.blocks import BlockPool

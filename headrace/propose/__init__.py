@@ -18,7 +18,18 @@ from headrace.propose.self_draft import SelfDraftProposer
 from headrace.propose.trees import prune
 from headrace.proposer import Proposer
 
-__all__ = ["METHODS", "NEEDS", "PROPOSERS", "Draft", "Guard", "Materials", "asked_for", "check_speculation", "make_proposers", "prune"]
+__all__ = [
+    "METHODS",
+    "NEEDS",
+    "PROPOSERS",
+    "DraftModel",
+    "DraftModels",
+    "Guard",
+    "asked_for",
+    "check_speculation",
+    "make_proposers",
+    "prune",
+]
 
 
 @dataclass(frozen=True)

@@ -56,17 +56,21 @@ class TestRendering:
         assert tokenizer.encode(text, add_special=False, parse_special=True)[0] == 1
 
     def test_further_names(self) -> None:
-        assert render("{{ enable_thinking }}", enable_thinking=False) == "False"
+        assert render("{{ enable_thinking }}", chat_template_kwargs={"enable_thinking": False}) == "False"
 
     def test_the_date(self) -> None:
         assert render("{{ strftime_now('%Y') }}").isdigit()
 
 
 class TestWhatTemplatesMayNot:
+    def test_arguments_are_a_dictionary(self) -> None:
+        with pytest.raises(RequestError, match="chat_template_kwargs must be a dictionary, not list"):
+            render("{{ mood }}", chat_template_kwargs=["mood"])
+
     @pytest.mark.parametrize("name", ["bos_token", "eos_token"])
     def test_arguments_replace_nothing(self, name: str) -> None:
         with pytest.raises(RequestError, match=name):
-            render("{{ bos_token }}", **{name: "x"})
+            render("{{ bos_token }}", chat_template_kwargs={name: "x"})
 
     @pytest.mark.parametrize(
         "template",

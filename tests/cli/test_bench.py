@@ -138,10 +138,10 @@ class TestRefusal:
         [
             (
                 ("latency", "--pp", "200", "--tg", "8", "--depth", "0,100"),
-                "a context of 301 tokens, and the model's ends at 256: give less with --pp",
+                "a context of 301 tokens, and the model's ends at 256: lower --pp",
             ),
             (("latency", "--pp", "0", "--tg", "255", "--depth", "0"), "a context of 257 tokens"),
-            (("throughput", "--output-tokens", "129"), "a context of 257 tokens, and the model's ends at 256: give less with --prompt"),
+            (("throughput", "--output-tokens", "129"), "a context of 257 tokens, and the model's ends at 256: lower --prompt"),
         ],
     )
     def test_more_than_the_context(self, model: str, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:

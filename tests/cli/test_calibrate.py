@@ -43,14 +43,14 @@ def test_a_draft_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", str(model), "--draft", str(model), *QUICK]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[1].split()[:2] == [str(model), "100%"]
-    assert "measured" in out or "None of these pays here" in out
+    assert "measured" in out or "None of these saves time here" in out
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--layers", "0"), "is not a list of numbers"),
-        (("--layers", "3", "--tokens", "16"), "--layers has 3, and of this model's 3 layers 1 to 2 can draft"),
+        (("--layers", "3", "--tokens", "16"), "--layers has 3, and 1 to 2 of this model's 3 layers can draft"),
         (("--tokens", "4"), "--tokens must be at least 16"),
         (("--tokens", "4000"), "the model's context ends at 256"),
     ],

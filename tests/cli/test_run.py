@@ -16,7 +16,9 @@ from headrace.cli import main as cli
 from headrace.cli import run as verb
 
 HEADRACE = [sys.executable, "-m", "headrace"]
-CLOSING = re.compile(r"^\[(\d+) in, [\d,]+ tok/s · (\d+) out(, [\d,]+ tok/s · limit [\d,]+ tok/s, \d+ %)?(?: · [\d,]+ drafted)?\]$")
+CLOSING = re.compile(
+    r"^\[(\d+) in, [\d,]+ tok/s · (\d+) out(, [\d,]+ tok/s · limit [\d,]+ tok/s, \d+ %)?(?: · [\d,]+ accepted from drafts)?\]$"
+)
 CAPITAL = "What is the capital city of France? Answer in one word."
 SHORT = ("--max-tokens", "12", "--temperature", "0")
 
@@ -121,7 +123,7 @@ class TestRefusal:
             assert result.returncode == 2 and "the prompt has" in result.stderr and len(result.stderr.splitlines()) == 1
 
     def test_no_memory_for_the_kv(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        monkeypatch.setattr("headrace.llm.available_memory", lambda: 100_000_000)
+        monkeypatch.setattr("headrace.assembly.load.available_memory", lambda: 100_000_000)
         monkeypatch.setattr(verb, "_is_piped", lambda: False)
         assert cli.main(["run", "smollm2", CAPITAL]) == 4
         assert "max_model_len" in capsys.readouterr().err
@@ -193,7 +195,7 @@ class TestChat:
         assert num_in(chat.wait_for(r"\[(\d+) in.*\]")) == num_in(first)
         chat.wait_for("> ")
         chat.type("/nonsense\n")
-        chat.wait_for("no command /nonsense")
+        chat.wait_for("unknown command /nonsense")
         chat.wait_for("> ")
         chat.type("/help\n")
         chat.wait_for("forget the conversation")
@@ -219,7 +221,7 @@ class TestChat:
         chat.wait_for(r"\[\d+ in.*\]")
         chat.wait_for("> ")
         chat.type("And what are the capitals of Italy, Spain, Portugal, Austria and Greece?\n")
-        chat.wait_for("the prompt has .* /reset starts anew")
+        chat.wait_for("the prompt has .* /reset starts a new conversation")
         chat.wait_for("> ")
         chat.type("\\\n")
         chat.wait_for(r"\.\.\. ")  # a line that goes on

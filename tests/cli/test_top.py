@@ -168,7 +168,16 @@ class TestScreen:
 
     def test_what_one_wants_to_know(self, folder: Path) -> None:
         text = self.shown(self.records(folder))
-        for words in ("process", "tokens/s", "KV in use", "3 % ", "2 of 64 blocks", "decode", "2 of 64 seats; 0 waiting", "0 preemptions"):
+        for words in (
+            "process",
+            "tokens/s",
+            "KV in use",
+            "3 % ",
+            "2 of 64 blocks",
+            "decode",
+            "2 of 64 sequences; 0 waiting",
+            "0 preemptions",
+        ):
             assert words in text, words
         assert "\x1b" not in text
 
@@ -225,16 +234,16 @@ class TestVerb:
     def test_nobody_there(self, capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("headrace.cli.watching.FRESH", 0.2)
         assert main(["top", "--once"]) == 1
-        assert "no engine of yours is at work" in capsys.readouterr().out
+        assert "none of your engines is running" in capsys.readouterr().out
         assert main(["top", "--map", "x.svg"]) == 2
-        assert "no engine of yours is at work" in capsys.readouterr().err
+        assert "none of your engines is running" in capsys.readouterr().err
 
     def test_bad_arguments(self, capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
         assert main(["top", "--map", str(tmp_path / "none" / "a.svg")]) == 2
         assert "name a file in a folder that exists" in capsys.readouterr().err
         with pytest.raises(SystemExit):
             main(["top", "smollm2"])
-        assert "'smollm2' is no process id" in capsys.readouterr().err
+        assert "'smollm2' is not a process id" in capsys.readouterr().err
 
 
 def test_the_real_engine_from_outside(headrace, smollm2: Path, folder: Path) -> None:

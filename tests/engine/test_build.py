@@ -2,7 +2,7 @@
 
 from headrace.batch import DraftTree
 from headrace.engine.build import build
-from headrace.engine.scheduler import ScheduledSequence
+from headrace.engine.scheduled import ScheduledSequence
 from headrace.kv.blocks import BlockPool
 from headrace.request import SamplingParams
 from tests.engine.toy import toy_engine

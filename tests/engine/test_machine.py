@@ -16,7 +16,7 @@ from headrace.engine.sequence import Sequence
 from headrace.errors import RequestError
 from headrace.logit_ops import StepResult
 from headrace.proposer import Proposer
-from headrace.request import SamplingParams, Service, Update
+from headrace.request import SamplingParams, Update
 from tests.accept.beam_twin import beam_search
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine, toy_logits
 from tests.random_trees import RandomTrees
@@ -118,7 +118,7 @@ class Life(RuleBasedStateMachine):
     def add(self, stem: int, shared: int, rest: list[int], params: SamplingParams, priority: int, salt: str | None) -> None:
         prompt = STEMS[stem][:shared] + rest
         try:
-            request_id = self.engine.add_request(prompt, params, service=Service(priority=priority, cache_salt=salt))
+            request_id = self.engine.add_request(prompt, params, priority=priority, cache_salt=salt)
         except RequestError as error:
             longest = min(MAX_MODEL_LEN, len(prompt) + (params.max_tokens or 0)) - 1
             width, size = params.beam_width or 1, self.config["block_size"]

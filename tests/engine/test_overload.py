@@ -8,7 +8,7 @@ import pytest
 from headrace.engine.engine import Engine
 from headrace.engine.sequence import Sequence
 from headrace.errors import RequestError
-from headrace.request import RequestOutput, SamplingParams, Service
+from headrace.request import RequestOutput, SamplingParams
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine
 
 NUM_BLOCKS, BLOCK_SIZE, LONGEST = 64, 4, 320
@@ -31,15 +31,15 @@ class Preemptions:
         scheduler._preempt = counted  # type: ignore[method-assign]
 
 
-def requests(rng: random.Random, count: int) -> list[tuple[list[int], SamplingParams, Service]]:
-    """Mostly small, some as large as the pool, a few larger; half begin alike."""
+def requests(rng: random.Random, count: int) -> list[tuple[list[int], SamplingParams, int]]:
+    """Prompt, parameters and priority: mostly small, some as large as the pool, a few larger; half begin alike."""
     made = []
     for i in range(count):
         length = rng.choice([3, 8, 13, 20, 34, 55] * 4 + [144, 240, 300])
         prompt = ([7] * length if rng.random() < 0.5 else [])[: length // 2]
         prompt += [rng.randrange(VOCAB) for _ in range(length - len(prompt))]
         params = SamplingParams(n=rng.choice([1, 1, 1, 2, 4]), seed=i, max_tokens=rng.randint(1, 32))
-        made.append((prompt, params, Service(priority=rng.choice([0, 0, 0, -1, 1]))))
+        made.append((prompt, params, rng.choice([0, 0, 0, -1, 1])))
     return made
 
 
@@ -49,13 +49,13 @@ def test_a_thousand_requests_in_64_blocks(prefix_cache: bool) -> None:
         num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=LONGEST, max_num_seqs=32, threads=1, prefix_cache=prefix_cache
     )
     counts = Preemptions(engine)
-    admitted: dict[str, tuple[list[int], SamplingParams, Service]] = {}
-    for prompt, params, service in requests(random.Random(3), 1000):
+    admitted: dict[str, tuple[list[int], SamplingParams, int]] = {}
+    for prompt, params, priority in requests(random.Random(3), 1000):
         if len(prompt) + (params.max_tokens or 0) - 1 > NUM_BLOCKS * BLOCK_SIZE:
             with pytest.raises(RequestError, match=r"need up to \d+ blocks of 4 tokens, and there are 64"):
-                engine.add_request(prompt, params, service=service)
+                engine.add_request(prompt, params, priority=priority)
         else:
-            admitted[engine.add_request(prompt, params, service=service)] = (prompt, params, service)
+            admitted[engine.add_request(prompt, params, priority=priority)] = (prompt, params, priority)
     assert len(admitted) < 980
     ended: dict[str, tuple[int, RequestOutput]] = {}
     while engine.has_work:
@@ -65,7 +65,7 @@ def test_a_thousand_requests_in_64_blocks(prefix_cache: bool) -> None:
     # The first of all in rank has a row in every step. So a request has ended after as many steps as it and those before it
     # have tokens, all sequences by themselves.
     bound, num_tokens = 0, 0
-    for request_id in sorted(admitted, key=lambda r: (admitted[r][2].priority, int(r))):
+    for request_id in sorted(admitted, key=lambda r: (admitted[r][2], int(r))):
         prompt, params, _ = admitted[request_id]
         step, result = ended[request_id]
         bound += params.n * (len(prompt) + (params.max_tokens or 0))

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
-from headrace.request import RequestOutput, SamplingParams, Service
+from headrace.request import RequestOutput, SamplingParams
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine
 from tests.tiny import drain, run_all, tiny_engine, tiny_model
 
@@ -15,9 +15,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6)
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
-def one(engine: Engine, prompt: list[int], params: SamplingParams = GREEDY, **service: Any) -> RequestOutput:
+def one(engine: Engine, prompt: list[int], params: SamplingParams = GREEDY, **terms: Any) -> RequestOutput:
     """The result of a request by itself."""
-    engine.add_request(prompt, params, service=Service(**service))
+    engine.add_request(prompt, params, **terms)
     (result,) = [update.result for update in drain(engine) if update.result]
     return result
 
@@ -66,7 +66,7 @@ def test_no_hit_under_another_salt() -> None:
     assert [one(engine, PROMPT, cache_salt=salt).cached_tokens for salt in salts] == [8] * 4
     for salt in (7, b"a", "x" * 2000):
         with pytest.raises(RequestError, match="cache_salt must be text"):
-            Service(cache_salt=salt)  # type: ignore[arg-type]
+            engine.add_request(PROMPT, GREEDY, cache_salt=salt)  # type: ignore[arg-type]
 
 
 def test_rows_that_score_the_prompt_are_computed() -> None:

@@ -3,18 +3,18 @@
 from typing import Any
 
 from headrace.engine.engine import Engine
-from headrace.engine.scheduler import SchedulerOutput
-from headrace.request import SamplingParams, Service
+from headrace.engine.scheduled import SchedulerOutput
+from headrace.request import SamplingParams
 from tests.engine.toy import VOCAB, toy_engine
 from tests.random_trees import RandomTrees
 
 GREEDY = {"temperature": 0.0, "max_tokens": 20}
 
 
-def add(engine: Engine, prompt_len: int, service: Service | None = None, **params: Any) -> str:
+def add(engine: Engine, prompt_len: int, **params: Any) -> str:
     """Prompts of requests that are under way together have no beginning in common."""
     token = next(token for token in range(VOCAB) if token not in {r.prompt_token_ids[0] for r in engine._requests.values()})
-    return engine.add_request([token] * prompt_len, SamplingParams(**GREEDY | params), service=service)
+    return engine.add_request([token] * prompt_len, SamplingParams(**GREEDY | params))
 
 
 def step(engine: Engine) -> list[tuple[int, int, int]]:
@@ -44,7 +44,7 @@ def test_a_long_prompt_has_few_rows_beside_tokens() -> None:
     add(engine, 12)
     add(engine, 12)
     assert step(engine) == [(0, 1, 0), (1, 3, 0)]  # two, and one for each that decodes
-    engine.add_request([9], SamplingParams(n=5, seed=1, max_tokens=20), service=Service(priority=-1))
+    engine.add_request([9], SamplingParams(n=5, seed=1, max_tokens=20), priority=-1)
     for _ in range(3):
         assert step(engine) == [(0, 1, 0), (1, 3, 0)]
     assert step(engine) == [(0, 1, 0), (1, 1, 0), (3, 1, 0), (2, 3, 0)]

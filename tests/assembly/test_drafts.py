@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from headrace import LLM, SamplingParams
+from headrace.assembly.drafts import read_heads
 from headrace.checkpoint.load import open_checkpoint
-from headrace.drafts import read_heads
 from headrace.errors import FormatError, MemoryLimitError, RequestError
 from tests.checkpoint.conftest import SHAPE, SPECIAL, metadata, write_gguf  # noqa: F401 - a fixture
 
@@ -68,7 +68,7 @@ def test_closing_gives_everything_back(model: Path, how: str) -> None:
 
 def test_the_memory_of_a_draft_counts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = sum(t.nbytes for t in open_checkpoint(model).tensors.values())
-    monkeypatch.setattr("headrace.llm.available_memory", lambda: int(1.9 * weights))
+    monkeypatch.setattr("headrace.assembly.load.available_memory", lambda: int(1.9 * weights))
     LLM(str(model), max_model_len=32).close()
     with pytest.raises(MemoryLimitError, match="the model is too large"):
         LLM(str(model), max_model_len=32, proposer="draft_model", draft_model=str(model))

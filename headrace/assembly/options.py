@@ -1,0 +1,63 @@
+"""The options of an engine as a caller gives them, checked: names, types, bounds, choices, and what goes together."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, get_args
+
+from headrace.backend import BACKENDS
+from headrace.config import SERVING, AcceptanceMethod, EngineConfig, FaceDefaults, KvDtype
+from headrace.engine.engine import SCHEDULERS
+from headrace.errors import RequestError
+from headrace.propose import PROPOSERS, check_speculation
+from headrace.request import check_names, integer, number
+
+_INTEGERS = {  # option: least, most
+    "threads": (0, 1024),
+    "kv_blocks": (0, 2**26),
+    "max_model_len": (0, 2**26),
+    "max_num_seqs": (1, 2**16),
+    "max_num_batched_tokens": (1, 2**20),
+    "chunked_prefill_size": (0, 2**20),
+    "max_logit_rows": (1, 2**20),
+    "max_draft_tokens": (1, 2**10),
+    "draft_layers": (0, 4096),
+    "draft_depth": (1, 64),
+    "draft_width": (1, 16),
+    "seed": (0, 2**64 - 1),
+}
+_MILLISECONDS = ("target_token_ms", "multi_step_ms")
+_MOST_MILLISECONDS = 1e6
+_CHOICES = {
+    "backend": BACKENDS,
+    "kv_dtype": get_args(KvDtype),
+    "proposer": PROPOSERS,
+    "acceptance_method": get_args(AcceptanceMethod),
+    "batching": tuple(SCHEDULERS),
+}
+_FLAGS = ("adaptive_speculation", "prefix_cache")
+_NAMES = ("draft_model", "medusa_heads")
+
+
+def engine_config(options: Mapping[str, Any], defaults: FaceDefaults = SERVING) -> EngineConfig:
+    """The configuration with these fields of `EngineConfig` set, over the defaults of a face.
+
+    Raises RequestError for an unknown field, a value out of range, and options of speculative decoding that contradict each other.
+    """
+    check_names("option", options, (field.name for field in fields(EngineConfig)))
+    config = EngineConfig(**dict(defaults.engine) | {name: _checked(name, value) for name, value in options.items()})
+    check_speculation(config)
+    return config
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name in _INTEGERS:
+        return integer(name, value, *_INTEGERS[name])
+    if name in _MILLISECONDS:
+        return number(name, value, 0.0, _MOST_MILLISECONDS)
+    if name in _CHOICES and value not in _CHOICES[name]:
+        raise RequestError(f"{name} must be one of {', '.join(_CHOICES[name])}, not {value!r}")
+    if name in _FLAGS and not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, not {value!r}")
+    if name in _NAMES and not isinstance(value, str):
+        raise RequestError(f"{name} must be text, not {value!r}")
+    return value

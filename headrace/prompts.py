@@ -1,0 +1,107 @@
+"""Prompts in every form that a caller may give, to token ids, within the limits that hold before an engine sees them."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, TypeGuard
+
+from headrace.checkpoint.chat import render_chat
+from headrace.checkpoint.tokenizer import Tokenizer
+from headrace.errors import RequestError
+from headrace.request import check_names
+
+Prompt = str | Mapping[str, Any]
+"""Text, or `{"prompt": text}`, or `{"prompt_token_ids": [...]}`, which may name its text beside it."""
+Message = Mapping[str, Any]
+"""`{"role": ..., "content": ...}`"""
+
+
+class TokenizedPrompt(NamedTuple):
+    """A prompt as token ids, which `Engine.check` has yet to look at: those that a caller gave are as they were given."""
+
+    token_ids: Sequence[int]
+    text: str | None
+    """The text that was tokenised, or that the caller gave beside the token ids."""
+
+
+class PromptReader:
+    """Reads the prompts of one model, whose longest sequence has `max_model_len` tokens. May be used from several threads.
+
+    Text is tokenised as what the model expects at its beginning (usually a first BOS) and itself, and control tokens spelt out in it
+    are plain text; a rendered chat template brings all of these itself.
+    """
+
+    def __init__(self, model: str, tokenizer: Tokenizer, chat_template: str | None, max_model_len: int) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._max_model_len = max_model_len
+
+    def read(self, prompt: Prompt | Sequence[Message]) -> TokenizedPrompt:
+        """Read a prompt or a conversation. Raises as the other two do."""
+        return self.read_prompt(prompt) if isinstance(prompt, str | Mapping) else self.read_chat(prompt)
+
+    def read_prompt(self, prompt: Prompt) -> TokenizedPrompt:
+        """Read text or a dictionary. Raises RequestError for anything else, empty text, and text too long for the context."""
+        if isinstance(prompt, str):
+            return self._tokenize(prompt)
+        if not isinstance(prompt, Mapping):
+            raise RequestError(f"a prompt must be text or a dictionary, not {type(prompt).__name__}")
+        check_names("key of a prompt", prompt, ("prompt", "prompt_token_ids"))
+        text = prompt.get("prompt")
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"a prompt must be text, not {type(text).__name__}")
+        if "prompt_token_ids" in prompt:
+            return TokenizedPrompt(prompt["prompt_token_ids"], text)
+        return self._tokenize(text or "")
+
+    def read_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> TokenizedPrompt:
+        """Read a conversation, rendered by the model's chat template: see `render_chat` for the options.
+
+        Raises RequestError for a model without a chat template, for what is no conversation, or one that the template cannot render,
+        and for one too long for the context; FormatError for a template that does what it must not.
+        """
+        if self._chat_template is None:
+            raise RequestError(
+                f"{self._model} has no chat template, so it cannot take a conversation: "
+                "give it plain text, with LLM.generate or headrace run --raw"
+            )
+        if not is_conversation(messages):
+            raise RequestError("a conversation must be a list of messages, each with a role and content")
+        tokenizer = self._tokenizer
+        text = render_chat(
+            self._chat_template,
+            messages,
+            bos=tokenizer.bos_token,
+            eos=tokenizer.eos_token,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self._tokenize(text, rendered=True)
+
+    def _tokenize(self, text: str, *, rendered: bool = False) -> TokenizedPrompt:
+        longest = self._max_model_len
+        size = len(text.encode(errors="surrogatepass"))
+        if not size:
+            raise RequestError("the prompt is empty")
+        # Tokenising takes time that grows with the text: what cannot fit is refused before.
+        if size > longest and size > longest * self._longest_token:
+            raise RequestError(f"the prompt has {size:,} bytes, more than a context of {longest:,} tokens can hold")
+        return TokenizedPrompt(self._tokenizer.encode(text, add_special=not rendered, parse_special=rendered), text)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Bytes of the longest token."""
+        return max(len(self._tokenizer.token_bytes(token)) for token in range(self._tokenizer.vocab_size))
+
+
+def is_conversation(messages: object) -> TypeGuard[Sequence[Message]]:
+    """Whether this is a list of dictionaries, and not an empty one."""
+    return isinstance(messages, Sequence) and bool(messages) and all(isinstance(message, Mapping) for message in messages)
