@@ -6,7 +6,7 @@ Each scheduled sequence contributes `forced` rows, decided tokens that have no K
 Shapes: T rows, B sequences, R rows that need logits.
 """
 
-from collections.abc import Hashable, MutableSequence
+from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -28,16 +28,22 @@ class DraftTree(NamedTuple):
 NO_DRAFT = DraftTree([], [])
 
 
+class KvRows(NamedTuple):
+    """Where the rows of a step keep their KV in one group of layers."""
+
+    slots: Ints  # [T] slot that the row writes
+    block_table: Ints  # [B, max_blocks]; slot of index i = table[i // block] * block + i % block
+
+
 class RaggedBatch(NamedTuple):
     """All that a program ever sees of a step."""
 
     tokens: Ints  # [T]
     positions: Ints  # [T] position in the sequence: computed + depth
-    slots: Ints  # [T] KV slot that the row writes
     row_start: Ints  # [B + 1] first row of each sequence
     context_len: Ints  # [B] tokens with KV before this step
     scheduled_len: Ints  # [B] scheduled rows, at least 1
-    block_table: Ints  # [B, max_blocks]; slot of index i = table[i // block] * block + i % block
+    kv: tuple[KvRows, ...]  # of each group of layers; empty for a program that keeps nothing
     ancestors: NDArray[np.uint64] | None  # [T, words] bits over the sequence's draft rows, self included; None: all chains
     logit_rows: Ints  # [R] rows whose logits are wanted, ascending
     seq_of: Ints  # [R] sequence of each of them
@@ -96,7 +102,7 @@ class SequenceView(Protocol):
     @property
     def computed(self) -> int: ...  # known tokens with KV
     @property
-    def table(self) -> MutableSequence[int]: ...  # the blocks of their slots, and of those of the room for drafts
+    def tables(self) -> Any: ...  # of each group of layers, the blocks of their slots and of those of the draft budget
     @property
     def scope(self) -> Hashable: ...  # what one scope holds is not to be drafted from by others
     @property

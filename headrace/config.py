@@ -11,8 +11,8 @@ AcceptanceMethod = Literal["exact", "rejection", "typical"]
 class KvConfig:
     """Size and number format of the KV cache that an executable holds."""
 
-    num_blocks: int = 64
-    """Blocks in the pool, shared by all sequences."""
+    num_blocks: tuple[int, ...] = (64,)
+    """Blocks of each group of layers that keep alike, shared by all sequences."""
     block_size: int = 32
     """Token slots in a block."""
     dtype: KvDtype = "bf16"
@@ -30,7 +30,8 @@ class EngineConfig:
     kv_dtype: KvDtype = "bf16"
     """Number format of keys and values."""
     kv_blocks: int = 0
-    """Blocks in the KV pool; 0: from the context length and the memory at hand."""
+    """Blocks of KV for the layers that see furthest; 0: from the context length and the memory at hand. Layers with a narrower window
+    have as many of their own as the sequences in these blocks can need, and no more."""
     max_model_len: int = 0
     """Longest sequence, prompt and output; 0: what the model was trained for."""
     batching: Literal["inflight", "static"] = "inflight"

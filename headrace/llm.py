@@ -1,8 +1,10 @@
 """The offline face: text in, text out, in the caller's own process."""
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
+from itertools import chain
 from threading import RLock
 from types import TracebackType
 from typing import Any, NamedTuple, TypeGuard, TypeVar, get_args
@@ -16,9 +18,12 @@ from headrace.config import AcceptanceMethod, EngineConfig, KvConfig, KvDtype
 from headrace.drafts import compile_draft_models, open_draft_checkpoints, target_program
 from headrace.engine.engine import SCHEDULERS, Engine, EngineLimits
 from headrace.errors import ClosedError, MemoryLimitError, RequestError, RequestFailedError
+from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.planner.host import available_memory, usable_cores
+from headrace.program.kv import KvGroup
 from headrace.propose import PROPOSERS, check_speculation, make_proposers
+from headrace.propose.draft_model import max_rows
 from headrace.request import RequestOutput, SamplingParams, Service, Update, check_names, integer, number
 from headrace.stats import BlockMap, Stats
 
@@ -38,9 +43,10 @@ _CHOICES = {
 MULTI_STEP_MS = 50.0
 """Of `LLM`: whole results come soonest so, and a text that is shown as it comes still flows."""
 _FLAGS = ("adaptive_speculation", "prefix_cache")
+_MOST_BLOCKS = 2**26
 _BOUNDS = {  # option: least, most
     "threads": (0, 1024),
-    "kv_blocks": (0, 2**26),
+    "kv_blocks": (0, _MOST_BLOCKS),
     "max_model_len": (0, 2**26),
     "max_num_seqs": (1, 2**16),
     "max_num_batched_tokens": (1, 2**20),
@@ -94,32 +100,55 @@ def load_engine(model: str, config: EngineConfig) -> Loaded:
     tokenizer = checkpoint.load_tokenizer()
     draft_checkpoints = open_draft_checkpoints(config, checkpoint, tokenizer)
     weights = sum(tensor.nbytes for tensor in checkpoint.tensors.values()) + draft_checkpoints.nbytes
-    specs = (spec, draft_checkpoints.draft.spec) if draft_checkpoints.draft else (spec,)
-    kv = size_kv(specs, config, max_model_len, weights, available_memory())
-    threads = config.threads or usable_cores()
     program = target_program(config, checkpoint)
+    models = [KvUse(program.kv_groups, config.max_num_batched_tokens)]
+    if draft := draft_checkpoints.draft:
+        models.append(KvUse(trace_model(draft.spec, draft.tensors).kv_groups, max_rows(config.draft_depth)))
+    kv, *draft_kv = size_kv(models, config, max_model_len, weights, available_memory())
+    threads = config.threads or usable_cores()
     executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads)
-    draft_models = compile_draft_models(config, draft_checkpoints, checkpoint, executable, kv)
-    limits = EngineLimits(spec.vocab_size, max_model_len, kv, spec.widest_window, program.attention_crossover)
+    draft_models = compile_draft_models(config, draft_checkpoints, checkpoint, executable, draft_kv[0] if draft_kv else None)
+    limits = EngineLimits(spec.vocab_size, max_model_len, kv, program.kv_groups, program.attention_crossover)
     config = replace(config, threads=threads)
     engine = Engine(executable, tokenizer, limits, config, make_proposers(config, draft_models), name=model)
     return Loaded(engine, tokenizer, checkpoint)
 
 
-def size_kv(specs: Sequence[ModelSpec], config: EngineConfig, max_model_len: int, weights: int, available: int) -> KvConfig:
-    """The KV pool of a model, and of the draft that keeps as much KV beside it, by bytes of weights and bytes of available memory.
+class KvUse(NamedTuple):
+    """What a model keeps, and most rows that a sequence has in a step of it."""
 
-    As large as asked for, else with room for `max_num_seqs` sequences of full length, but not over half of what the weights
-    leave unless one sequence needs more. Raises MemoryLimitError, with the arithmetic.
+    groups: tuple[KvGroup, ...]
+    max_rows: int
+
+
+def size_kv(models: Sequence[KvUse], config: EngineConfig, max_model_len: int, weights: int, available: int) -> list[KvConfig]:
+    """The KV of a model, and of a draft that keeps its own beside it, by bytes of weights and bytes of available memory.
+
+    The layers that see furthest have as many blocks as asked for, else room for `max_num_seqs` sequences of full length. Where layers see
+    less far a sequence needs as many blocks at most, and no more than its window touches: they have enough for all sequences. What is
+    not asked for takes no more than half of what the weights leave, unless one sequence needs more, and where that is so there are
+    windows for fewer sequences. Raises MemoryLimitError, with the arithmetic.
     """
     block_size = KvConfig.block_size
-    per_block = sum(spec.kv_block_bytes(config.kv_dtype) for spec in specs)
-    fitting = max(0, available - weights) // per_block
-    for_one = -(-max_model_len // block_size)
-    blocks = config.kv_blocks or max(for_one, min(config.max_num_seqs * for_one, fitting // 2))
+    for_one = [[group.num_blocks(max_model_len, model.max_rows, block_size) for group in model.groups] for model in models]
+    widest = max(map(max, for_one))
+
+    def num_blocks(blocks: int, seqs: int) -> list[tuple[int, ...]]:
+        return [tuple(blocks if one == widest else min(blocks, seqs * one) for one in each) for each in for_one]
+
+    def num_bytes(blocks: int, seqs: int) -> int:
+        pairs = zip((group for model in models for group in model.groups), chain.from_iterable(num_blocks(blocks, seqs)), strict=True)
+        return sum(count * group.block_bytes(config.kv_dtype, block_size) for group, count in pairs)
+
+    blocks, seqs, memory = config.kv_blocks, config.max_num_seqs, available - weights
+    if not blocks:
+        in_half = bisect_right(range(1, _MOST_BLOCKS), memory // 2, key=lambda n: num_bytes(n, seqs))
+        blocks = max(widest, min(seqs * widest, in_half))
+        seqs = max(1, bisect_right(range(1, seqs + 1), memory // 2, key=lambda n: num_bytes(blocks, n)))
+    fitting = bisect_right(range(1, _MOST_BLOCKS), memory, key=lambda n: num_bytes(n, seqs))
     if blocks <= fitting:
-        return KvConfig(blocks, block_size, config.kv_dtype)
-    tokens, kv = blocks * block_size, blocks * per_block
+        return [KvConfig(counts, block_size, config.kv_dtype) for counts in num_blocks(blocks, seqs)]
+    tokens, kv = blocks * block_size, num_bytes(blocks, seqs)
     advice = f"kv_blocks may be {fitting:,}" if config.kv_blocks else f"set max_model_len to {fitting * block_size:,} or less"
     raise MemoryLimitError(
         f"{weights:,} bytes of weights and {kv:,} bytes of KV for {tokens:,} tokens are {weights + kv:,} bytes, "
@@ -243,7 +272,7 @@ class LLM:
     def __repr__(self) -> str:
         spec, limits = self.spec, self._engine.limits
         shape = f"{spec.architecture}, {spec.num_layers} layers of width {spec.dim}, vocabulary {spec.vocab_size:,}"
-        kv = f"KV for {limits.kv.num_blocks * limits.kv.block_size:,} tokens in {limits.kv.dtype}"
+        kv = f"KV for {max(limits.kv.num_blocks) * limits.kv.block_size:,} tokens in {limits.kv.dtype}"
         state = "closed" if self._closed else f"backend {self.config.backend}, context {limits.max_model_len:,}, {kv}"
         return f"LLM({self._model!r}: {shape}; {state})"
 

@@ -14,7 +14,8 @@ import headrace
 from headrace import LLM, SamplingParams
 from headrace.config import EngineConfig, KvConfig
 from headrace.errors import ClosedError, MemoryLimitError, ModelNotFoundError, NonFiniteLogitsError, RequestError, RequestFailedError
-from headrace.llm import engine_config, size_kv
+from headrace.llm import KvUse, engine_config, size_kv
+from headrace.model import trace_model
 from headrace.request import Service
 from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
 from tests.tiny import tiny_model
@@ -331,26 +332,28 @@ class TestOptions:
 
 
 class TestKvSize:
-    SPEC = tiny_model(0, context=1000)[0]
+    MODEL = tiny_model(0, context=1000)
     BLOCK = 2 * 2 * 32 * (8 + 16) * 2  # layers, KV heads, tokens, head dim of K and, padded, of V, bytes
     WEIGHTS = 10_000
 
     def size(self, blocks: float, **options: Any) -> KvConfig:
         """With memory for so many blocks beside the weights."""
-        return size_kv([self.SPEC], engine_config(options), 1000, self.WEIGHTS, self.WEIGHTS + int(blocks * self.BLOCK))
+        models = [KvUse(trace_model(*self.MODEL).kv_groups, 512)]
+        (kv,) = size_kv(models, engine_config(options), 1000, self.WEIGHTS, self.WEIGHTS + int(blocks * self.BLOCK))
+        return kv
 
     def test_enough_for_all_sequences(self) -> None:
-        assert self.size(10_000, max_num_seqs=3) == KvConfig(3 * 32, 32, "bf16")
+        assert self.size(10_000, max_num_seqs=3) == KvConfig((3 * 32,), 32, "bf16")
 
     def test_half_of_the_memory(self) -> None:
-        assert self.size(200).num_blocks == 100
-        assert self.size(200, kv_dtype="f32").num_blocks == 50
+        assert self.size(200).num_blocks == (100,)
+        assert self.size(200, kv_dtype="f32").num_blocks == (50,)
 
     def test_at_least_one_sequence(self) -> None:
-        assert self.size(40).num_blocks == 32
+        assert self.size(40).num_blocks == (32,)
 
     def test_as_asked_for(self) -> None:
-        assert self.size(8, kv_blocks=7).num_blocks == 7
+        assert self.size(8, kv_blocks=7).num_blocks == (7,)
 
     @pytest.mark.parametrize(
         ("blocks", "options", "message"),

@@ -8,6 +8,7 @@ from headrace._native import Pool
 from headrace.batch import Ints, RaggedBatch, StepRows, StepTimes
 from headrace.config import KvConfig
 from headrace.errors import RequestError
+from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 
@@ -19,6 +20,8 @@ class Executable(Protocol):
 
     program: Program
     """What runs, after fusing."""
+    kv_groups: tuple[KvGroup, ...]
+    """Of the KV that it stores; an attached program uses that of the program which it is attached to."""
 
     @property
     def pool(self) -> Pool:
@@ -33,8 +36,8 @@ class Executable(Protocol):
     def profile(self, batch: RaggedBatch) -> StepTimes:
         """The same forward, with a clock beside it."""
 
-    def move_slots(self, source: Ints, target: Ints) -> None:
-        """Copy the KV of slots `source[i]` to `target[i]`, in order, all layers and heads."""
+    def move_slots(self, group: int, source: Ints, target: Ints) -> None:
+        """Copy the KV of slots `source[i]` to `target[i]`, in order, all layers and heads of a group."""
 
     def close(self) -> None:
         """Give the memory back; the executable is not used afterwards."""

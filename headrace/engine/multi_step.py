@@ -14,7 +14,7 @@ import numpy as np
 
 from headrace.accept.sampler import Drawn, draw_all
 from headrace.backend import Executable
-from headrace.batch import Commit, Ints, RaggedBatch, StepRows, TokenLogprobs
+from headrace.batch import Commit, Ints, KvRows, RaggedBatch, StepRows, TokenLogprobs
 from headrace.config import EngineConfig
 from headrace.engine.scheduler import ScheduledSequence, Scheduler
 from headrace.kv.rows import ints
@@ -62,7 +62,7 @@ class MultiStep:
         """
         begun = perf_counter()
         until = begun + min(self._seconds, rest)
-        positions, slots = self._places(batch, most)
+        positions, kv = self._places(batch, most)
         seqs = [item.seq for item in scheduled]
         samplers = [(seq.sampler, len(seq.known), seq.num_logprobs) for seq in seqs]
         ends = [seq.output.end_ids for seq in seqs]
@@ -72,7 +72,7 @@ class MultiStep:
             step += 1
             if step:
                 tokens = ints([line[-1][0] for line in lines])
-                batch = batch._replace(tokens=tokens, positions=positions[step], context_len=positions[step], slots=slots[step])
+                batch = batch._replace(tokens=tokens, positions=positions[step], context_len=positions[step], kv=kv[step])
             rows = self._executable.run(batch)
             draws = [(sampler, row, known + step, count) for row, (sampler, known, count) in enumerate(samplers)]
             over = step == most - 1 or perf_counter() >= until
@@ -85,11 +85,13 @@ class MultiStep:
         self._step_seconds = (perf_counter() - begun) / (step + 1)
         return Result(rows, [_commit(source, line) if line else None for source, line in enumerate(lines)], step + 1)
 
-    def _places(self, batch: RaggedBatch, most: int) -> tuple[Ints, Ints]:  # [steps, sequences] both
-        """Positions and slots of the rows of all steps."""
+    def _places(self, batch: RaggedBatch, most: int) -> tuple[Ints, list[tuple[KvRows, ...]]]:
+        """Positions [steps, sequences] of the rows of all steps, and where each step keeps KV."""
         positions = batch.positions + np.arange(most, dtype=np.int32)[:, None]
         blocks, index = np.divmod(positions, self._block_size)
-        return positions, batch.block_table[np.arange(len(batch.positions)), blocks] * self._block_size + index
+        seqs = np.arange(len(batch.positions))
+        slots = [kv.block_table[seqs, blocks] * self._block_size + index for kv in batch.kv]
+        return positions, [tuple(KvRows(of[step], kv.block_table) for of, kv in zip(slots, batch.kv, strict=True)) for step in range(most)]
 
 
 def _commit(source: int, line: list[Drawn]) -> Commit:

@@ -14,8 +14,12 @@ latest it is alone then, and is admitted. So it ends, and another is the lowest.
 besides those that were there, those that came within `STEPS_PER_PRIORITY` x (difference of priorities) steps after it.
 
 **Nobody gives way twice for nothing.** A sequence is admitted when there are blocks for all its known tokens, and has them at
-once, so it needs no other before it has drawn a token. Only who has drawn since it was admitted gives way, unless the first
-needs a block and nobody else has drawn yet; that happens at most once for each block that the first grows by.
+once, so it needs no other before it has drawn a token. In a group of layers with a window it has as many as a step of its rows and
+what they see can touch, or all of them if they are fewer; from then on each block that it releases becomes its next one before
+anybody else can take it (`KvManager.advance`, which comes before the step's first reservation), until its known tokens are computed.
+That is always possible, because there each sequence pays for all its blocks, also for those that it shares. Only who has drawn since
+it was admitted gives way, unless the first needs a block and nobody else has drawn yet; that happens at most once for each block that
+the first grows by. Where a window's group cannot keep all siblings of a fork apart, the last of them give way at once.
 
 **Beams go together.** Those of one request are chosen among each other, so they draw in the same step or not at all, and give
 way together. When they come back, one of them computes what they have in common before the others fork off. The blocks that
@@ -34,7 +38,7 @@ from headrace.batch import NO_DRAFT, DraftTree
 from headrace.config import EngineConfig
 from headrace.engine.sequence import Sequence
 from headrace.engine.step_timer import StepTimer
-from headrace.kv.blocks import BlockCopy, BlockPool
+from headrace.kv.manager import Copy, Demand, KvManager
 from headrace.kv.prefix import Node, PrefixCache
 
 STEPS_PER_PRIORITY = 1000
@@ -80,7 +84,18 @@ class SchedulerOutput(NamedTuple):
     """A step to be: its parts, and the block copies to make before it."""
 
     scheduled: list[ScheduledSequence]
-    copies: list[BlockCopy]
+    copies: list[Copy]
+
+
+class Hit(NamedTuple):
+    """What the prefix cache has of a sequence."""
+
+    node: Node | None
+    """The end of it; None: there is no cache."""
+    blocks: list[list[int]]
+    """Of each group."""
+    length: int
+    """Tokens."""
 
 
 @dataclass
@@ -111,20 +126,19 @@ class _Budget:
 class Scheduler:
     """Continuous batching under a budget of rows, with a prefix cache and recompute preemption."""
 
-    def __init__(self, pool: BlockPool, config: EngineConfig, window: int = 0, attention_crossover: float = inf) -> None:
+    def __init__(self, kv: KvManager, config: EngineConfig, attention_crossover: float = inf) -> None:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        """Both by rank. A sequence that runs has blocks for all its known tokens, and for those only that it computed KV."""
+        """Both by rank. A sequence that runs has blocks for all its known tokens, or as many as a window lets it have at once."""
         self.step_timer = StepTimer(config.target_token_ms)
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         """Of all requests that were admitted."""
         self.num_cached_tokens = 0
         """Those of them that came from the cache."""
-        self._pool = pool
-        self._cache = PrefixCache(pool) if config.prefix_cache else None
+        self._kv = kv
+        self._cache = PrefixCache(kv) if config.prefix_cache else None
         self._config = config
-        self._window = window
         self._attention_crossover = attention_crossover
         self._num_steps = 0
         self._left = _Budget(0, 0, 0, inf)
@@ -147,7 +161,7 @@ class Scheduler:
         siblings, seq.siblings = seq.siblings, []
         for sibling in siblings:
             sibling.computed, sibling.node, sibling.num_admitted = seq.computed, seq.node, seq.num_admitted
-            sibling.table = self._pool.fork(seq.table)
+            sibling.tables = self._kv.fork(seq.tables)
             insort(self.running, sibling, key=_RANK)
         return [seq, *siblings]
 
@@ -163,7 +177,7 @@ class Scheduler:
         successors: list[Sequence] = []
         for source in sources:
             left[source] -= 1  # the last heir is the source itself
-            successors.append(source.fork(self._pool.fork(source.table)) if left[source] else source)
+            successors.append(source.fork(self._kv.fork(source.tables)) if left[source] else source)
         for rank, successor in enumerate(successors):
             successor.seq_id = (successor.seq_id[0], rank)
         first = self.running.index(seqs[0])
@@ -175,31 +189,33 @@ class Scheduler:
         self._num_steps += 1
         for seq in self.running:
             self._remember(seq)
-            if self._window:
-                self._pool.release_outside_window(seq.table, seq.computed + 1 - self._window)
         while len(self.running) > self._config.max_num_seqs:  # siblings were born
             self._preempt(self.running[-1])
+        while self._kv.is_overdrawn:  # for the same reason
+            self._preempt(self._victim(self.running[0]))
+        for seq in self.running:
+            self._kv.advance(seq.tables, seq.computed, len(seq.known))
         output = SchedulerOutput([], [])
         budget, groups = self._share_rows()
         self._left = budget
         for rows in groups:
-            if next(iter(rows)).table:  # else they have given way
+            if next(iter(rows)).tables:  # else they have given way
                 self._place(output, rows)
         self._admit(output, budget)
         return output
 
-    def grant_draft_budgets(self, wanted: dict[ScheduledSequence, int]) -> list[BlockCopy]:
+    def grant_draft_budgets(self, wanted: dict[ScheduledSequence, int]) -> list[Copy]:
         """Share what is left of the step among parts that want so many draft nodes: never at the cost of a sequence.
 
         Returns the block copies to make.
         """
-        copies: list[BlockCopy] = []
+        copies: list[Copy] = []
         left = min(self._left.rows, self._left.logit_rows)
         for i, item in enumerate(sorted(wanted, key=wanted.__getitem__)):  # what one leaves goes to those that want more
             seq, end = item.seq, item.seq.computed + item.num_scheduled
-            slots = (len(seq.table) + self._pool.num_free) * self._pool.block_size - end
+            slots = self._kv.num_slots_beyond(seq.tables, end)
             item.budget = max(0, min(wanted[item], left // (len(wanted) - i), slots))
-            copies += self._pool.reserve(seq.table, end, item.budget) or ()
+            copies += self._kv.reserve(seq.tables, seq.computed, item.num_scheduled + item.budget) or ()
             left -= item.budget
         return copies
 
@@ -208,13 +224,13 @@ class Scheduler:
 
         What is left over is given back with the room for drafts, of which such parts have none.
         """
-        pool = self._pool
+        most = min(most, self._kv.max_rows)
+        tables = [item.seq.tables for item in scheduled]
         while most > 1:
-            ends = [item.seq.computed + most for item in scheduled]
-            if sum(max(0, pool.blocks_for(end) - len(item.seq.table)) for end, item in zip(ends, scheduled, strict=True)) <= pool.num_free:
+            if self._kv.can_extend(tables, [item.seq.computed + most for item in scheduled]):
                 for item in scheduled:
                     item.budget = most - 1
-                    pool.reserve(item.seq.table, item.seq.computed, most)
+                    self._kv.reserve(item.seq.tables, item.seq.computed, most)
                 break
             most //= 2
         return most
@@ -248,10 +264,10 @@ class Scheduler:
 
     def _place(self, output: SchedulerOutput, rows: dict[Sequence, int]) -> None:
         """Reserve slots for a group, at the cost of others if need be, or give way."""
-        copies: list[BlockCopy] = []
+        copies: list[Copy] = []
         rows = {seq: num_rows for seq, num_rows in rows.items() if num_rows}
         for seq, num_rows in rows.items():
-            while (more := self._pool.reserve(seq.table, seq.computed, num_rows)) is None:
+            while (more := self._kv.reserve(seq.tables, seq.computed, num_rows)) is None:
                 victim = self._victim(seq)
                 self._preempt(victim)
                 if victim.group is seq.group:
@@ -288,20 +304,20 @@ class Scheduler:
             seq = self.waiting[0]
             if not self._may_run(seq):
                 return
-            node = self._find(seq)
-            path = node.path() if node else []
-            if not self._fits(seq, path):
+            hit = self._find(seq)
+            if not self._fits(seq, hit):
                 return
-            self._start(self.waiting.pop(0), node, path)
+            self._start(self.waiting.pop(0), hit)
             self._place(output, {seq: budget.take(seq, seq.num_until_draw)})
 
-    def _start(self, seq: Sequence, node: Node | None, path: list[int]) -> None:
-        """Give a sequence the blocks of all its known tokens: those of `path`, which are computed, then others."""
+    def _start(self, seq: Sequence, hit: Hit) -> None:
+        """Give a sequence the blocks of all its known tokens, those that the cache has and others, as far as windows let it."""
         insort(self.running, seq, key=_RANK)
-        seq.node, seq.computed = node, len(path) * self._pool.block_size
+        seq.node, seq.computed = hit.node, hit.length
         seq.num_admitted = len(seq.known)
-        self._pool.share(seq.table, path)
-        self._pool.reserve(seq.table, seq.computed, seq.num_uncomputed)
+        seq.tables = self._kv.new_tables()
+        self._kv.share(seq.tables, hit.blocks)
+        self._kv.reserve(seq.tables, seq.computed, seq.num_uncomputed)
         request = seq.request
         if request.stopwatch.start():
             request.cached_tokens = seq.computed
@@ -314,37 +330,38 @@ class Scheduler:
         num_running = sum(b.width for b in (*self.running, seq))
         return not self.running or (self.step_timer.allows and num_running <= self._config.max_num_seqs)
 
-    def _fits(self, seq: Sequence, path: list[int]) -> bool:
+    def _fits(self, seq: Sequence, hit: Hit) -> bool:
         """Whether there are blocks for all its tokens beside one more for every running sequence. A sequence alone fits always.
 
         The margin keeps others from giving way as soon as it is admitted.
         """
         if not self.running:
             return True
-        promised = sum(max(0, self._needs(b) - len(b.table)) for b in self.running)
-        blocks = self._needs(seq) - self._pool.num_held(path) + promised + len(self.running)
-        return blocks <= self._pool.num_free
+        running = [(other.tables, _demand(other, other.computed)) for other in self.running]
+        return self._kv.fits(_demand(seq, hit.length), hit.blocks, running)
 
-    def _needs(self, seq: Sequence) -> int:
-        """Blocks that hold the known tokens and the next, and for every sequence to come of it as many as it will not share."""
-        whole = self._pool.blocks_for(len(seq.known) + 1)
-        return whole + (seq.width - 1) * (whole - seq.fork_at // self._pool.block_size)
-
-    def _find(self, seq: Sequence) -> Node | None:
-        """The end of what the cache has of a sequence."""
+    def _find(self, seq: Sequence) -> Hit:
+        """What the cache has of a sequence."""
         if self._cache is None:
-            return None
-        return self._cache.find(seq.request.scope, seq.known, seq.most_cached)
+            return Hit(None, [[] for _ in self._kv.pools], 0)
+        node = self._cache.find(seq.request.scope, seq.known, seq.most_cached)
+        return Hit(node, self._cache.blocks(node), node.depth * self._kv.block_size)
 
     def _remember(self, seq: Sequence) -> None:
         """Let the cache know the blocks that were filled."""
         if self._cache is not None and seq.node is not None:
-            seq.node = self._cache.extend(seq.node, seq.table, seq.known, seq.computed)
+            seq.node = self._cache.extend(seq.node, seq.tables, seq.known, seq.computed)
 
     def _release(self, seq: Sequence) -> None:
         self._remember(seq)
-        self._pool.free(seq.table)
-        seq.node = None
+        if seq.tables:
+            self._kv.free(seq.tables)
+        seq.tables, seq.node = (), None
+
+
+def _demand(seq: Sequence, computed: int) -> Demand:
+    """A sequence up to its next token, and what will come of it then."""
+    return Demand(len(seq.known) + 1, computed, seq.width, seq.fork_at)
 
 
 def _common_length(seqs: list[Sequence]) -> int:

@@ -1,6 +1,5 @@
 """The engine's own view of a request: the sequences that it owns, and where its time went."""
 
-from array import array
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from time import perf_counter
@@ -12,7 +11,7 @@ from headrace.accept import Acceptor, Draw
 from headrace.accept.sampler import Sampler
 from headrace.batch import Commit, DraftTree
 from headrace.engine.output import Output, TokenizerView, prompt_logprobs
-from headrace.kv.blocks import Table
+from headrace.kv.manager import Tables
 from headrace.kv.prefix import Node, Scope
 from headrace.request import DraftStats, Logprobs, RequestOutput, SamplingParams, Service, Timing, Update
 
@@ -125,8 +124,8 @@ class Sequence:
     siblings: list["Sequence"] = field(default_factory=list)
     """Sequences to be forked off when so many tokens are computed."""
     computed: int = 0
-    table: Table = field(default_factory=lambda: array("i"))
-    """An array, so that `build` copies it whole."""
+    tables: Tables = ()
+    """Its blocks in each group of layers; none of them while it waits."""
     node: Node | None = None
     """Of the last full block that the prefix cache knows of."""
     num_admitted: int = 0
@@ -176,9 +175,9 @@ class Sequence:
         """What it has in common with just those sequences that draw when it does."""
         return self.request if self.request.acceptor.is_group else self
 
-    def fork(self, table: Table) -> "Sequence":
-        """Another that goes on from here, with a table of its own."""
-        return replace(self, known=self.known[:], sampler=self.sampler.clone(0), output=self.output.clone(), table=table)
+    def fork(self, tables: Tables) -> "Sequence":
+        """Another that goes on from here, with tables of its own."""
+        return replace(self, known=self.known[:], sampler=self.sampler.clone(0), output=self.output.clone(), tables=tables)
 
     def draw(self, source: int, row: int, draft: DraftTree) -> Draw:
         """What an acceptor must know of it: its index in the step, the row of its first logits to draw from, and its draft."""

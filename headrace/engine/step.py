@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from headrace.backend import Executable
 from headrace.batch import Commit, StepRows
 from headrace.engine.build import build
@@ -14,7 +12,8 @@ from headrace.engine.resolve import land_plain, resolve_step
 from headrace.engine.scheduler import ScheduledSequence, Scheduler
 from headrace.engine.sequence import Request, Sequence
 from headrace.engine.speculation import Speculation
-from headrace.kv.blocks import BlockPool
+from headrace.kv.manager import Copy, KvManager
+from headrace.kv.rows import move_slots
 from headrace.request import FinishReason, Update
 
 
@@ -37,7 +36,7 @@ class Stepper:
     scheduler: Scheduler
     speculation: Speculation
     executable: Executable
-    pool: BlockPool
+    kv: KvManager
     tokenizer: TokenizerView
     multi_step: MultiStep
     num_steps: int = 0
@@ -51,10 +50,10 @@ class Stepper:
         if not scheduled:
             return None
         copies += self.scheduler.grant_draft_budgets(self.speculation.ask(scheduled))
-        self._move(self.pool.slots_of(copies))  # before a proposer writes to the new blocks
+        move_slots(self.executable, self.kv.slots_of(copies))  # before a proposer writes to the new blocks
         self.speculation.draft()
         most = self.multi_step.plan(scheduled)
-        batch = build(scheduled, self.pool)
+        batch = build(scheduled, self.kv.block_size)
         if most:
             rows, commits, num_steps = self.multi_step.run(scheduled, batch, most, self.speculation.rest)
         else:
@@ -74,7 +73,7 @@ class Stepper:
         for request, error in failed:
             self._fail(request, error)
         kept = [one for one in resolved if one.seq.output.finish_reason is None]  # or its request has failed
-        self._move([move for one in kept for move in self._commit(*one)])
+        move_slots(self.executable, [move for one in kept for move in self._commit(*one)])
         self.speculation.observe(flight.scheduled, [commit for _, _, commit in kept], flight.rows, flight.num_rows, flight.num_steps)
         for seq, _, commit in kept:
             if commit.tokens and seq.receive(commit):
@@ -92,14 +91,10 @@ class Stepper:
         request.error = request.error or error
         self.end(request, "error", str(error))
 
-    def _commit(self, seq: Sequence, item: ScheduledSequence, commit: Commit) -> list[tuple[int, int]]:
+    def _commit(self, seq: Sequence, item: ScheduledSequence, commit: Commit) -> list[Copy]:
         """Keep the scheduled rows and the accepted path, rewind the rest; returns the slots to move."""
         end = seq.computed + item.num_scheduled
         seq.computed = end + len(commit.path)
         seq.known += commit.tokens
         self.num_accepted += len(commit.path)
-        return self.pool.keep(seq.table, end, commit.path) if item.budget else []
-
-    def _move(self, moves: list[tuple[int, int]]) -> None:
-        if moves:
-            self.executable.move_slots(*np.array(moves, np.int32).T)
+        return self.kv.keep(seq.tables, end, commit.path) if item.budget else []

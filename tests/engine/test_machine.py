@@ -68,7 +68,9 @@ def searching(draw: st.DrawFn) -> SamplingParams:
     )
 
 
+WINDOWS = st.sampled_from([(0,), (0,), (0, 2), (0, 5), (3, 0, 9), (4,), (2, 7)])
 SHAPES: dict[str, st.SearchStrategy[Any]] = {
+    "windows": WINDOWS,
     "num_blocks": st.integers(4, 30),
     "block_size": st.sampled_from([1, 3, 4]),
     "max_num_seqs": st.integers(1, 6),
@@ -79,6 +81,11 @@ SHAPES: dict[str, st.SearchStrategy[Any]] = {
     "prefix_cache": st.booleans(),
 }
 """Of an engine: small, so that everything runs out."""
+
+
+def touched(window: int, rows: int, size: int) -> int:
+    """Most blocks of `size` tokens that so many rows, and what the first of them sees, can touch."""
+    return max(len({i // size for i in range(first, first + window - 1 + rows)}) for first in range(size))
 
 
 class Life(RuleBasedStateMachine):
@@ -119,10 +126,14 @@ class Life(RuleBasedStateMachine):
         except RequestError as error:
             longest = min(MAX_MODEL_LEN, len(prompt) + (params.max_tokens or 0)) - 1
             width, size = params.beam_width or 1, self.config["block_size"]
-            shared = len(prompt) // size
-            needed = shared + width * (-(-longest // size) - shared)
-            num_running = min(self.config["max_num_seqs"], self.config["max_num_batched_tokens"])
-            assert needed > self.config["num_blocks"] or (params.beam_width or 0) > num_running, error
+            shared, whole = len(prompt) // size, -(-longest // size)
+            rows = self.config["max_num_batched_tokens"]
+            needed = max(
+                width * min(whole, touched(window, rows, size)) if window else shared + width * (whole - shared)
+                for window in self.config["windows"]
+            )
+            num_running = min(self.config["max_num_seqs"], rows)
+            assert needed > self.config["num_blocks"] or width > num_running, error
             return
         number = len(self.prompt_lens)
         if params.beam_width is None:
@@ -177,16 +188,15 @@ class Life(RuleBasedStateMachine):
         scheduler = self.engine._scheduler
         for queue in (scheduler.running, scheduler.waiting):
             assert [b.rank for b in queue] == sorted(b.rank for b in queue)
-        assert all(not seq.table and seq.computed == 0 for seq in scheduler.waiting)
-        self.engine._pool.check([seq.table for seq in scheduler.running])
+        assert all(not seq.tables and seq.computed == 0 for seq in scheduler.waiting)
+        self.engine._kv.check([seq.tables for seq in scheduler.running])
         executable = self.engine._stepper.executable
         assert isinstance(executable, ToyExecutable)
         for request in self.engine._requests.values():
             assert not request.acceptor.is_group or len({len(seq.known) for seq in request.seqs}) == 1
         for seq in scheduler.running:
             assert 0 <= seq.computed < len(seq.known)
-            for i, token in enumerate(seq.known[: seq.computed]):
-                assert executable.kv[self.engine._pool.slot(seq.table, i)] == (i, token)
+            executable.check(self.engine._kv, seq.tables, seq.known[: seq.computed])
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

@@ -24,7 +24,7 @@ def step(engine: Engine) -> list[tuple[int, int, int]]:
     engine._scheduler.schedule = lambda: plan.append(schedule()) or plan[0]  # type: ignore[method-assign,func-returns-value]
     engine.step()
     engine._scheduler.schedule = schedule  # type: ignore[method-assign]
-    return [(part.seq.seq_id[0], part.num_scheduled, part.budget) for part in plan[0].parts]
+    return [(part.seq.seq_id[0], part.num_scheduled, part.budget) for part in plan[0].scheduled]
 
 
 def test_decoding_goes_before_chunks() -> None:
