@@ -14,7 +14,7 @@ void AttentionWork::prepare(const Plan& plan, const Step& step) {
   step_ = plan.step_number();
   items.clear();
   merges.clear();
-  const int heads = plan.kv().heads(), group = plan.num_heads() / heads, rows_per_item = std::max(1, kItemQueries / group);
+  const int heads = plan.kv(group).heads(), rows_per_item = std::max(1, kItemQueries / share);
   int whole = 0;
   for (int b = 0; b < step.num_seqs; b++) whole += (step.row_start[b + 1] - step.row_start[b] + rows_per_item - 1) / rows_per_item * heads;
   const bool cut = plan.threads() > 1 && whole < 4 * plan.threads();
@@ -36,7 +36,7 @@ void AttentionWork::prepare(const Plan& plan, const Step& step) {
 
 void AttentionWork::add(const Plan& plan, const AttentionItem& item, bool cut) {
   if (!cut || item.last_split - item.first_split == 1) return items.push_back(item);
-  const int queries = item.rows() * (plan.num_heads() / plan.kv().heads());
+  const int queries = item.rows() * share;
   AttentionItem part = item;
   part.partial = static_cast<int>(partial.sum.size());
   merges.push_back(part);
@@ -44,7 +44,7 @@ void AttentionWork::add(const Plan& plan, const AttentionItem& item, bool cut) {
     part.first_split = s, part.last_split = s + 1;
     items.push_back(part);
   }
-  partial.resize(part.partial, plan.kv().shape().padded_dim());
+  partial.resize(part.partial, plan.kv(group).shape().padded_dim());
 }
 
 }  // namespace headrace

@@ -1,4 +1,4 @@
-// What there is to attend to in a step: items of work for the threads, the same for every layer with the same window.
+// What there is to attend to in a step: items of work for the threads, the same for every layer of a group.
 #pragma once
 #include <vector>
 
@@ -27,7 +27,8 @@ struct SoftmaxStates {
 
 class AttentionWork {
  public:
-  explicit AttentionWork(int window) : window_(window) {}
+  // `share`: query heads of a KV head.
+  AttentionWork(int group, int share, int window) : group(group), share(share), window_(window) {}
 
   // Plans the running step, unless that is done already.
   void prepare(const Plan& plan, const Step& step);
@@ -35,6 +36,7 @@ class AttentionWork {
   // Visible tokens for a row at `position`: from here to `position`.
   int first_visible(int position) const { return window_ && position >= window_ ? position - window_ + 1 : 0; }
 
+  const int group, share;
   std::vector<AttentionItem> items;
   std::vector<AttentionItem> merges;  // items that were cut into splits
   SoftmaxStates partial;              // their results

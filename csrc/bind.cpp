@@ -44,18 +44,12 @@ KvRecord kv_record(const std::string& dtype, int head_dim) {
   throw std::invalid_argument("unknown number format of keys and values: " + dtype);
 }
 
-void check_sequences(const Step& s, int num_blocks) {
+void check_sequences(const Step& s) {
   require(s.row_start[0] == 0 && s.row_start[s.num_seqs] == s.rows, "row_start must run from 0 to the number of rows");
   for (int b = 0; b < s.num_seqs; b++) {
     const int rows = s.row_start[b + 1] - s.row_start[b], context = s.context_len[b];
     require(rows >= 1 && s.scheduled_len[b] >= 1 && s.scheduled_len[b] <= rows && context >= 0,
             "a sequence needs a scheduled row and no more than its rows");
-    const int blocks = (context + rows + kKvTile - 1) / kKvTile;
-    require(blocks <= s.max_blocks, "a sequence needs more blocks than the block table has");
-    for (int i = 0; i < blocks; i++) {
-      const int block = s.block_table[static_cast<size_t>(b) * s.max_blocks + i];
-      require(block >= 0 && block < num_blocks, "the block table names a block that is not there");
-    }
     for (int row = s.row_start[b]; row < s.row_start[b + 1]; row++) {
       require(s.positions[row] >= context && s.positions[row] <= context + row - s.row_start[b], "a position lies outside its sequence");
       const int drafts = rows - s.scheduled_len[b];
@@ -68,34 +62,58 @@ void check_sequences(const Step& s, int num_blocks) {
   }
 }
 
-void check_step(const Step& s, const Plan& plan, int vocab) {
-  const int num_blocks = plan.kv().num_blocks();
-  require(s.rows >= 1 && s.num_seqs >= 1, "a step needs a row");
-  check_sequences(s, num_blocks);
-  for (int i = 0; i < s.rows; i++) {
-    require(s.tokens[i] >= 0 && s.tokens[i] < vocab, "a token lies outside the vocabulary");
-    require(s.slots[i] >= 0 && s.slots[i] / kKvTile < num_blocks, "a slot lies outside the KV cache");
+void check_slot(int slot, const KvCache& cache) {
+  require(slot >= 0 && slot / kKvTile < cache.num_blocks(), "a slot lies outside the KV cache");
+}
+
+void check_kv(const Step& s, const KvRows& kv, const KvCache& cache) {
+  for (int b = 0; b < s.num_seqs; b++) {
+    const int blocks = (s.context_len[b] + s.row_start[b + 1] - s.row_start[b] + kKvTile - 1) / kKvTile;
+    require(blocks <= kv.max_blocks, "a sequence needs more blocks than the block table has");
+    for (int i = 0; i < blocks; i++) {
+      const int block = kv.block_table[static_cast<size_t>(b) * kv.max_blocks + i];
+      require(block >= 0 && block < cache.num_blocks(), "the block table names a block that is not there");
+    }
   }
+  for (int i = 0; i < s.rows; i++) check_slot(kv.slots[i], cache);
+}
+
+void check_step(const Step& s, const Plan& plan, int vocab) {
+  require(s.rows >= 1 && s.num_seqs >= 1, "a step needs a row");
+  check_sequences(s);
+  for (size_t g = 0; g < s.kv.size(); g++) check_kv(s, s.kv[g], plan.kv(static_cast<int>(g)));
+  for (int i = 0; i < s.rows; i++) require(s.tokens[i] >= 0 && s.tokens[i] < vocab, "a token lies outside the vocabulary");
   for (int i = 0; i < s.logit_rows; i++) require(s.logit_row[i] >= 0 && s.logit_row[i] < s.rows, "a logit row lies outside the step");
 }
 
-// tokens, positions, slots [T]; row_start [B + 1]; context_len, scheduled_len [B]; block_table [B, blocks]; ancestors [T, words]; logit_rows
-// [R]; inputs [T, width] or none
-void run(Plan& plan, int vocab, const Ints& tokens, const Ints& positions, const Ints& slots, const Ints& row_start,
-         const Ints& context_len, const Ints& scheduled_len, const Ints& block_table, const std::optional<Array<uint64_t>>& ancestors,
+// slots [T] and block_table [B, blocks] of each group, or nothing at all where the program keeps nothing.
+std::vector<KvRows> kv_rows(const std::vector<std::pair<Ints, Ints>>& kv, const Plan& plan, bool keeps, size_t rows, size_t seqs) {
+  require(kv.size() == plan.kv_groups().size() || (kv.empty() && !keeps),
+          "a step needs the slots and the block table of every group of layers");
+  std::vector<KvRows> all;
+  for (const auto& [slots, block_table] : kv) {
+    require(slots.size() == rows, "a group of layers needs a slot for each row");
+    require(block_table.ndim() == 2 && block_table.shape(0) == seqs, "block_table must be [sequences, blocks]");
+    all.push_back({slots.data(), block_table.data(), static_cast<int>(block_table.shape(1))});
+  }
+  return all;
+}
+
+// tokens, positions [T]; row_start [B + 1]; context_len, scheduled_len [B]; (slots, block_table) of each group; ancestors [T, words];
+// logit_rows [R]; inputs [T, width] or none
+void run(Plan& plan, int vocab, const Ints& tokens, const Ints& positions, const Ints& row_start, const Ints& context_len,
+         const Ints& scheduled_len, const std::vector<std::pair<Ints, Ints>>& kv, const std::optional<Array<uint64_t>>& ancestors,
          const Ints& logit_rows, const std::optional<Array<float>>& inputs, int program) {
   require(program >= 0 && program < plan.num_programs(), "a plan has no such program");
   Step s{};
   s.rows = static_cast<int>(tokens.size());
   s.num_seqs = static_cast<int>(context_len.size());
   s.logit_rows = static_cast<int>(logit_rows.size());
-  require(block_table.ndim() == 2 && block_table.shape(0) == context_len.size(), "block_table must be [sequences, blocks]");
-  require(positions.size() == tokens.size() && slots.size() == tokens.size() && row_start.size() == context_len.size() + 1 &&
-              scheduled_len.size() == context_len.size(),
+  require(positions.size() == tokens.size() && row_start.size() == context_len.size() + 1 && scheduled_len.size() == context_len.size(),
           "the arrays of a step must agree in length");
-  s.max_blocks = static_cast<int>(block_table.shape(1));
-  s.tokens = tokens.data(), s.positions = positions.data(), s.slots = slots.data(), s.row_start = row_start.data();
-  s.context_len = context_len.data(), s.scheduled_len = scheduled_len.data(), s.block_table = block_table.data(), s.logit_row = logit_rows.data();
+  s.tokens = tokens.data(), s.positions = positions.data(), s.row_start = row_start.data();
+  s.context_len = context_len.data(), s.scheduled_len = scheduled_len.data(), s.logit_row = logit_rows.data();
+  s.kv = kv_rows(kv, plan, plan.program(program).keeps, tokens.size(), context_len.size());
   if (ancestors) {
     require(ancestors->ndim() == 2 && ancestors->shape(0) == tokens.size(), "ancestors must be [rows, words]");
     s.ancestors = ancestors->data();
@@ -111,6 +129,15 @@ void run(Plan& plan, int vocab, const Ints& tokens, const Ints& positions, const
   check_step(s, plan, vocab);
   nb::gil_scoped_release release;
   plan.run(program, s);
+}
+
+// (group, place in it) of a layer that the last program reads or writes.
+KvLayer kv_layer(Plan& plan, std::array<int, 2> layer) {
+  const auto [group, place] = layer;
+  require(group >= 0 && group < static_cast<int>(plan.kv_groups().size()), "there is no such group of layers");
+  require(place >= 0 && place < plan.kv(group).layers(), "there is no such layer in its group");
+  plan.keeps();
+  return {group, place};
 }
 
 void bind_ops(nb::class_<Plan>& c) {
@@ -137,15 +164,18 @@ void bind_ops(nb::class_<Plan>& c) {
              p.add_op(make_glu_linear(out, x, gate, up, gate_bias, up_bias));
            })
       .def("qkv_rope_write",
-           [](Plan& p, int out, int x, int angles, std::array<int, 3> weights, std::array<int, 3> biases, int layer) {
+           [](Plan& p, int out, int x, int angles, std::array<int, 3> weights, std::array<int, 3> biases, std::array<int, 2> layer) {
+             const KvLayer at = kv_layer(p, layer);
              for (const int w : weights) p.reads(x, w, true);
-             const int kv = p.kv_buffer();
-             p.add_op(make_qkv_rope_write({out, x, angles, weights, biases, layer, kv}));
-             if (kv >= 0) p.add_op(make_kv_quantise(kv, layer));
+             const int kv = p.kv_buffer(at.group);
+             p.add_op(make_qkv_rope_write({out, x, angles, weights, biases, at, kv}));
+             if (kv >= 0) p.add_op(make_kv_quantise(kv, at));
            })
-      .def("attention", [](Plan& p, int out, int q, int layer, float scale, int window) {
+      .def("attention", [](Plan& p, int out, int q, std::array<int, 2> layer, int num_heads, float scale) {
+        const KvLayer at = kv_layer(p, layer);
+        require(num_heads > 0 && num_heads % p.kv(at.group).heads() == 0, "query heads must be a multiple of KV heads");
         p.writes_pieces(out);
-        for (auto& op : make_attention(out, q, layer, scale, p.attention_work(window))) p.add_op(std::move(op));
+        for (auto& op : make_attention(out, q, at.layer, scale, p.attention_work(at.group, num_heads))) p.add_op(std::move(op));
       });
 }
 
@@ -161,23 +191,24 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> floats_of(Plan& plan, int id, int row
 void bind_plan(nb::module_& m) {
   nb::class_<Pool>(m, "Pool").def(nb::init<int>(), nb::arg("threads"));
   nb::class_<Plan> plan(m, "Plan");
-  const auto make = [](Plan* self, const std::string& isa, std::shared_ptr<Pool> pool, int layers, int heads, int kv_heads, int head_dim,
-                       int blocks, const std::string& kv_dtype) {
-    require(layers > 0 && kv_heads > 0 && blocks > 0, "a KV cache needs layers, heads and blocks");
-    require(head_dim % 2 == 0, "a KV cache needs an even head size");
-    const KvRecord shape = kv_record(kv_dtype, head_dim);
-    new (self) Plan(kernels_for(isa), std::move(pool), layers, heads, KvCache(layers, kv_heads, blocks, shape));
-  };
-  plan.def("__init__", make, nb::arg("isa"), nb::arg("pool"), nb::arg("layers"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
-           nb::arg("blocks"), nb::arg("kv_dtype"), "A plan on the threads of another, which never runs at the same time.")
+  plan.def(
+          "__init__",
+          [](Plan* self, const std::string& isa, std::shared_ptr<Pool> pool) { new (self) Plan(kernels_for(isa), std::move(pool)); },
+          nb::arg("isa"), nb::arg("pool"), "A plan on the threads of another, which never runs at the same time.")
       .def(
           "__init__",
-          [make](Plan* self, const std::string& isa, int threads, int layers, int heads, int kv_heads, int head_dim, int blocks,
-                 const std::string& kv_dtype) {
-            make(self, isa, std::make_shared<Pool>(threads), layers, heads, kv_heads, head_dim, blocks, kv_dtype);
+          [](Plan* self, const std::string& isa, int threads) { new (self) Plan(kernels_for(isa), std::make_shared<Pool>(threads)); },
+          nb::arg("isa"), nb::arg("threads"))
+      .def(
+          "add_kv_group",
+          [](Plan& p, int layers, int kv_heads, int head_dim, int window, int blocks, const std::string& kv_dtype) {
+            require(layers > 0 && kv_heads > 0 && blocks > 0, "a KV cache needs layers, heads and blocks");
+            require(head_dim % 2 == 0, "a KV cache needs an even head size");
+            require(window >= 0, "a window is a number of positions");
+            p.add_kv_group({KvCache(layers, kv_heads, blocks, kv_record(kv_dtype, head_dim)), window});
           },
-          nb::arg("isa"), nb::arg("threads"), nb::arg("layers"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
-          nb::arg("blocks"), nb::arg("kv_dtype"))
+          nb::arg("layers"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("window"), nb::arg("blocks"), nb::arg("kv_dtype"),
+          "Layers that keep alike and see alike; groups are numbered in the order in which they come.")
       .def(
           "add_weight",
           [](Plan& p, const std::string& format, int rows, int cols, const Array<uint8_t>& data, const std::optional<Array<int64_t>>& order,
@@ -196,18 +227,19 @@ void bind_plan(nb::module_& m) {
       .def("add_vector", [](Plan& p, const Array<float>& data) { return p.add_vector(data.data(), static_cast<int>(data.size())); })
       .def("add_buffer", &Plan::add_buffer, nb::arg("width"), nb::arg("logit"), nb::arg("packed"))
       .def("add_program", &Plan::add_program, "Begin another program over the same weights, KV and buffers; returns its number.")
-      .def("run", &run, nb::arg("vocab"), nb::arg("tokens"), nb::arg("positions"), nb::arg("slots"), nb::arg("row_start"),
-           nb::arg("context_len"), nb::arg("scheduled_len"), nb::arg("block_table"), nb::arg("ancestors").none(), nb::arg("logit_rows"),
+      .def("run", &run, nb::arg("vocab"), nb::arg("tokens"), nb::arg("positions"), nb::arg("row_start"), nb::arg("context_len"),
+           nb::arg("scheduled_len"), nb::arg("kv"), nb::arg("ancestors").none(), nb::arg("logit_rows"),
            nb::arg("inputs").none() = nb::none(), nb::arg("program") = 0)
       .def("floats", &floats_of, "A view of the float rows of a buffer; valid until the next run.")
       .def("move_slots",
-           [](Plan& p, const Ints& source, const Ints& target) {
+           [](Plan& p, int group, const Ints& source, const Ints& target) {
+             require(group >= 0 && group < static_cast<int>(p.kv_groups().size()), "there is no such group of layers");
              require(source.size() == target.size(), "moves need as many targets as sources");
+             const KvCache& cache = p.kv(group);
              for (size_t i = 0; i < source.size(); i++)
-               for (const int slot : {source.data()[i], target.data()[i]})
-                 require(slot >= 0 && slot / kKvTile < p.kv().num_blocks(), "a slot lies outside the KV cache");
+               for (const int slot : {source.data()[i], target.data()[i]}) check_slot(slot, cache);
              nb::gil_scoped_release release;
-             for (size_t i = 0; i < source.size(); i++) p.kv().move(source.data()[i], target.data()[i]);
+             for (size_t i = 0; i < source.size(); i++) cache.move(source.data()[i], target.data()[i]);
            })
       .def("set_profiling", &Plan::set_profiling)
       .def("profile",
@@ -218,7 +250,15 @@ void bind_plan(nb::module_& m) {
       .def_prop_ro("isa", [](const Plan& p) { return std::string(p.kernels().name); })
       .def_prop_ro("threads", &Plan::threads)
       .def_prop_ro("pool", &Plan::pool, "Its threads, for other work between two runs.")
-      .def_prop_ro("weight_bytes", &Plan::weight_bytes);
+      .def_prop_ro("weight_bytes", &Plan::weight_bytes)
+      .def_prop_ro(
+          "kv_bytes",
+          [](const Plan& p) {
+            std::vector<size_t> bytes;
+            for (const KvGroup& group : p.kv_groups()) bytes.push_back(group.cache.bytes());
+            return bytes;
+          },
+          "Bytes of the KV of each group.");
   bind_ops(plan);
   m.def(
       "kv_block_bytes", [](const std::string& dtype, int head_dim) { return kv_record(dtype, head_dim).bytes(); }, nb::arg("kv_dtype"),

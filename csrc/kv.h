@@ -1,29 +1,31 @@
 // Storage of keys and values: blocks of 32 tokens, one record for each layer, KV head and block.
 #pragma once
+#include <algorithm>
+
 #include "kernels.h"
 #include "memory.h"
 
 namespace headrace {
 
 // Eight blocks with adjacent numbers are adjacent for a head (a long linear read), and all layers and heads of these eight
-// blocks are adjacent too: so the cache grows in huge pages, a chunk at a time, as blocks are first used.
+// blocks are adjacent too: so the cache grows in huge pages, a chunk at a time, as blocks are first used. The last chunk has as many
+// blocks as are left.
 class KvCache {
  public:
   static constexpr int kChunk = 8;
 
   KvCache(int layers, int heads, int blocks, KvRecord shape)
-      : layers_(layers),
-        heads_(heads),
-        blocks_(blocks),
-        shape_(shape),
-        arena_(static_cast<size_t>((blocks + kChunk - 1) / kChunk) * kChunk * layers * heads * shape.bytes()) {}
+      : layers_(layers), heads_(heads), blocks_(blocks), shape_(shape), arena_(bytes()) {}
 
   int heads() const { return heads_; }
   int num_blocks() const { return blocks_; }
+  int layers() const { return layers_; }
   const KvRecord& shape() const { return shape_; }
+  size_t bytes() const { return static_cast<size_t>(blocks_) * layers_ * heads_ * shape_.bytes(); }
   uint8_t* record(int layer, int head, int block) const {
-    const size_t group = (static_cast<size_t>(block / kChunk) * layers_ + layer) * heads_ + head;
-    return arena_.data() + (group * kChunk + block % kChunk) * shape_.bytes();
+    const int first = block / kChunk * kChunk, chunk = std::min(kChunk, blocks_ - first);
+    const size_t before = static_cast<size_t>(first) * layers_ * heads_, within = static_cast<size_t>(layer) * heads_ + head;
+    return arena_.data() + (before + within * chunk + block - first) * shape_.bytes();
   }
   void move(int source, int target) const;
 

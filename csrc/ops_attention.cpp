@@ -38,31 +38,31 @@ class Attention : public Op {
   int merge_items() const { return static_cast<int>(work_.merges.size()); }
   void merge(const Plan& plan, int i) const {
     const AttentionItem& item = work_.merges[i];
-    const int queries = num_queries(plan, item), splits = item.last_split - item.first_split;
+    const int queries = num_queries(item), splits = item.last_split - item.first_split;
     SoftmaxStates& total = work_.partial;  // the first split's, where nobody else writes
     for (int s = 1; s < splits; s++) merge_states(plan, total, item.partial, work_.partial, item.partial + s * queries, queries);
     finish(plan, item, total, item.partial);
   }
 
  private:
-  static int group_size(const Plan& plan) { return plan.num_heads() / plan.kv().heads(); }
-  static int num_queries(const Plan& plan, const AttentionItem& item) { return item.rows() * group_size(plan); }
+  const KvCache& cache(const Plan& plan) const { return plan.kv(work_.group); }
+  int num_queries(const AttentionItem& item) const { return item.rows() * work_.share; }
   static size_t query_stride(const KvRecord& shape) { return (static_cast<size_t>(shape.head_dim) + 16) * 4; }
 
   SplitRecords locate(const Plan& plan, const Step& step, const AttentionItem& item, int split) const {
     SplitRecords records;
+    const KvRows& kv = step.kv[work_.group];
     const int first = split * kSplitBlocks;
     for (; records.blocks < kSplitBlocks && (first + records.blocks) * kKvTile < item.context; records.blocks++)
-      records.at[records.blocks] =
-          plan.kv().record(layer_, item.head, step.block_table[item.seq * step.max_blocks + first + records.blocks]);
+      records.at[records.blocks] = cache(plan).record(layer_, item.head, kv.block_table[item.seq * kv.max_blocks + first + records.blocks]);
     return records;
   }
 
   // `records` are those of the first split; when it is done, those of the next item.
   void run_item(const Plan& plan, const Step& step, const AttentionItem& item, const AttentionItem* next_item, SplitRecords& records,
                 Scratch& s) const {
-    const KvRecord& shape = plan.kv().shape();
-    const int queries = num_queries(plan, item), width = shape.padded_dim();
+    const KvRecord& shape = cache(plan).shape();
+    const int queries = num_queries(item), width = shape.padded_dim();
     s.blocks.resize(std::max(s.blocks.size(), kSplitBlocks * shape.bytes()));
     s.first.resize(queries), s.last.resize(queries);
     s.total.resize(queries, width), s.split.resize(queries, width);
@@ -83,8 +83,8 @@ class Attention : public Op {
   }
 
   void pack_queries(const Plan& plan, const AttentionItem& item, int queries, Scratch& s) const {
-    const KvRecord& shape = plan.kv().shape();
-    const int group = group_size(plan);
+    const KvRecord& shape = cache(plan).shape();
+    const int group = work_.share;
     s.queries.resize(std::max(s.queries.size(), queries * query_stride(shape)));
     s.query.resize(shape.head_dim);
     for (int n = 0; n < queries; n++) {
@@ -98,8 +98,8 @@ class Attention : public Op {
     }
   }
 
-  static void merge_states(const Plan& plan, SoftmaxStates& to, int first, const SoftmaxStates& from, int first_from, int queries) {
-    const int width = plan.kv().shape().padded_dim();
+  void merge_states(const Plan& plan, SoftmaxStates& to, int first, const SoftmaxStates& from, int first_from, int queries) const {
+    const int width = cache(plan).shape().padded_dim();
     for (int n = 0; n < queries; n++) {
       const size_t a = first + n, b = first_from + n;
       plan.kernels().merge(&to.max[a], &to.sum[a], &to.out[a * width], from.max[b], from.sum[b], &from.out[b * width], width);
@@ -110,7 +110,7 @@ class Attention : public Op {
   // on each row has a path of its own, gathered in position order so that every lane holds what it would hold in plain decoding.
   void attend_split(const Plan& plan, const Step& step, const AttentionItem& item, int split, const SplitRecords& records,
                     const SplitRecords& next, SoftmaxStates& states, Scratch& s) const {
-    const int b = item.seq, shared = step.context_len[b] + step.scheduled_len[b], group = group_size(plan);
+    const int b = item.seq, shared = step.context_len[b] + step.scheduled_len[b], group = work_.share;
     for (int row = item.first_row, n = 0; row < item.last_row; row++)
       for (int g = 0; g < group; g++, n++) {
         s.first[n] = work_.first_visible(step.positions[row]) - split * kSplitTokens;
@@ -125,15 +125,15 @@ class Attention : public Op {
     for (; row < item.last_row; row++) {
       SplitRecords gathered = records;
       for (int i = 0; i < records.blocks; i++)
-        gathered.at[i] = gather(plan, step, item, row, split * kSplitBlocks + i, records.at[i], &s.blocks[i * plan.kv().shape().bytes()]);
+        gathered.at[i] = gather(plan, step, item, row, split * kSplitBlocks + i, records.at[i], &s.blocks[i * cache(plan).shape().bytes()]);
       expand(plan, gathered, gathered, gathered, s);
       attend(plan, gathered, nullptr, (row - item.first_row) * group, (row + 1 - item.first_row) * group, states, s);
     }
   }
 
   // Quantised records in the form that attention computes with; those of `next` are fetched meanwhile.
-  static void expand(const Plan& plan, const SplitRecords& records, const SplitRecords& next, SplitRecords& expanded, Scratch& s) {
-    const KvRecord& shape = plan.kv().shape();
+  void expand(const Plan& plan, const SplitRecords& records, const SplitRecords& next, SplitRecords& expanded, Scratch& s) const {
+    const KvRecord& shape = cache(plan).shape();
     if (!is_quantised(shape.type)) return;
     const size_t bytes = shape.computed().bytes();
     s.expanded.resize(std::max(s.expanded.size(), kSplitBlocks * bytes));
@@ -147,7 +147,7 @@ class Attention : public Op {
   // Block t of a draft row's context, put together in `copy` if the row's own path crosses it.
   const uint8_t* gather(const Plan& plan, const Step& step, const AttentionItem& item, int row, int t, const uint8_t* record,
                         uint8_t* copy) const {
-    const KvRecord& shape = plan.kv().shape();
+    const KvRecord& shape = cache(plan).shape();
     const int b = item.seq, shared = step.context_len[b] + step.scheduled_len[b];
     if ((t + 1) * kKvTile <= shared) return record;
     std::memcpy(copy, record, shape.bytes());
@@ -155,8 +155,8 @@ class Attention : public Op {
     for (int word = 0; word < step.ancestor_words; word++)
       for (uint64_t bits = step.ancestors[static_cast<size_t>(row) * step.ancestor_words + word]; bits; bits &= bits - 1, position++) {
         if (position / kKvTile != t) continue;
-        const int slot = step.slots[step.row_start[b] + step.scheduled_len[b] + 64 * word + std::countr_zero(bits)];
-        copy_token(copy, position % kKvTile, plan.kv().record(layer_, item.head, slot / kKvTile), slot % kKvTile, shape);
+        const int slot = step.kv[work_.group].slots[step.row_start[b] + step.scheduled_len[b] + 64 * word + std::countr_zero(bits)];
+        copy_token(copy, position % kKvTile, cache(plan).record(layer_, item.head, slot / kKvTile), slot % kKvTile, shape);
       }
     return copy;
   }
@@ -164,9 +164,9 @@ class Attention : public Op {
   // Query vectors [begin, end) of the item. `next` is fetched ahead by the first of them, who finds nothing in the caches.
   void attend(const Plan& plan, const SplitRecords& records, const SplitRecords* next, int begin, int end, SoftmaxStates& states,
               Scratch& s) const {
-    const KvRecord shape = plan.kv().shape().computed();
+    const KvRecord shape = cache(plan).shape().computed();
     const Blocks chunks(end - begin, plan.kernels().max_queries);
-    if (is_quantised(plan.kv().shape().type)) next = nullptr;  // fetched already
+    if (is_quantised(cache(plan).shape().type)) next = nullptr;  // fetched already
     for (int c = 0; c < chunks.count; c++) {
       const int n = begin + chunks.first(c);
       plan.kernels().attend[static_cast<int>(shape.type)](
@@ -176,12 +176,12 @@ class Attention : public Op {
   }
 
   void finish(const Plan& plan, const AttentionItem& item, SoftmaxStates& states, int first) const {
-    const KvRecord& shape = plan.kv().shape();
+    const KvRecord& shape = cache(plan).shape();
     const Buffer& out = plan.buffer(out_);
-    const int group = group_size(plan);
+    const int group = work_.share;
     const int width = shape.padded_dim(), column = item.head * group * shape.head_dim;
     float* values = &states.out[static_cast<size_t>(first) * width];
-    for (int n = 0; n < num_queries(plan, item); n++) {
+    for (int n = 0; n < num_queries(item); n++) {
       float* to = out.packed ? values + n * width : out.row(item.first_row + n / group) + column + n % group * shape.head_dim;
       plan.kernels().scale(values + n * width, 1.0f / states.sum[first + n], to, shape.head_dim);
       if (is_quantised(shape.type)) plan.kernels().rotate_head(to, shape.head_dim);

@@ -140,7 +140,7 @@ class QkvRopeWrite : public Op {
       while (t >= plan.weight(a_.weights[part]).tiles()) t -= plan.weight(a_.weights[part++]).tiles();
       const Weight& w = plan.weight(a_.weights[part]);
       multiply(plan, x, true, blocks, b, w, t, plan.vector(a_.biases[part]), tile);
-      const int n = std::min(16, w.rows - 16 * t), row = blocks.first(b), head_dim = plan.kv().shape().head_dim;
+      const int n = std::min(16, w.rows - 16 * t), row = blocks.first(b), head_dim = plan.kv(a_.layer.group).shape().head_dim;
       if (part < 2) {
         const Buffer& angles = plan.buffer(a_.angles);
         const float* cos = angles.row(row) + 16 * t % head_dim;
@@ -168,12 +168,14 @@ class QkvRopeWrite : public Op {
 
   // Columns first .. first + n - 1 of a key (part 1) or value (part 2).
   void write(const Plan& plan, const Step& step, int part, int row, int first, int n, const float* y) const {
-    const KvRecord& shape = plan.kv().shape();
-    const int slot = step.slots[row], lane = slot % kKvTile;
-    const bool last = row + 1 == step.rows || step.slots[row + 1] != slot + 1;
+    const KvCache& cache = plan.kv(a_.layer.group);
+    const KvRecord& shape = cache.shape();
+    const int32_t* slots = step.kv[a_.layer.group].slots;
+    const int slot = slots[row], lane = slot % kKvTile;
+    const bool last = row + 1 == step.rows || slots[row + 1] != slot + 1;
     for (int i = 0; i < n;) {  // a tile of a small head reaches into the next
       const int head = (first + i) / shape.head_dim, d = (first + i) % shape.head_dim, run = std::min(n - i, shape.head_dim - d);
-      uint8_t* record = plan.kv().record(a_.layer, head, slot / kKvTile);
+      uint8_t* record = cache.record(a_.layer.layer, head, slot / kKvTile);
       if (part == 1)
         write_keys(record, shape, lane, d, y + i, run);
       else

@@ -20,11 +20,8 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 }  // namespace
 
-Plan::Plan(const Kernels* kernels, std::shared_ptr<Pool> pool, int num_layers, int num_heads, KvCache kv)
-    : kernels_(kernels), pool_(std::move(pool)), num_heads_(num_heads), kv_(std::move(kv)), programs_(1), deal_(pool_->threads()) {
-  if (num_layers <= 0 || num_heads <= 0 || num_heads % kv_.heads())
-    throw std::invalid_argument("query heads must be a multiple of KV heads");
-}
+Plan::Plan(const Kernels* kernels, std::shared_ptr<Pool> pool)
+    : kernels_(kernels), pool_(std::move(pool)), programs_(1), deal_(pool_->threads()) {}
 
 Plan::~Plan() = default;
 
@@ -139,14 +136,18 @@ void Plan::pack_columns(const Buffer& buffer, int row, int count, int first, con
   }
 }
 
-int Plan::kv_buffer() {
-  if (kv_buffer_ < 0 && is_quantised(kv_.shape().type)) kv_buffer_ = add_buffer(2 * kv_.heads() * kv_.shape().head_dim, false, false);
-  return kv_buffer_;
+int Plan::kv_buffer(int group) {
+  const KvCache& cache = kv(group);
+  if (!is_quantised(cache.shape().type)) return -1;
+  const int width = 2 * cache.heads() * cache.shape().head_dim;
+  const auto [at, is_new] = kv_buffers_.try_emplace(width, -1);
+  if (is_new) at->second = add_buffer(width, false, false);
+  return at->second;
 }
 
-AttentionWork& Plan::attention_work(int window) {
-  auto& work = attention_work_[window];
-  if (!work) work = std::make_unique<AttentionWork>(window);
+AttentionWork& Plan::attention_work(int group, int num_heads) {
+  auto& work = attention_work_[{group, num_heads}];
+  if (!work) work = std::make_unique<AttentionWork>(group, num_heads / kv(group).heads(), kv_[static_cast<size_t>(group)].window);
   return *work;
 }
 

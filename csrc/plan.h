@@ -14,10 +14,17 @@
 
 namespace headrace {
 
+// Where the rows of a step keep their KV in one group of layers.
+struct KvRows {
+  const int32_t *slots, *block_table;
+  int max_blocks;
+};
+
 // One ragged batch, as in headrace/batch.py. Validated before it gets here.
 struct Step {
-  int rows, num_seqs, logit_rows, max_blocks, ancestor_words;
-  const int32_t *tokens, *positions, *slots, *row_start, *context_len, *scheduled_len, *block_table;
+  int rows, num_seqs, logit_rows, ancestor_words;
+  const int32_t *tokens, *positions, *row_start, *context_len, *scheduled_len;
+  std::vector<KvRows> kv;     // by group; empty where the program keeps nothing
   const uint64_t* ancestors;  // null: every draft tree is a chain
   const int32_t* logit_row;
   const float* inputs;  // [rows, as wide as the program reads]; null where it begins with tokens
@@ -56,6 +63,17 @@ struct Buffer {
 class Plan;
 class AttentionWork;
 
+// A group of layers that keep alike, and see alike: `window` positions back, the row's own included; 0: all.
+struct KvGroup {
+  KvCache cache;
+  int window;
+};
+
+// A layer by its group and its place in it.
+struct KvLayer {
+  int group, layer;
+};
+
 class Op {
  public:
   explicit Op(std::string kind) : kind(std::move(kind)) {}
@@ -71,13 +89,17 @@ class Op {
 struct Program {
   std::vector<std::unique_ptr<Op>> ops;
   int input_width = 0;  // of the rows that the caller gives; 0: none
+  bool keeps = false;   // whether it reads or writes KV
 };
 
 class Plan {
  public:
   // The pool may be that of another plan that never runs at the same time.
-  Plan(const Kernels* kernels, std::shared_ptr<Pool> pool, int num_layers, int num_heads, KvCache kv);
+  Plan(const Kernels* kernels, std::shared_ptr<Pool> pool);
   ~Plan();
+
+  // Adds a group of layers; groups are numbered in the order in which they come.
+  void add_kv_group(KvGroup group) { kv_.push_back(std::move(group)); }
 
   int add_weight(const Stored& stored);
   // Two matrices of one format, tile by tile in turn, so that a gated unit reads one stream.
@@ -87,6 +109,8 @@ class Plan {
   // Begins another program; returns its number. Ops go to the last one.
   int add_program();
   void add_op(std::unique_ptr<Op> op) { programs_.back().ops.push_back(std::move(op)); }
+  // Declares that the last program reads or writes KV.
+  void keeps() { programs_.back().keeps = true; }
   // The op that brings the caller's rows into a buffer.
   void add_input(int out);
   // Declares that a linear op reads `buffer` through `weight`, with offset activations or without.
@@ -103,9 +127,8 @@ class Plan {
   const float* vector(int id) const { return id < 0 ? nullptr : vectors_[id].data(); }
   const Buffer& buffer(int id) const { return buffers_[id]; }
   Buffer& buffer(int id) { return buffers_[id]; }
-  const KvCache& kv() const { return kv_; }
-  KvCache& kv() { return kv_; }
-  int num_heads() const { return num_heads_; }
+  const std::vector<KvGroup>& kv_groups() const { return kv_; }
+  const KvCache& kv(int group) const { return kv_[static_cast<size_t>(group)].cache; }
   int threads() const { return pool_->threads(); }
   const std::shared_ptr<Pool>& pool() const { return pool_; }
   // Rows of a buffer in a step, and the blocks that they are packed in.
@@ -114,10 +137,10 @@ class Plan {
   // Writes x[count][n], `stride` apart, to columns `first`.. of rows `row`.. of a packed buffer, in all wanted forms; `first` is a
   // multiple of the group. What comes last in a row brings the zeros behind it.
   void pack_columns(const Buffer& buffer, int row, int count, int first, const float* x, size_t stride, int n) const;
-  // The buffer for keys and values that are to be quantised, [rows][keys, then values]; -1 where the cache takes them as they are.
-  int kv_buffer();
-  // The attention work of the running step, planned once for all layers with the same window.
-  AttentionWork& attention_work(int window);
+  // The buffer for keys and values that a group quantises, [rows][keys, then values]; -1 where its cache takes them as they are.
+  int kv_buffer(int group);
+  // The attention work of the running step, planned once for all layers of a group with so many heads.
+  AttentionWork& attention_work(int group, int num_heads);
   int64_t step_number() const { return step_number_; }
 
   // Seconds spent in each kind of op and barriers passed, since profiling was switched on.
@@ -137,20 +160,19 @@ class Plan {
 
   const Kernels* kernels_;
   std::shared_ptr<Pool> pool_;
-  const int num_heads_;
-  KvCache kv_;
+  std::vector<KvGroup> kv_;
   std::vector<Arena> arenas_;
   size_t arena_used_ = 0, weight_bytes_ = 0;
   std::vector<Weight> weights_;
   std::vector<std::vector<float>> vectors_;
   std::vector<Buffer> buffers_;
-  int kv_buffer_ = -1;
+  std::map<int, int> kv_buffers_;  // by width
   std::vector<Program> programs_;
   Blocks row_blocks_, logit_blocks_;
   Arena activations_;
   int capacity_rows_ = 0, capacity_logit_rows_ = 0;
   Deal deal_;
-  std::map<int, std::unique_ptr<AttentionWork>> attention_work_;  // by window
+  std::map<std::pair<int, int>, std::unique_ptr<AttentionWork>> attention_work_;  // by group and heads
   int64_t step_number_ = 0;
   bool profiling_ = false;
   Profile profile_;
@@ -172,12 +194,12 @@ std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_b
 struct QkvArgs {
   int out, x, angles;
   std::array<int, 3> weights, biases;
-  int layer;
+  KvLayer layer;
   int kv;  // buffer that takes keys, then values, instead of the KV cache; -1: straight there
 };
 std::unique_ptr<Op> make_qkv_rope_write(const QkvArgs& args);
 // Quantises such a buffer into the KV cache.
-std::unique_ptr<Op> make_kv_quantise(int x, int layer);
+std::unique_ptr<Op> make_kv_quantise(int x, KvLayer layer);
 // Attention, and the op after it that merges contexts split over threads.
 std::array<std::unique_ptr<Op>, 2> make_attention(int out, int q, int layer, float scale, AttentionWork& work);
 

@@ -27,16 +27,22 @@ class DraftTree(NamedTuple):
 NO_DRAFT = DraftTree([], [])
 
 
+class KvRows(NamedTuple):
+    """Where the rows of a step keep their KV in one group of layers."""
+
+    slots: Ints  # [T] slot that the row writes
+    block_table: Ints  # [B, max_blocks]; slot of index i = table[i // block] * block + i % block
+
+
 class RaggedBatch(NamedTuple):
     """The rows of one step, as a program sees them."""
 
     tokens: Ints  # [T]
     positions: Ints  # [T] position in the sequence: context + depth
-    slots: Ints  # [T] KV slot that the row writes
     row_start: Ints  # [B + 1] first row of each sequence
     context_len: Ints  # [B] tokens with KV before this step
     scheduled_len: Ints  # [B] rows of known tokens, at least 1
-    block_table: Ints  # [B, max_blocks]; the slot of index i is table[i // block] * block + i % block
+    kv: tuple[KvRows, ...]  # of each group of layers; empty for a program that keeps nothing
     ancestors: NDArray[np.uint64] | None  # [T, words] bits over the sequence's draft rows, itself included; None: all trees are chains
     logit_rows: Ints  # [R] rows whose logits are computed, ascending
     seq_of: Ints  # [R] sequence of each of them

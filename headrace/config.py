@@ -13,8 +13,8 @@ AcceptanceMethod = Literal["exact", "rejection", "typical"]
 class KvConfig:
     """Size and number format of the KV cache that an executable holds."""
 
-    num_blocks: int = 64
-    """Blocks in the pool, shared by all sequences."""
+    num_blocks: tuple[int, ...] = (64,)
+    """Blocks of each group of layers that keep alike, shared by all sequences."""
     block_size: int = 32
     """Token slots in a block."""
     dtype: KvDtype = "bf16"
@@ -32,7 +32,8 @@ class EngineConfig:
     kv_dtype: KvDtype = "bf16"
     """Number format of keys and values."""
     kv_blocks: int = 0
-    """Blocks in the KV pool; 0: as many as `max_num_seqs` sequences of full length need, within half of the memory that is left."""
+    """Blocks of KV for the layers that see furthest; 0: as many as `max_num_seqs` sequences of full length need, within half of the
+    memory that is left. Layers with a narrower window have as many blocks of their own as the sequences in these can need."""
     max_model_len: int = 0
     """Tokens of the longest sequence, prompt and output; 0: the context that the model was trained for."""
     batching: Literal["inflight", "static"] = "inflight"

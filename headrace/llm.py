@@ -145,7 +145,7 @@ class LLM:
     def __repr__(self) -> str:
         spec, limits = self.spec, self._engine.limits
         shape = f"{spec.architecture}, {spec.num_layers} layers of width {spec.dim}, vocabulary {spec.vocab_size:,}"
-        kv = f"KV for {limits.kv.num_blocks * limits.kv.block_size:,} tokens in {limits.kv.dtype}"
+        kv = f"KV for {max(limits.kv.num_blocks) * limits.kv.block_size:,} tokens in {limits.kv.dtype}"
         state = "closed" if self._closed else f"backend {self.config.backend}, context {limits.max_model_len:,}, {kv}"
         return f"LLM({self._model!r}: {shape}; {state})"
 

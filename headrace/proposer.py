@@ -1,7 +1,7 @@
 """What a proposer of draft tokens is, and what it may see of a sequence: protocols and records."""
 
-from collections.abc import Hashable, MutableSequence
-from typing import NamedTuple, Protocol
+from collections.abc import Hashable
+from typing import Any, NamedTuple, Protocol
 
 from headrace.batch import Commit, DraftTree
 from headrace.logit_ops import SamplerState, StepResult
@@ -19,7 +19,7 @@ class SequenceView(Protocol):
     @property
     def computed(self) -> int: ...  # known tokens with KV
     @property
-    def table(self) -> MutableSequence[int]: ...  # the blocks of their slots, and of those reserved for drafts
+    def tables(self) -> Any: ...  # in each KV group, the blocks of their slots and of those reserved for drafts
     @property
     def scope(self) -> Hashable: ...  # drafts for one scope must not come from what another scope holds
     @property

@@ -6,6 +6,35 @@ from typing import NamedTuple
 from headrace.request import DraftStats
 
 
+class KvStats(NamedTuple):
+    """The KV of layers that keep alike and see alike."""
+
+    layers: int
+    window: int
+    """Positions that a row sees, its own included; 0: all."""
+    block_size: int
+    """Tokens."""
+    block_bytes: int
+    blocks_total: int
+    blocks_free: int
+    """Those that only the prefix cache keeps included."""
+    blocks_cached: int
+    """Free blocks that still hold KV which a prompt may find again."""
+    slots_empty: int
+    """Token slots of blocks in use that hold no KV."""
+    slots_promised: int
+    """Those of them that known tokens will fill: of prompts that are being read."""
+
+    @property
+    def blocks_used(self) -> int:
+        return self.blocks_total - self.blocks_free
+
+    @property
+    def slot_bytes(self) -> float:
+        """Bytes of a token."""
+        return self.block_bytes / self.block_size
+
+
 class Stats(NamedTuple):
     """What the engine does now, and what it has done since it was made. Times are seconds, rates are of the last few seconds."""
 
@@ -13,14 +42,8 @@ class Stats(NamedTuple):
     """Sequences with KV."""
     waiting: int
     """Sequences that wait for their first step, or for their next after preemption."""
-    blocks_free: int
-    """Those that only the prefix cache keeps included."""
-    blocks_total: int
-    block_size: int
-    slots_empty: int
-    """Token slots of blocks in use that hold no KV."""
-    slots_promised: int
-    """Those of them that known tokens will fill: of prompts that are being read."""
+    kv: list[KvStats]
+    """Of each group of layers."""
     steps: int
     rows: int
     rows_last: int
@@ -49,27 +72,49 @@ class Stats(NamedTuple):
     """Requests that could not be served as written."""
     cached_tokens: int = 0
     """Prompt tokens whose KV was there already."""
-    blocks_cached: int = 0
-    """Free blocks that still hold KV which a prompt may find again."""
+
+    @property
+    def blocks_total(self) -> int:
+        """Of all groups, as the next three."""
+        return sum(group.blocks_total for group in self.kv)
+
+    @property
+    def blocks_free(self) -> int:
+        return sum(group.blocks_free for group in self.kv)
+
+    @property
+    def blocks_cached(self) -> int:
+        return sum(group.blocks_cached for group in self.kv)
 
     @property
     def blocks_used(self) -> int:
-        return self.blocks_total - self.blocks_free
+        return sum(group.blocks_used for group in self.kv)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(group.blocks_total * group.block_bytes for group in self.kv)
+
+    @property
+    def kv_bytes_used(self) -> int:
+        """Bytes of the blocks that sequences hold."""
+        return sum(group.blocks_used * group.block_bytes for group in self.kv)
 
     @property
     def occupancy(self) -> float:
-        """Share of the blocks that sequences hold."""
-        return self.blocks_used / self.blocks_total
+        """Share of the KV memory that sequences hold."""
+        return self.kv_bytes_used / self.kv_bytes
 
     @property
     def waste(self) -> float:
-        """Share of the token slots in use that hold nothing."""
-        return ratio(self.slots_empty, self.blocks_used * self.block_size)
+        """Share of the KV memory in use that holds nothing."""
+        return ratio(sum(group.slots_empty * group.slot_bytes for group in self.kv), self.kv_bytes_used)
 
     @property
     def fragmentation(self) -> float:
-        """Share of the token slots in use that no known token will fill: what is lost because memory is dealt in blocks."""
-        return ratio(self.slots_empty - self.slots_promised, self.blocks_used * self.block_size)
+        """Share of the KV memory in use that no known token will fill: what is lost because memory is dealt in blocks."""
+        lost = sum((group.slots_empty - group.slots_promised) * group.slot_bytes for group in self.kv)
+        return ratio(lost, self.kv_bytes_used)
 
     @property
     def rows_mean(self) -> float:
@@ -116,14 +161,23 @@ class Holding(NamedTuple):
     blocks: list[int]
 
 
-class BlockMap(NamedTuple):
-    """Who holds which block."""
+class GroupMap(NamedTuple):
+    """Who holds which block of layers that keep alike and see alike."""
 
+    layers: int
+    window: int
+    """Positions that a row sees, its own included; 0: all."""
     num_blocks: int
-    block_size: int
     holdings: list[Holding]
     cached: Sequence[int] = ()
     """Free blocks that still hold KV which a prompt may find again."""
+
+
+class BlockMap(NamedTuple):
+    """Who holds which block."""
+
+    block_size: int
+    groups: list[GroupMap]
 
 
 def ratio(part: float, whole: float) -> float:

@@ -8,11 +8,12 @@ import numpy as np
 from headrace.backend import Executable, compile_program
 from headrace.config import EngineConfig, KvConfig, KvDtype
 from headrace.engine.engine import Engine
-from headrace.kv.blocks import BlockPool
+from headrace.kv.manager import KvManager
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program.trace import trace
 from headrace.propose import NEEDS, DraftModel, DraftModels, asked_for, make_proposers
+from headrace.propose.draft_model import max_rows
 from headrace.propose.medusa import head_forward
 from headrace.proposer import Proposer
 from headrace.quant.formats import FORMATS, StoredTensor
@@ -42,19 +43,21 @@ def draft_engine(
     """
     spec, tensors = model
     size = BLOCK_SIZE[backend]
-    kv = KvConfig(-(-slots // size), size, kv_dtype)
     needed = {option: 1 for method, option in NEEDS.items() if how in (method, "auto")}
     given: dict[str, Any] = needed | {"proposer": how, "draft_depth": depth, "draft_width": width, "max_draft_tokens": 128}
     wanted = EngineConfig(acceptance_method=config.get("acceptance_method", "exact"), **given)
     methods = asked_for(wanted)
     program = trace_model(spec, tensors)
+    kv = KvConfig((-(-slots // size),) * len(program.kv_groups), size, kv_dtype)
     target = compile_program(backend, program.keeping_hidden() if "medusa" in methods else program, tensors, kv, config.get("threads", 1))
     draft_models = DraftModels(block_size=size)
     if "draft_model" in methods:
         draft_spec, draft_tensors = draft or model
-        own = replace(kv, num_blocks=-(-draft_slots // size) or kv.num_blocks)
-        compiled = target.attach(trace_model(draft_spec, draft_tensors), draft_tensors, own)
-        draft_models = replace(draft_models, draft=DraftModel(compiled, BlockPool(own.num_blocks, size), longest or spec.max_context))
+        draft_program = trace_model(draft_spec, draft_tensors)
+        own = replace(kv, num_blocks=(-(-(draft_slots or slots) // size),) * len(draft_program.kv_groups))
+        compiled = target.attach(draft_program, draft_tensors, own)
+        manager = KvManager(draft_program.kv_groups, own, max_rows(depth))
+        draft_models = replace(draft_models, draft=DraftModel(compiled, manager, longest or spec.max_context))
     if "self_draft" in methods:
         short = trace_model(replace(spec, num_layers=layers, windows=spec.windows[:layers]), tensors)
         draft_models = replace(draft_models, short=target.attach(short, tensors))

@@ -1,12 +1,14 @@
 """An executable for tests that answers one launch late, as a device does: what the engine does meanwhile must not need the answer."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from headrace.batch import Ints, RaggedBatch
+from headrace.batch import Ints, KvRows, RaggedBatch
 from headrace.logit_ops import LogitOp, StepResult
+
+_T = TypeVar("_T", RaggedBatch, KvRows)
 
 
 class LateExecutable:
@@ -26,13 +28,13 @@ class LateExecutable:
     def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> "_LateTicket":
         self.overlaps += self._late is not None and not self._late.ready
         self._run_late()
-        arrays = {name: value.copy() for name, value in batch._asdict().items() if isinstance(value, np.ndarray)}
-        self._late = _LateTicket(lambda: self.inner.launch(batch._replace(**arrays), list(ops), logits=logits, hidden=hidden).wait())
+        own = copied(batch)._replace(kv=tuple(map(copied, batch.kv)))
+        self._late = _LateTicket(lambda: self.inner.launch(own, list(ops), logits=logits, hidden=hidden).wait())
         return self._late
 
-    def move_slots(self, source: Ints, target: Ints) -> None:
+    def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         self._run_late()
-        self.inner.move_slots(source, target)
+        self.inner.move_slots(group, source, target)
 
     def close(self) -> None:
         self.inner.close()
@@ -43,6 +45,11 @@ class LateExecutable:
     def _run_late(self) -> None:
         if self._late:
             self._late.wait()
+
+
+def copied(arrays: _T) -> _T:
+    """The same named tuple, with arrays of its own."""
+    return arrays._replace(**{name: value.copy() for name, value in arrays._asdict().items() if isinstance(value, np.ndarray)})
 
 
 class _LateTicket:

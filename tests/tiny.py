@@ -3,6 +3,7 @@
 import codecs
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,12 +35,13 @@ def tiny_model(
     kv_heads: int = 2,
     ffn: int = 64,
     vocab: int = 61,
-    window: int = 0,
+    window: int | tuple[int, ...] = 0,
     format: str = "F32",
     context: int = 128,
 ) -> tuple[ModelSpec, Tensors]:
-    """A random Llama with matrices in any stored format, and norms in F32."""
+    """A random Llama with matrices in any stored format, and norms in F32; several windows take turns, layer by layer."""
     head_dim = dim // heads
+    turns = (window,) if isinstance(window, int) else window
     spec = ModelSpec(
         architecture="llama",
         name=f"tiny-{seed}",
@@ -53,7 +55,7 @@ def tiny_model(
         max_context=context,
         norm_eps=1e-5,
         rope=RopeSpec(head_dim),
-        windows=(window,) * layers if window else (),
+        windows=tuple(turns[layer % len(turns)] for layer in range(layers)) if any(turns) else (),
     )
     rng = np.random.default_rng(seed)
     tensors = {}
@@ -133,15 +135,21 @@ def tiny_engine(
     late: bool = False,
     **config: Any,
 ) -> Engine:
-    """An engine over the model, with a pool of at least so many slots; `forgo`: what lies before all windows is let go."""
-    spec, _ = model
+    """An engine over the model, with a pool of at least so many slots for each group of layers.
+
+    `release_outside_window`: what lies before a window is let go.
+    """
+    spec, tensors = model
     name = proposer if isinstance(proposer, str) else "off"
     own = proposer if isinstance(proposer, Mapping) else {} if isinstance(proposer, str) else {"test": proposer}
     defaults: dict[str, Any] = {"multi_step_ms": 0, "proposer": name, "adaptive_speculation": False, "max_draft_tokens": 128 if own else 16}
     options = EngineConfig(backend=backend, **defaults | config)
     block_size = BLOCK_SIZE[backend]
-    kv = KvConfig(-(-slots // block_size), block_size, options.kv_dtype)
-    limits = EngineLimits(spec.vocab_size, max_model_len or spec.max_context, kv, spec.widest_window if release_outside_window else 0)
+    groups = trace_model(spec, tensors).kv_groups
+    kv = KvConfig((-(-slots // block_size),) * len(groups), block_size, options.kv_dtype)
+    if not release_outside_window:
+        groups = tuple(replace(group, window=0) for group in groups)
+    limits = EngineLimits(spec.vocab_size, max_model_len or spec.max_context, kv, groups)
     executable = executable or tiny_executable(model, backend, kv, options.threads)
     if late:
         executable = LateExecutable(executable)

@@ -12,11 +12,12 @@ from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig, KvConfig
 from headrace.errors import FormatError, ModelNotFoundError, RequestError
-from headrace.kv.blocks import BlockPool
+from headrace.kv.manager import KvManager
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program.trace import Program, trace
 from headrace.propose import DraftModel, DraftModels, asked_for
+from headrace.propose.draft_model import max_rows
 from headrace.propose.medusa import head_forward
 from headrace.quant.formats import StoredTensor
 
@@ -62,15 +63,15 @@ def target_program(config: EngineConfig, target: Checkpoint) -> Program:
 
 
 def compile_draft_models(
-    config: EngineConfig, draft_checkpoints: DraftCheckpoints, target: Checkpoint, executable: Executable, kv: KvConfig
+    config: EngineConfig, draft_checkpoints: DraftCheckpoints, target: Checkpoint, executable: Executable, kv: KvConfig | None
 ) -> DraftModels:
-    """Compile what drafts, on the threads of the target's `executable`."""
-    draft_models = DraftModels(block_size=kv.block_size)
-    if checkpoint := draft_checkpoints.draft:
+    """Compile what drafts, on the threads of the target's `executable`; `kv` is that of a draft model, where there is one."""
+    draft_models = DraftModels()
+    if kv and (checkpoint := draft_checkpoints.draft):
         program = trace_model(checkpoint.spec, checkpoint.tensors)
+        manager = KvManager(program.kv_groups, kv, max_rows(config.draft_depth))
         compiled = executable.attach(program, checkpoint.tensors, kv)
-        draft = DraftModel(compiled, BlockPool(kv.num_blocks, kv.block_size), checkpoint.spec.max_context)
-        draft_models = replace(draft_models, draft=draft)
+        draft_models = replace(draft_models, draft=DraftModel(compiled, manager, checkpoint.spec.max_context))
     if "self_draft" in asked_for(config):
         draft_models = replace(draft_models, short=executable.attach(first_layers(target, config.draft_layers), target.tensors))
     if tensors := draft_checkpoints.heads:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_args
 
+from headrace.assembly.kv_size import MOST_BLOCKS
 from headrace.backend import BACKENDS
 from headrace.config import SERVING, AcceptanceMethod, EngineConfig, FaceDefaults, KvDtype
 from headrace.engine.engine import SCHEDULERS
@@ -13,7 +14,7 @@ from headrace.request import check_names, integer, number
 
 _INTEGERS = {  # option: least, most
     "threads": (0, 1024),
-    "kv_blocks": (0, 2**26),
+    "kv_blocks": (0, MOST_BLOCKS),
     "max_model_len": (0, 2**26),
     "max_num_seqs": (1, 2**16),
     "max_num_batched_tokens": (1, 2**20),

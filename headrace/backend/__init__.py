@@ -8,6 +8,7 @@ from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
 from headrace.errors import RequestError
 from headrace.logit_ops import LogitOp, StepResult, Ticket
+from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 
@@ -21,6 +22,8 @@ class Executable(Protocol):
     """What runs, after fusing."""
     max_in_flight: int
     """Launches that may be outstanding before one is waited for: 1 where a launch runs at once."""
+    kv_groups: tuple[KvGroup, ...]
+    """The groups of the KV that it stores; a program that is attached over the same KV uses those of the program it is attached to."""
 
     def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Ticket:
         """One forward over all rows of the batch, and these ops on its logits.
@@ -37,8 +40,8 @@ class Executable(Protocol):
     def profile(self, batch: RaggedBatch) -> StepTimes:
         """The same forward, with a clock beside it."""
 
-    def move_slots(self, source: Ints, target: Ints) -> None:
-        """Copy the KV of slots `source[i]` to `target[i]`, in order, all layers and heads."""
+    def move_slots(self, group: int, source: Ints, target: Ints) -> None:
+        """Copy the KV of slots `source[i]` to `target[i]`, in order, all layers and heads of a group."""
 
     def close(self) -> None:
         """Give the memory back; the executable is not used afterwards."""

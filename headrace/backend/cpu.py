@@ -18,6 +18,7 @@ from headrace.errors import RequestError, UnsupportedModelError
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program import ops
 from headrace.program.fuse import LINEAR_OPS, fuse
+from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.quant.kv import BLOCK_SIZE
@@ -45,10 +46,12 @@ class CpuExecutable:
 
     def __init__(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int | _native.Pool, isa: str) -> None:
         self.program = fuse(program)
-        layers, kv_heads, head_dim = program.kv_shape
-        heads = next(op.num_heads for op in program.ops if isinstance(op, ops.Attention))
+        self.kv_groups = program.kv_groups
         try:
-            self.plan = _native.Plan(isa, threads, layers, heads, kv_heads, head_dim, kv.num_blocks, kv.dtype)
+            self.plan = _native.Plan(isa, threads)
+            for group, num_blocks in zip(self.kv_groups, kv.num_blocks, strict=True):
+                heads, size = group.layout.num_heads, _head_size(group)
+                self.plan.add_kv_group(len(group.layers), heads, size, group.window, num_blocks, kv.dtype)
         except ValueError as error:
             raise RequestError(str(error)) from None
         self._number = 0
@@ -57,7 +60,8 @@ class CpuExecutable:
         self._lower(weights, None)
 
     def _lower(self, weights: Mapping[str, StoredTensor], earlier: "_Lowering | None") -> None:
-        self._lowering = _Lowering(self.plan, self.program, weights, earlier)
+        places = {layer: (number, i) for number, group in enumerate(self.kv_groups) for i, layer in enumerate(group.layers)}
+        self._lowering = _Lowering(self.plan, self.program, weights, places, earlier)
         self._lowering.lower()
         self._vocab = next((op.weight.rows for op in self.program.ops if isinstance(op, ops.Embed)), 1)
         self._logits = self._lowering.buffers[self.program.logits.id]
@@ -80,7 +84,19 @@ class CpuExecutable:
         return Done(StepResult(self._values, rows if logits else None, kept))
 
     def _run(self, batch: RaggedBatch) -> None:
-        self.plan.run(self._vocab, *batch[:8], batch.logit_rows, batch.inputs, self._number)
+        self.plan.run(
+            self._vocab,
+            batch.tokens,
+            batch.positions,
+            batch.row_start,
+            batch.context_len,
+            batch.scheduled_len,
+            batch.kv,
+            batch.ancestors,
+            batch.logit_rows,
+            batch.inputs,
+            self._number,
+        )
 
     def _rows(self, buffer: int, batch: RaggedBatch) -> NDArray[np.float32]:
         rows: NDArray[np.float32] = self.plan.floats(buffer, len(batch.logit_rows))
@@ -95,11 +111,19 @@ class CpuExecutable:
         self.plan.set_profiling(False)
         return StepTimes(wall, dict(ops), barriers)
 
-    def move_slots(self, source: Ints, target: Ints) -> None:
-        self.plan.move_slots(np.ascontiguousarray(source, np.int32), np.ascontiguousarray(target, np.int32))
+    def move_slots(self, group: int, source: Ints, target: Ints) -> None:
+        self.plan.move_slots(group, np.ascontiguousarray(source, np.int32), np.ascontiguousarray(target, np.int32))
 
     def close(self) -> None:
         del self.plan
+
+
+def _head_size(group: KvGroup) -> int:
+    """Numbers of a key, and of a value. Raises UnsupportedModelError where they differ."""
+    layout = group.layout
+    if layout.key_dim != layout.value_dim:
+        raise UnsupportedModelError(f"the cpu backend keeps no keys of {layout.key_dim} beside values of {layout.value_dim} numbers")
+    return layout.key_dim
 
 
 _Readers = frozenset[tuple[str, bool]]
@@ -109,9 +133,17 @@ _Shape = tuple[int, str, bool, _Readers]
 class _Lowering:
     """Turns ops into native ops, values into buffers that are reused once their value is dead, and tensors into packed weights."""
 
-    def __init__(self, plan: _native.Plan, program: Program, weights: Mapping[str, StoredTensor], earlier: "_Lowering | None") -> None:
+    def __init__(
+        self,
+        plan: _native.Plan,
+        program: Program,
+        weights: Mapping[str, StoredTensor],
+        places: Mapping[int, tuple[int, int]],
+        earlier: "_Lowering | None",
+    ) -> None:
         self.plan = plan
         self.program = program
+        self.places = places  # (group, place in it) of each layer that keeps something
         self.tensors: Mapping[str, StoredTensor] = {**earlier.tensors, **weights} if earlier else weights
         self.packed: dict[str, int] = earlier.packed if earlier else {}
         self.pairs: dict[tuple[str, str], tuple[int, int]] = earlier.pairs if earlier else {}
@@ -245,7 +277,8 @@ def _input(lo: _Lowering, op: ops.Input) -> None:
 
 
 def _rope_angles(lo: _Lowering, op: ops.RopeAngles) -> None:
-    head_dim = lo.program.kv_shape[2]  # the native rows hold the angles of a whole head, and 16 more (csrc/ops_rows.cpp)
+    # The native rows hold the angles of a whole head, and 16 more (csrc/ops_rows.cpp).
+    head_dim = next(reader.head_dim for reader in lo.program.ops if isinstance(reader, ops.QkvRopeWrite) and reader.angles == op.out)
     lo.buffers[op.out.id] = lo.angles = lo.plan.add_buffer(2 * (head_dim + 16), False, False)
     lo.plan.rope_angles(lo.angles, list(op.inverse_frequencies), op.scale, head_dim)
 
@@ -268,7 +301,7 @@ def _linear_add(lo: _Lowering, op: ops.LinearAdd) -> None:
 def _qkv_rope_write(lo: _Lowering, op: ops.QkvRopeWrite) -> None:
     weights = [lo.weight(w) for w in (op.q, op.k, op.v)]
     biases = [lo.vector(b) for b in (op.q_bias, op.k_bias, op.v_bias)]
-    lo.plan.qkv_rope_write(lo.buffer(op.out), lo.packed_input(op.x), lo.buffer(op.angles), weights, biases, op.layer)
+    lo.plan.qkv_rope_write(lo.buffer(op.out), lo.packed_input(op.x), lo.buffer(op.angles), weights, biases, lo.places[op.layer])
 
 
 def _glu_linear(lo: _Lowering, op: ops.GluLinear) -> None:
@@ -279,9 +312,9 @@ def _glu_linear(lo: _Lowering, op: ops.GluLinear) -> None:
 
 def _attention(lo: _Lowering, op: ops.Attention) -> None:
     def lower(out: int) -> None:
-        lo.plan.attention(out, lo.buffer(op.q), op.layer, op.scale, op.window)
+        lo.plan.attention(out, lo.buffer(op.q), lo.places[op.layer], op.num_heads, op.scale)
 
-    lo.write(op.out, lower, packs_groups=lo.program.kv_shape[2] % GROUP == 0)  # a head is then whole groups
+    lo.write(op.out, lower, packs_groups=op.head_dim % GROUP == 0)  # a head is then whole groups
 
 
 def _gather_rows(lo: _Lowering, op: ops.GatherRows) -> None:

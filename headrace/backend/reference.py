@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +13,7 @@ from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program import ops
+from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.quant.kv import stored
@@ -37,10 +37,9 @@ class ReferenceExecutable:
         self.program = program
         self.kv = kv
         self.weights = _floats(program, weights)
-        layers, heads, head_dim = program.kv_shape
-        slots = kv.num_blocks * kv.block_size
-        self.keys = np.zeros((layers, slots, heads, head_dim), _DTYPE)
-        self.values = np.zeros_like(self.keys)
+        self.kv_groups = program.kv_groups
+        self.stores = [_Store(group, num_blocks * kv.block_size) for group, num_blocks in zip(self.kv_groups, kv.num_blocks, strict=True)]
+        self.places = {layer: (number, i) for number, group in enumerate(self.kv_groups) for i, layer in enumerate(group.layers)}
         self._results: list[LogitOpResult] = []
         """Results of the logit ops of the last launch."""
 
@@ -70,13 +69,23 @@ class ReferenceExecutable:
             ops[op.name] += time.perf_counter() - before
         return StepTimes(time.perf_counter() - started, ops, 0)
 
-    def move_slots(self, source: Ints, target: Ints) -> None:
-        for cache in (self.keys, self.values):
+    def move_slots(self, group: int, source: Ints, target: Ints) -> None:
+        store = self.stores[group]
+        for cache in (store.keys, store.values):
             for s, t in zip(source, target, strict=True):
                 cache[:, t] = cache[:, s]
 
     def close(self) -> None:
         self.weights.clear()
+
+
+class _Store:
+    """Keys and values of a group of layers, [layers, slots, heads, numbers]."""
+
+    def __init__(self, group: KvGroup, num_slots: int) -> None:
+        layout, shape = group.layout, (len(group.layers), num_slots, group.layout.num_heads)
+        self.keys = np.zeros((*shape, layout.key_dim), _DTYPE)
+        self.values = np.zeros((*shape, layout.value_dim), _DTYPE)
 
 
 def _floats(program: Program, weights: Mapping[str, StoredTensor], known: Mapping[str, Floats] = MappingProxyType({})) -> dict[str, Floats]:
@@ -91,6 +100,7 @@ class _Step:
         self.executable = executable
         self.batch = batch
         self.rows: dict[int, Floats] = {}
+        self._visible: dict[int, list[Ints]] = {}  # by group
 
     def run(self, op: ops.Op) -> None:
         out, result = op.output(), _RUN[type(op)](self, op)
@@ -107,14 +117,18 @@ class _Step:
         y = self.x(x) @ self.w(weight).T
         return y if bias is None else y + self.w(bias)
 
-    @cached_property
-    def visible(self) -> list[Ints]:
-        """Slots that each row sees, in position order: the context, then its ancestors in the step and itself."""
-        batch, block = self.batch, self.executable.kv.block_size
+    def visible(self, group: int) -> list[Ints]:
+        """Slots of a group that each row sees, in position order: the context, then its ancestors in the step and itself."""
+        if group not in self._visible:
+            self._visible[group] = self._slots_seen(group)
+        return self._visible[group]
+
+    def _slots_seen(self, group: int) -> list[Ints]:
+        batch, block, table = self.batch, self.executable.kv.block_size, self.batch.kv[group].block_table
         result = []
         for b, first in enumerate(batch.row_start[:-1]):
             index = np.arange(batch.context_len[b] + batch.row_start[b + 1] - first)
-            slots = batch.block_table[b, index // block] * block + index % block
+            slots = table[b, index // block] * block + index % block
             for row in range(first, batch.row_start[b + 1]):
                 result.append(slots[self._seen_indices(b, row - first, row)])
         return result
@@ -171,10 +185,10 @@ def _rope(s: _Step, op: ops.Rope) -> Floats:
 
 
 def _write(s: _Step, layer: int, k: Floats, v: Floats) -> None:
-    executable = s.executable
-    heads = executable.keys.shape[2:]
-    executable.keys[layer, s.batch.slots] = stored(k.reshape(-1, *heads), executable.kv.dtype)
-    executable.values[layer, s.batch.slots] = stored(v.reshape(-1, *heads), executable.kv.dtype)
+    group, place = s.executable.places[layer]
+    store, slots = s.executable.stores[group], s.batch.kv[group].slots
+    for cache, rows in ((store.keys, k), (store.values, v)):
+        cache[place, slots] = stored(rows.reshape(-1, *cache.shape[2:]), s.executable.kv.dtype)
 
 
 def _kv_write(s: _Step, op: ops.KvWrite) -> None:
@@ -191,9 +205,11 @@ def _qkv_rope_write(s: _Step, op: ops.QkvRopeWrite) -> Floats:
 def _attention(s: _Step, op: ops.Attention) -> Floats:
     q = s.x(op.q).reshape(len(s.batch.tokens), op.num_kv_heads, -1, op.head_dim)
     out = np.empty_like(q)
-    for row, slots in enumerate(s.visible):
+    group, place = s.executable.places[op.layer]
+    store = s.executable.stores[group]
+    for row, slots in enumerate(s.visible(group)):
         seen = slots[-op.window :] if op.window else slots
-        k, v = s.executable.keys[op.layer, seen], s.executable.values[op.layer, seen]  # [seen, kv heads, head_dim]
+        k, v = store.keys[place, seen], store.values[place, seen]  # [seen, kv heads, head_dim]
         scores = np.einsum("hgd,shd->hgs", q[row], k) * op.scale
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))
         out[row] = np.einsum("hgs,shd->hgd", weights / weights.sum(axis=2, keepdims=True), v)

@@ -78,31 +78,36 @@ def _measure(args: argparse.Namespace) -> "list[Candidate]":
     length = len(prompt) + args.tokens + args.depth + 1
     if length > checkpoint.spec.max_context:
         raise RequestError(f"this needs {length:,} tokens, and the model's context ends at {checkpoint.spec.max_context:,}: lower --tokens")
-    kv = KvConfig(-(-length // KvConfig.block_size))
     program = trace_model(checkpoint.spec, checkpoint.tensors)
+    blocks = -(-length // KvConfig.block_size)
+    kv = KvConfig((blocks,) * len(program.kv_groups))
     _tell("writing a text")
     target = compile_program(config.backend, program, checkpoint.tensors, kv, config.threads or usable_cores())
     try:
         calibration = Calibration(target, prompt, args.tokens, kv.block_size, args.depth)
-        return calibration.measure(dict(_drafts(args, checkpoint, target, config, kv)), _tell)
+        return calibration.measure(dict(_drafts(args, checkpoint, target, config, blocks)), _tell)
     finally:
         _tell("")
         target.close()
 
 
 def _drafts(
-    args: argparse.Namespace, checkpoint: "Checkpoint", target: "Executable", config: "EngineConfig", kv: Any
+    args: argparse.Namespace, checkpoint: "Checkpoint", target: "Executable", config: "EngineConfig", blocks: int
 ) -> "Iterator[tuple[str, Executable]]":
     """The executables of the candidates, by name."""
     from dataclasses import replace
 
     from headrace.assembly.drafts import compile_draft_models, first_layers, open_draft_checkpoints
+    from headrace.config import KvConfig
+    from headrace.model import trace_model
 
     if args.draft:
         config = replace(config, proposer="draft_model", draft_model=args.draft)
         draft_checkpoints = open_draft_checkpoints(config, checkpoint, checkpoint.load_tokenizer())
-        draft = compile_draft_models(config, draft_checkpoints, checkpoint, target, kv).draft
-        assert draft is not None, "a draft model was asked for"
+        assert draft_checkpoints.draft is not None, "a draft model was asked for"
+        groups = trace_model(draft_checkpoints.draft.spec, draft_checkpoints.draft.tensors).kv_groups
+        draft = compile_draft_models(config, draft_checkpoints, checkpoint, target, KvConfig((blocks,) * len(groups))).draft
+        assert draft is not None
         yield args.draft, draft.executable
     total = checkpoint.spec.num_layers
     for layers in args.layers or sorted({max(1, total * eighths // 8) for eighths in _EIGHTHS} - {total}):

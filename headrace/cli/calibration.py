@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from headrace.backend import Executable, forward
 from headrace.batch import Ints, RaggedBatch
+from headrace.kv.blocks import Table
 from headrace.kv.rows import TokenRun, batch_of_runs
 from headrace.planner.speculation import Costs, Gain, best_gain
 
@@ -41,14 +42,14 @@ class Calibration:
         self.num_prompt = len(prompt)
         self.most_depth = most_depth
         self._block_size = block_size
-        self._table = list(range(-(-(len(prompt) + num_tokens + most_depth + 1) // block_size)))
+        self._blocks = range(-(-(len(prompt) + num_tokens + most_depth + 1) // block_size))
         self.text = list(prompt)
         self._write(num_tokens)
 
     @property
     def blocks(self) -> int:
-        """KV blocks that this needs, of the target and of a draft with KV of its own."""
-        return len(self._table)
+        """KV blocks that this needs in each group, of the target and of a draft with KV of its own."""
+        return len(self._blocks)
 
     def measure(self, drafts: Mapping[str, Executable], tell: Callable[[str], None]) -> list[Candidate]:
         """Acceptance and costs of each draft. The timed steps of all take turns, and medians count."""
@@ -82,18 +83,19 @@ class Calibration:
     def _score(self, executable: Executable, tokens: list[int], computed: int) -> NDArray[np.int64]:  # [tokens]
         parts = []
         for at in range(0, len(tokens), _CHUNK):
-            parts.append(_logits(executable, self._batch(tokens[at : at + _CHUNK], computed + at)).argmax(axis=1))
+            parts.append(_logits(executable, self._batch(executable, tokens[at : at + _CHUNK], computed + at)).argmax(axis=1))
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
-    def _batch(self, tokens: list[int], computed: int) -> RaggedBatch:
+    def _batch(self, executable: Executable, tokens: list[int], computed: int) -> RaggedBatch:
         """One sequence with logits for all rows."""
-        batch = batch_of_runs([TokenRun(tokens, computed, self._table)], self._block_size, logits=True)
+        tables = tuple(Table(self._blocks) for _ in executable.kv_groups)
+        batch = batch_of_runs([TokenRun(tokens, computed, tables)], self._block_size, logits=True)
         rows: Ints = np.arange(len(tokens), dtype=np.int32)
         return batch._replace(logit_rows=rows, seq_of=np.zeros_like(rows))
 
     def _seconds(self, executable: Executable, rows: int) -> float:
         """Of one step of so many rows behind the text."""
-        batch = self._batch(self.text[-rows:], len(self.text))
+        batch = self._batch(executable, self.text[-rows:], len(self.text))
         started = time.perf_counter()
         executable.launch(batch).wait()
         return time.perf_counter() - started

@@ -16,6 +16,7 @@ from headrace.model import trace_model
 from headrace.planner import host, roofline
 from headrace.planner.hardware import Machine
 from headrace.program.fuse import fuse
+from headrace.program.kv import number_bytes
 from headrace.program.ops import Load
 from headrace.request import SamplingParams
 
@@ -84,7 +85,7 @@ class SpeedLimits:
     def __init__(self, checkpoint: Checkpoint, machine: Machine, kv_dtype: KvDtype) -> None:
         self._program = fuse(trace_model(checkpoint.spec, checkpoint.tensors))
         self._machine = machine
-        self._kv_bytes = checkpoint.spec.kv_number_bytes(kv_dtype)
+        self._kv_bytes = number_bytes(self._program.kv_groups, kv_dtype)
 
     def prompt(self, tokens: int, depth: int) -> float:
         """Of a prompt, from token `depth` to `depth + tokens`."""

@@ -70,21 +70,24 @@ def examine(args: argparse.Namespace) -> "Report":
     from headrace.assembly.options import engine_config
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
+    from headrace.model import trace_model
     from headrace.planner.profile import account, phases, typical
     from headrace.planner.report import Report
+    from headrace.program.kv import number_bytes, token_bytes
 
     config = engine_config({"threads": args.threads, "kv_dtype": args.kv_dtype})
     checkpoint = open_checkpoint(resolve(args.model))
-    asked = phases(args.prefill, args.depth, args.batch, checkpoint.spec.kv_number_bytes(args.kv_dtype))
-    fitting, skipped = _choose(asked, checkpoint, config)
+    groups = trace_model(checkpoint.spec, checkpoint.tensors).kv_groups
+    asked = phases(args.prefill, args.depth, args.batch, number_bytes(groups, config.kv_dtype))
+    fitting, skipped = _choose(asked, checkpoint, token_bytes(groups, config.kv_dtype))
     program, rounds, machines = _run(checkpoint, config, fitting, args.turns)
     machine = typical(machines)
     profiles = [account(phase, program, machine, times) for phase, times in zip(fitting, rounds, strict=True)]
     return Report(args.model, checkpoint.spec, args.kv_dtype, machines, machine, profiles, skipped)
 
 
-def _choose(asked: "Sequence[Phase]", checkpoint: "Checkpoint", config: EngineConfig) -> "tuple[list[Phase], dict[str, str]]":
-    """The phases that can run here, and why the others cannot, by name."""
+def _choose(asked: "Sequence[Phase]", checkpoint: "Checkpoint", kv_per_token: int) -> "tuple[list[Phase], dict[str, str]]":
+    """The phases that can run here with so many bytes of KV for a token, and why the others cannot, by name."""
     from headrace.cli.stopwatch import BLOCK_SIZE, num_blocks
     from headrace.planner import host
     from headrace.planner.fit import Fit
@@ -92,7 +95,7 @@ def _choose(asked: "Sequence[Phase]", checkpoint: "Checkpoint", config: EngineCo
 
     spec = checkpoint.spec
     weights = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    fit = Fit(host.available_memory(), weights, spec.kv_bytes_per_token(spec.kv_number_bytes(config.kv_dtype)), spec.max_context)
+    fit = Fit(host.available_memory(), weights, spec.max_context * kv_per_token, spec.max_context)
     budget = fit.kv_budget - READ_BYTES
     if budget <= 0:
         raise MemoryLimitError(
@@ -101,7 +104,7 @@ def _choose(asked: "Sequence[Phase]", checkpoint: "Checkpoint", config: EngineCo
         )
     fitting, skipped, short = [], {}, 0
     for phase in asked:
-        needed = num_blocks(phase) * BLOCK_SIZE * fit.kv_per_token + 4 * phase.seqs * spec.vocab_size
+        needed = num_blocks(phase) * BLOCK_SIZE * kv_per_token + 4 * phase.seqs * spec.vocab_size
         if phase.length > spec.max_context:
             skipped[phase.name] = f"needs {phase.length:,} tokens of context, and the model's ends at {spec.max_context:,}"
         elif needed > budget:

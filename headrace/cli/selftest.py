@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend import Executable, compile_program, forward
-from headrace.batch import RaggedBatch
+from headrace.batch import KvRows, RaggedBatch
 from headrace.config import KvConfig
 from headrace.model import trace_model
 from headrace.model.names import tensor_shapes
@@ -83,7 +83,7 @@ def _random_weights(rng: np.random.Generator, format_name: str, shape: tuple[int
 
 def _logits(tensors: dict[str, StoredTensor], backend: str, chunks: list[int], threads: int) -> NDArray[np.float32]:
     """Logits of all rows of one prompt, [tokens, vocab], computed in chunks of the given sizes."""
-    executable = compile_program(backend, trace_model(_SPEC, tensors), tensors, KvConfig(num_blocks=4), threads)
+    executable = compile_program(backend, trace_model(_SPEC, tensors), tensors, KvConfig((4,)), threads)
     try:
         starts = np.cumsum([0, *chunks[:-1]])
         return np.concatenate([_step(executable, int(start), rows) for start, rows in zip(starts, chunks, strict=True)])
@@ -100,11 +100,10 @@ def _step(executable: Executable, start: int, rows: int) -> NDArray[np.float32]:
     batch = RaggedBatch(
         tokens=positions * 37 % _SPEC.vocab_size,
         positions=positions,
-        slots=positions,
         row_start=ints([0, rows]),
         context_len=ints([start]),
         scheduled_len=ints([rows]),
-        block_table=ints([[0, 1, 2, 3]]),
+        kv=(KvRows(positions, ints([[0, 1, 2, 3]])),),
         ancestors=None,
         logit_rows=local,
         seq_of=np.zeros_like(local),

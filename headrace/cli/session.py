@@ -11,6 +11,7 @@ from headrace.config import EngineConfig
 from headrace.model import trace_model
 from headrace.planner import hardware, roofline
 from headrace.program.fuse import fuse
+from headrace.program.kv import number_bytes
 from headrace.prompts import Message, Prompt
 from headrace.request import RequestOutput, SamplingParams
 
@@ -68,8 +69,8 @@ class Session:
 
     def _decode_limit(self, depth: int, speed: float) -> float:
         """For plain decoding. A measurement that the answer has just beaten was taken on a busy machine, and is taken again."""
-        threads, kv_bytes = self.config.threads, self._checkpoint.spec.kv_number_bytes(self.config.kv_dtype)
         program = fuse(trace_model(self._checkpoint.spec, self._checkpoint.tensors))
+        threads, kv_bytes = self.config.threads, number_bytes(program.kv_groups, self.config.kv_dtype)
         limit = roofline.decode_limit(program, hardware.this_machine(threads), depth, kv_bytes)
         if speed > limit and self.result and not self.result.drafts:
             limit = roofline.decode_limit(program, hardware.measure(threads), depth, kv_bytes)

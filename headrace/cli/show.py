@@ -2,10 +2,15 @@
 
 import argparse
 from collections import Counter
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from headrace.cli.arguments import add_json, add_model
-from headrace.config import KvDtype
+from headrace.config import EngineConfig, KvConfig, KvDtype
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.program.kv import KvGroup
 
 _DEPTHS = (0, 2048)
 
@@ -32,8 +37,10 @@ def describe(model: str) -> dict[str, Any]:
     """All facts, as they go to JSON: bytes, counts and tokens per second."""
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
+    from headrace.model import trace_model
     from headrace.planner import host
     from headrace.planner.fit import Fit
+    from headrace.program.kv import token_bytes
 
     checkpoint = open_checkpoint(resolve(model))
     spec, tensors = checkpoint.spec, checkpoint.tensors.values()
@@ -42,8 +49,9 @@ def describe(model: str) -> dict[str, Any]:
         formats[tensor.format.name] += tensor.nbytes
     weights = formats.total()
     memory = host.available_memory()
-    kv = {dtype: spec.kv_bytes_per_token(spec.kv_number_bytes(dtype)) for dtype in get_args(KvDtype)}
-    fits = {dtype: Fit(memory, weights, per_token, spec.max_context) for dtype, per_token in kv.items()}
+    groups = trace_model(spec, checkpoint.tensors).kv_groups
+    kv = {dtype: token_bytes(groups, dtype) for dtype in get_args(KvDtype)}
+    fits = {dtype: Fit(memory, weights, _sequence_bytes(groups, dtype, spec.max_context), spec.max_context) for dtype in kv}
     return {
         "model": model,
         "path": str(checkpoint.path),
@@ -62,10 +70,24 @@ def describe(model: str) -> dict[str, Any]:
         "bytes_by_type": dict(formats.most_common()),
         "bytes": weights,
         "kv_bytes_per_token": kv,
+        "kv_groups": [
+            {
+                "layers": len(group.layers),
+                "window": group.window,
+                "kv_bytes_per_token": {dtype: token_bytes((group,), dtype) for dtype in kv},
+            }
+            for group in groups
+        ],
         "memory_available": memory,
         "fits": {dtype: {"tokens": fit.tokens, "full_sequences": fit.sequences} for dtype, fit in fits.items()},
         "limits": _limits(checkpoint),
     }
+
+
+def _sequence_bytes(groups: "Sequence[KvGroup]", dtype: KvDtype, context: int) -> int:
+    """Bytes of KV that a sequence of full length holds at once."""
+    rows, size = EngineConfig.max_num_batched_tokens, KvConfig.block_size
+    return sum(group.num_blocks(context, rows, size) * group.block_bytes(dtype, size) for group in groups)
 
 
 def _limits(checkpoint: Any) -> dict[str, float] | None:
@@ -73,13 +95,32 @@ def _limits(checkpoint: Any) -> dict[str, float] | None:
     from headrace.model import trace_model
     from headrace.planner import hardware, roofline
     from headrace.program.fuse import fuse
+    from headrace.program.kv import number_bytes
 
     machine = hardware.remembered()
     if machine is None:
         return None
-    program, kv_bytes = fuse(trace_model(checkpoint.spec, checkpoint.tensors)), checkpoint.spec.kv_number_bytes("bf16")
+    program = fuse(trace_model(checkpoint.spec, checkpoint.tensors))
+    kv_bytes = number_bytes(program.kv_groups, "bf16")
     decode = {f"decode_at_{depth}": roofline.decode_limit(program, machine, depth, kv_bytes) for depth in _DEPTHS}
     return decode | {"prefill_512": roofline.prefill_limit(program, machine, 512, kv_bytes)}
+
+
+def _token_sizes(bytes_per_token: dict[str, int]) -> str:
+    from headrace.cli.table import size
+
+    return ", ".join(f"{size(nbytes)} in {dtype}" for dtype, nbytes in bytes_per_token.items())
+
+
+def _group_sizes(groups: list[dict[str, Any]]) -> dict[str, str]:
+    """A line for each group of layers that keep alike and see alike, unless all do and see everything."""
+    if len(groups) == 1 and not groups[0]["window"]:
+        return {}
+    lines = {}
+    for number, group in enumerate(groups, 1):
+        seen = f"the last {group['window']:,} tokens" if group["window"] else "all tokens"
+        lines[f"KV group {number}"] = f"{group['layers']} layers that see {seen}: {_token_sizes(group['kv_bytes_per_token'])}"
+    return lines
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -97,7 +138,8 @@ def _print(facts: dict[str, Any]) -> None:
             "context": f"{facts['context']:,} tokens",
             "chat template": "yes" if facts["chat_template"] else "no",
             "weights": size(facts["bytes"]) + ": " + ", ".join(f"{n} {size(b)}" for n, b in facts["bytes_by_type"].items()),
-            "KV per token": ", ".join(f"{size(b)} in {dtype}" for dtype, b in facts["kv_bytes_per_token"].items()),
+            "KV per token": _token_sizes(facts["kv_bytes_per_token"]),
+            **_group_sizes(facts["kv_groups"]),
         },
     )
     fits = {

@@ -5,7 +5,7 @@ import time
 import numpy as np
 
 from headrace.backend import compile_program
-from headrace.batch import RaggedBatch, StepTimes
+from headrace.batch import KvRows, RaggedBatch, StepTimes
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig, KvConfig
 from headrace.model import trace_model
@@ -25,17 +25,19 @@ def num_blocks(phase: Phase) -> int:
 
 
 class Stopwatch:
-    """A compiled model whose KV is written to the last of `blocks` blocks: a page that was never written costs nothing to read."""
+    """A compiled model whose KV is written to the last of `blocks` blocks in each group: a page never written costs nothing to read."""
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, blocks: int) -> None:
         program = trace_model(checkpoint.spec, checkpoint.tensors)
-        kv = KvConfig(blocks, BLOCK_SIZE, config.kv_dtype)
+        self._num_groups = len(program.kv_groups)
+        kv = KvConfig((blocks,) * self._num_groups, BLOCK_SIZE, config.kv_dtype)
         self.executable = compile_program(config.backend, program, checkpoint.tensors, kv, config.threads or usable_cores())
         self._vocab = checkpoint.spec.vocab_size
         slots = np.arange(blocks * BLOCK_SIZE, dtype=np.int32)
         filled = min(PREFILL_CHUNK, len(slots))
-        self.executable.launch(self._batch(Load(((0, filled),), 1, 0)))
-        self.executable.move_slots(slots[filled:] % filled, slots[filled:])
+        self.executable.launch(self._batch(Load(((0, filled),), 1, 0))).wait()
+        for group in range(self._num_groups):
+            self.executable.move_slots(group, slots[filled:] % filled, slots[filled:])
 
     def turn(self, phase: Phase) -> list[list[StepTimes]]:
         """The times of all steps of the phase, once or several times over. What a round writes to the KV is the same each time."""
@@ -57,14 +59,14 @@ class Stopwatch:
         row = np.arange(ends[-1], dtype=np.int32)
         positions = row - (ends - rows)[seq] + context[seq]
         blocks = _blocks_of_sequence(int((context + rows).max()))
+        slots, block_table = seq * (blocks * BLOCK_SIZE) + positions, np.arange(len(rows) * blocks, dtype=np.int32)
         return RaggedBatch(
             tokens=row * 37 % self._vocab,
             positions=positions,
-            slots=seq * (blocks * BLOCK_SIZE) + positions,
             row_start=np.concatenate([[0], ends]).astype(np.int32),
             context_len=context,
             scheduled_len=rows,
-            block_table=np.arange(len(rows) * blocks, dtype=np.int32).reshape(len(rows), blocks),
+            kv=(KvRows(slots, block_table.reshape(len(rows), blocks)),) * self._num_groups,
             ancestors=None,
             logit_rows=ends - 1,
             seq_of=np.arange(len(rows), dtype=np.int32),

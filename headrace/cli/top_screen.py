@@ -11,7 +11,7 @@ from rich.text import Text
 
 from headrace.cli.table import printable
 from headrace.cli.watching import Record
-from headrace.stats import Stats
+from headrace.stats import KvStats, Stats, ratio
 
 _IDLE = 2.0
 """Seconds without a record after which an engine is called idle."""
@@ -89,10 +89,10 @@ def _figures(record: Record, width: int) -> Table:
     max_num_seqs, most_rows = config.get("max_num_seqs") or 1, config.get("max_num_batched_tokens") or 1
     grid = Table.grid(padding=(0, 2))
     wide = min(32, max(10, width - 70))
-    used = stats.blocks_used * stats.block_size
-    kv = f"{stats.blocks_used:,} of {stats.blocks_total:,} blocks, {used - stats.slots_empty:,} tokens; {100 * stats.waste:.1f} % empty"
-    cached = f"; {stats.blocks_cached:,} free ones cached" if stats.blocks_cached else ""
-    grid.add_row("KV in use", bar(stats.occupancy, wide, warns=True), f"{100 * stats.occupancy:3.0f} %", kv + cached)
+    for group in stats.kv:
+        name = "KV in use" if len(stats.kv) == 1 else f"KV, {f'last {group.window:,}' if group.window else 'all tokens'}"
+        occupancy = group.blocks_used / group.blocks_total
+        grid.add_row(name, bar(occupancy, wide, warns=True), f"{100 * occupancy:3.0f} %", _blocks(group))
     queue = f"{stats.running:,} of {max_num_seqs:,} sequences; {stats.waiting:,} waiting"
     grid.add_row("running", bar(stats.running / max_num_seqs, wide), f"{100 * stats.running / max_num_seqs:3.0f} %", queue)
     step = f"{stats.rows_last:,} of {most_rows:,} rows (mean {stats.rows_mean:,.1f}) in {1000 * stats.step_seconds:,.1f} ms"
@@ -108,6 +108,13 @@ def _figures(record: Record, width: int) -> Table:
     outer.add_row(grid)
     outer.add_row(Text(f"so far       {done}", "dim"))
     return outer
+
+
+def _blocks(group: KvStats) -> str:
+    used = group.blocks_used * group.block_size
+    words = f"{group.blocks_used:,} of {group.blocks_total:,} blocks, {used - group.slots_empty:,} tokens; "
+    cached = f"; {group.blocks_cached:,} free ones cached" if group.blocks_cached else ""
+    return f"{words}{100 * ratio(group.slots_empty, used):.1f} % empty{cached}"
 
 
 def _sequences(record: Record, rows: int) -> RenderableType:

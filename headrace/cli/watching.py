@@ -11,12 +11,15 @@ from typing import Any
 from headrace.engine.publish import FRESH, INTERVAL, MOST_LINES, VERSION, WATCH, folder, is_private
 from headrace.errors import HeadraceError, RequestError
 from headrace.request import DraftStats
-from headrace.stats import BlockMap, Holding, Stats
+from headrace.stats import BlockMap, GroupMap, Holding, KvStats, Stats
 
 _MOST_BYTES = 16 << 20
 _REDRAW = 0.5
 _STALE = 10.0
 """Seconds after which the record of a process that is not there is taken away."""
+
+_RATIOS = ("kv_bytes", "kv_bytes_used", "occupancy", "waste", "fragmentation", "rows_mean", "prefix_hit_rate", "acceptance_rate")
+"""Properties of `Stats` that JSON has beside its fields."""
 
 Record = dict[str, Any]
 """As `Engine` makes it, with `stats` a `Stats`; times are seconds since the epoch."""
@@ -76,8 +79,10 @@ class Watch:
         found = record.get("map")
         if found is None:
             return None
-        holdings = [Holding(*holding) for holding in found["holdings"]]
-        return BlockMap(found["num_blocks"], found["block_size"], holdings, found["cached"])
+        groups = [GroupMap(*group) for group in found["groups"]]
+        return BlockMap(
+            found["block_size"], [group._replace(holdings=[Holding(*holding) for holding in group.holdings]) for group in groups]
+        )
 
     def _look(self) -> None:
         """Keep the look fresh. Written in place: engines read it while they run."""
@@ -99,10 +104,8 @@ class Watch:
 def facts(record: Record) -> Record:
     """The record for JSON, with the ratios that follow from its counts."""
     stats: Stats = record["stats"]
-    ratios = {
-        name: getattr(stats, name) for name in ("occupancy", "waste", "fragmentation", "rows_mean", "prefix_hit_rate", "acceptance_rate")
-    }
-    return record | {"stats": stats._asdict() | ratios}
+    ratios = {name: getattr(stats, name) for name in _RATIOS}
+    return record | {"stats": stats._asdict() | {"kv": [group._asdict() for group in stats.kv]} | ratios}
 
 
 def _parsed(file: Path) -> Record:
@@ -112,6 +115,7 @@ def _parsed(file: Path) -> Record:
         raise ValueError
     stats = record["stats"]
     stats["drafts"] = {name: DraftStats(*figures) for name, figures in dict(stats["drafts"]).items()}
+    stats["kv"] = [KvStats(*figures) for figures in stats["kv"]]
     record["stats"] = Stats(**stats)
     checks: dict[str, Callable[[Any], Any]] = {"pid": int, "time": float, "started": float, "model": str, "sequences_left_off": int}
     for name, check in checks.items():

@@ -7,18 +7,17 @@ from numpy.typing import NDArray
 
 from headrace.batch import DraftTree, Ints, RaggedBatch
 from headrace.engine.scheduled import ScheduledSequence
-from headrace.kv.blocks import BlockPool
-from headrace.kv.rows import block_table, ints
+from headrace.kv.rows import Span, ints, kv_rows
 
 WORD_BITS = 64
 """Draft rows for which a word of `ancestors` has bits."""
 
 
-def build(scheduled: list[ScheduledSequence], pool: BlockPool) -> RaggedBatch:
+def build(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBatch:
     """One batch of all rows; notes in each item where the logits that score its prompt, and those that it draws from, will be."""
     tokens: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
+    spans: list[Span] = []
     row_start = [0]
     logit_rows: list[int] = []
     seq_of: list[int] = []
@@ -30,7 +29,7 @@ def build(scheduled: list[ScheduledSequence], pool: BlockPool) -> RaggedBatch:
         if draft.tokens:
             tokens += draft.tokens
             positions += (end - 1 + depth for depth in _depths(draft))
-        slots += pool.slots(seq.table, first, end + len(draft.tokens))
+        spans.append(Span(seq.tables, first, end + len(draft.tokens)))
         row_start.append(len(tokens))
         item.scored, item.first_score = seq.prompt_rows(item.num_scheduled), len(logit_rows)
         logit_rows += [start + position - first for position in item.scored]
@@ -41,11 +40,10 @@ def build(scheduled: list[ScheduledSequence], pool: BlockPool) -> RaggedBatch:
     return RaggedBatch(
         tokens=ints(tokens),
         positions=ints(positions),
-        slots=ints(slots),
         row_start=ints(row_start),
         context_len=ints([item.seq.computed for item in scheduled]),
         scheduled_len=ints([item.num_scheduled for item in scheduled]),
-        block_table=block_table([item.seq.table for item in scheduled]),
+        kv=kv_rows(spans, block_size),
         ancestors=_ancestors(scheduled, row_start),
         logit_rows=ints(logit_rows),
         seq_of=ints(seq_of),

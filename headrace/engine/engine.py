@@ -28,7 +28,8 @@ from headrace.engine.static import StaticScheduler
 from headrace.engine.step import StepLoop
 from headrace.engine.stops import StopPattern
 from headrace.errors import ClosedError, RequestError
-from headrace.kv.blocks import BlockPool
+from headrace.kv.manager import Demand, KvManager
+from headrace.program.kv import KvGroup
 from headrace.proposer import Proposer
 from headrace.request import CheckedRequest, RequestOutput, SamplingParams, Update, check_terms, token_ids
 from headrace.sampling.sampler import derive_seed, make_sampler
@@ -51,8 +52,8 @@ class EngineLimits:
     max_model_len: int
     """Longest sequence, prompt and output."""
     kv: KvConfig
-    window: int = 0
-    """How far back a row sees, itself included; 0: to the beginning."""
+    kv_groups: tuple[KvGroup, ...]
+    """Layers by what they keep and how far back they see."""
     attention_crossover: float = inf
     """Context with which attention takes a row as long as all the rest."""
 
@@ -74,12 +75,12 @@ class Engine:
         self.limits = limits
         self.config = config
         self._tokenizer = tokenizer
-        self._pool = BlockPool(limits.kv.num_blocks, limits.kv.block_size)
         self._clock = clock
+        self._kv = KvManager(limits.kv_groups, limits.kv, config.max_num_batched_tokens)
         self._speculation = Speculation(proposers, config, limits.vocab_size, clock)
-        self._scheduler = SCHEDULERS[config.batching](self._pool, config, limits.window, limits.attention_crossover)
+        self._scheduler = SCHEDULERS[config.batching](self._kv, config, limits.attention_crossover)
         multi_step = MultiStep(self._scheduler, executable, limits.kv.block_size, config, clock)
-        self._loop = StepLoop(self._scheduler, self._speculation, executable, self._pool, tokenizer, multi_step, clock)
+        self._loop = StepLoop(self._scheduler, self._speculation, executable, self._kv, tokenizer, multi_step, clock)
         self._independent = IndependentAcceptor(config.acceptance_method)
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, int, str]] = []
@@ -203,17 +204,10 @@ class Engine:
         """A snapshot."""
         meter, loop, scheduler = self._meter, self._loop, self._scheduler
         tokens_per_second, rows_per_second = meter.rates(self._clock())
-        empty = snapshot.empty_slots(scheduler.running, self._pool.block_size, lambda seq: seq.computed)
-        beyond = snapshot.empty_slots(scheduler.running, self._pool.block_size, lambda seq: len(seq.known))
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            blocks_free=self._pool.num_free,
-            blocks_cached=self._pool.num_evictable,
-            blocks_total=self._pool.num_blocks,
-            block_size=self._pool.block_size,
-            slots_empty=empty,
-            slots_promised=empty - beyond,
+            kv=snapshot.kv_stats(scheduler.running, self._kv, self.limits.kv_groups, self.limits.kv),
             steps=loop.num_steps,
             rows=loop.num_rows,
             rows_last=meter.rows_last,
@@ -235,7 +229,7 @@ class Engine:
 
     def block_map(self) -> BlockMap:
         """Who holds which block of KV now."""
-        return snapshot.block_map(self._scheduler, self._pool)
+        return snapshot.block_map(self._scheduler.running, self._kv, self.limits.kv_groups)
 
     def close(self) -> None:
         """Abort all requests and give the memory back. May be called more than once."""
@@ -262,19 +256,19 @@ class Engine:
 
     def _check_size(self, prompt_len: int, params: SamplingParams) -> None:
         """Sequences that draw together must fit in a step and in the pool together; of others any one, by itself."""
-        width, size = params.beam_width or 1, self._pool.block_size
+        width, size = params.beam_width or 1, self._kv.block_size
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             most = getattr(self.config, name)
             if width > most:
                 raise RequestError(f"beam_width is {width}, and {name} is {most}: search with fewer beams, or raise it")
-        shared = prompt_len // size
-        needed = shared + width * (self._pool.blocks_for(self._limit(prompt_len, params) - 1) - shared)
-        if needed > self._pool.num_blocks:
-            more = f"{params.max_tokens or 'all possible'} more{f' in each of {width} beams' if width > 1 else ''}"
-            raise RequestError(
-                f"the prompt of {prompt_len:,} tokens and {more} need up to {needed:,} blocks of {size} tokens, "
-                f"and there are {self._pool.num_blocks:,}: ask for fewer, or raise kv_blocks"
-            )
+        whole = Demand(self._limit(prompt_len, params) - 1, 0, width, prompt_len)
+        for pool in self._kv.pools:
+            if pool.needed(*whole) > pool.num_blocks:
+                more = f"{params.max_tokens or 'all possible'} more{f' in each of {width} beams' if width > 1 else ''}"
+                raise RequestError(
+                    f"the prompt of {prompt_len:,} tokens and {more} need up to {pool.needed(*whole):,} blocks of {size} tokens, "
+                    f"and there are {pool.num_blocks:,}: ask for fewer, or raise kv_blocks"
+                )
 
     def _acceptor(self, params: SamplingParams) -> Acceptor:
         if params.beam_width is None:
@@ -298,7 +292,7 @@ class Engine:
             "seqs": [line._asdict() for line in lines[:MOST_LINES]],
             "sequences_left_off": max(0, len(lines) - MOST_LINES),
         }
-        if with_map and self._pool.num_blocks <= MOST_BLOCKS:
+        if with_map and sum(pool.num_blocks for pool in self._kv.pools) <= MOST_BLOCKS:
             record["map"] = self.block_map()._asdict()
         return record
 

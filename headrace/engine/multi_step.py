@@ -13,7 +13,7 @@ from math import ceil
 import numpy as np
 
 from headrace.backend import Executable
-from headrace.batch import NO_DRAFT, Ints, RaggedBatch
+from headrace.batch import NO_DRAFT, Ints, KvRows, RaggedBatch
 from headrace.config import EngineConfig
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.scheduler import Scheduler
@@ -58,13 +58,13 @@ class MultiStep:
         begun = self._clock()
         until = begun + min(self._seconds, rest)
         tickets = [self._executable.launch(batch, ops, **wanted)]
-        positions, slots = self._places(batch, most)
+        positions, kv = self._places(batch, most)
         source = np.arange(len(ops), dtype=np.int32)
         ends = [item.seq.output.end_ids for item in scheduled]
         draws = [op for op in ops if isinstance(op, Draw)]
         while len(tickets) < most and self._clock() < until and not _any_ended(tickets[-1], ends):
             step = len(tickets)
-            batch = batch._replace(token_source=source, positions=positions[step], context_len=positions[step], slots=slots[step])
+            batch = batch._replace(token_source=source, positions=positions[step], context_len=positions[step], kv=kv[step])
             again = [Draw(op.row, op.position + step, op.sampler, NO_DRAFT, op.num_logprobs, op.method) for op in draws]
             tickets.append(self._executable.launch(batch, again, **wanted))
         self._step_seconds = (self._clock() - begun) / len(tickets)
@@ -74,11 +74,13 @@ class MultiStep:
             item.seq.num_pending += len(tickets) - 1
         return tickets
 
-    def _places(self, batch: RaggedBatch, most: int) -> tuple[Ints, Ints]:  # [launches, sequences] both
-        """Positions and slots of the rows of all launches."""
+    def _places(self, batch: RaggedBatch, most: int) -> tuple[Ints, list[tuple[KvRows, ...]]]:
+        """Positions [launches, sequences] of the rows of all launches, and where each launch keeps KV."""
         positions = batch.positions + np.arange(most, dtype=np.int32)[:, None]
         blocks, index = np.divmod(positions, self._block_size)
-        return positions, batch.block_table[np.arange(len(batch.positions)), blocks] * self._block_size + index
+        seqs = np.arange(len(batch.positions))
+        slots = [kv.block_table[seqs, blocks] * self._block_size + index for kv in batch.kv]
+        return positions, [tuple(KvRows(of[step], kv.block_table) for of, kv in zip(slots, batch.kv, strict=True)) for step in range(most)]
 
 
 def _any_ended(ticket: Ticket, ends: list[frozenset[int]]) -> bool:

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 """Of the record's form."""
 WATCH = "watch"
 FRESH = 3.0

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from headrace.batch import NO_DRAFT, DraftTree
 from headrace.engine.sequence import Sequence
-from headrace.kv.blocks import BlockCopy
+from headrace.kv.manager import Copy
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +79,7 @@ class SchedulerOutput(NamedTuple):
     """A step to be."""
 
     scheduled: list[ScheduledSequence]
-    copies: list[BlockCopy]
+    copies: list[Copy]
     """To be made before the step."""
     left: RowBudget
     """Rows that the scheduled tokens leave, for drafts."""

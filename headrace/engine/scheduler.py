@@ -14,8 +14,13 @@ latest it is alone then, and is admitted. So it ends, and another is the lowest.
 besides those that were there, those that came within `STEPS_PER_PRIORITY` x (difference of priorities) steps after it.
 
 **No sequence is preempted twice for nothing.** A sequence is admitted when there are blocks for all its known tokens, and has them at
-once, so it needs no other before it has drawn a token. Only sequences that have drawn since they were admitted are preempted, unless
-the first needs a block and no other has drawn yet; that happens at most once for each block that the first grows by.
+once, so it needs no other before it has drawn a token. In a group of layers with a window it has as many as a step of its rows and
+what they see can touch, or all of them if they are fewer; from then on each block that it releases becomes its next one before
+another sequence can take it (`KvManager.advance`, which comes before the step's first reservation), until its known tokens are
+computed. That is always possible, because there each sequence pays for all its blocks, also for those that it shares. Only sequences
+that have drawn since they were admitted are preempted, unless the first needs a block and no other has drawn yet; that happens at most
+once for each block that the first grows by. Where a window's group cannot keep all siblings of a fork apart, the last of them are
+preempted at once.
 
 **Beams go together.** Those of one request are chosen among each other, so they draw in the same step or not at all, and are
 preempted together. When they come back, one of them computes what they have in common before the others fork off. The blocks that
@@ -36,8 +41,8 @@ from headrace.config import EngineConfig
 from headrace.engine.scheduled import RowBudget, ScheduledSequence, SchedulerOutput
 from headrace.engine.sequence import Sequence
 from headrace.engine.step_timer import StepTimer
-from headrace.kv.blocks import BlockCopy, BlockPool
-from headrace.kv.prefix import Node, PrefixCache
+from headrace.kv.manager import Copy, Demand, KvManager
+from headrace.kv.prefix import Hit, PrefixCache
 
 STEPS_PER_PRIORITY = 1000
 """How many steps later a request must have come to be as urgent as one of the next level of priority."""
@@ -48,24 +53,21 @@ _RANK = attrgetter("rank")
 class Scheduler:
     """Continuous batching under a budget of rows, with a prefix cache and recompute preemption."""
 
-    def __init__(self, pool: BlockPool, config: EngineConfig, window: int = 0, attention_crossover: float = inf) -> None:
+    def __init__(self, kv: KvManager, config: EngineConfig, attention_crossover: float = inf) -> None:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        """Both by rank. A sequence that runs has blocks for all its known tokens, and for those only that it computed KV."""
+        """Both by rank. A sequence that runs has blocks for all its known tokens, or as many as a window lets it have at once."""
         self.step_timer = StepTimer(config.target_token_ms)
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         """Of all requests that were admitted."""
         self.num_cached_tokens = 0
         """Those of them that came from the cache."""
-        self._pool = pool
-        self._cache = PrefixCache(pool) if config.prefix_cache else None
+        self._kv = kv
+        self._cache = PrefixCache(kv) if config.prefix_cache else None
         self._config = config
-        self._window = window
         self._attention_crossover = attention_crossover
         self._num_steps = 0
-        self._must_drain = False
-        """Whether the cache has blocks of the same tokens as a sequence in flight, which can exchange its own for them only later."""
         self._dropped = set[Sequence]()
         """Sequences that are forgotten but for their blocks, which launched steps still write and read."""
 
@@ -98,7 +100,7 @@ class Scheduler:
         for sibling in siblings:
             sibling.computed, sibling.settled = seq.computed, seq.settled
             sibling.node, sibling.num_admitted = seq.node, seq.num_admitted
-            sibling.table = self._pool.fork(seq.table)
+            sibling.tables = self._kv.fork(seq.tables)
             insort(self.running, sibling, key=_RANK)
         return [seq, *siblings]
 
@@ -114,7 +116,7 @@ class Scheduler:
         successors: list[Sequence] = []
         for source in sources:
             left[source] -= 1  # the last successor is the source itself
-            successors.append(source.fork(self._pool.fork(source.table)) if left[source] else source)
+            successors.append(source.fork(self._kv.fork(source.tables)) if left[source] else source)
         for rank, successor in enumerate(successors):
             successor.seq_id = (successor.seq_id[0], rank)
         first = self.running.index(seqs[0])
@@ -129,42 +131,42 @@ class Scheduler:
         what it holds is in use. A running sequence takes two blocks at most in a step without chunks: one for the next token,
         and one for a copy of a block that it shares.
         """
-        if self._must_drain or any(seq.request.acceptor.is_group for seq in self.running):
+        if len(self.running) > self._config.max_num_seqs or any(seq.request.acceptor.is_group for seq in self.running):
             return False
-        return len(self.running) <= self._config.max_num_seqs and 2 * len(self.running) <= self._pool.num_free
+        if self._kv.has_windows and any(seq.num_uncomputed > 1 for seq in self.running):
+            return False  # a chunk takes the blocks that the chunk in flight will have released
+        return 2 * len(self.running) <= self._kv.num_available
 
     def schedule(self) -> SchedulerOutput:
         """Choose the sequences of the next step and reserve their slots."""
         self._num_steps += 1
-        self._must_drain = False
         for seq in self.running:
             self._remember(seq)
-            if self._window:
-                first = seq.settled + 1 - self._window
-                remembered = seq.node.depth * self._pool.block_size if seq.node else first
-                self._pool.release_outside_window(seq.table, min(first, remembered))
         while len(self.running) > self._config.max_num_seqs:  # siblings were born
             self._preempt(self.running[-1])
+        while self._kv.is_overdrawn:  # for the same reason
+            self._preempt(self._victim(self.running[0]))
+        for seq in self.running:
+            self._kv.advance(seq.tables, seq.settled, len(seq.known))
         budget, groups = self._share_rows()
         output = SchedulerOutput([], [], budget)
         for rows in groups:
-            if next(iter(rows)).table:  # else they have given way
+            if next(iter(rows)).tables:  # else they have given way
                 self._place(output, rows)
         self._admit(output, budget)
         return output
 
-    def grant_draft_budgets(self, output: SchedulerOutput, wanted: dict[ScheduledSequence, int]) -> list[BlockCopy]:
+    def grant_draft_budgets(self, output: SchedulerOutput, wanted: dict[ScheduledSequence, int]) -> list[Copy]:
         """Share what a step has left among sequences that want so many draft nodes: never at the cost of a sequence.
 
         Returns the block copies to make.
         """
-        copies: list[BlockCopy] = []
+        copies: list[Copy] = []
         left = min(output.left.rows, output.left.logit_rows)
         for i, item in enumerate(sorted(wanted, key=wanted.__getitem__)):  # what one leaves goes to those that want more
             seq, end = item.seq, item.seq.computed + item.num_scheduled
-            slots = (len(seq.table) + self._pool.num_free) * self._pool.block_size - end
-            budget = max(0, min(wanted[item], left // (len(wanted) - i), slots))
-            more = self._pool.reserve(seq.table, end, budget)
+            budget = max(0, min(wanted[item], left // (len(wanted) - i), self._kv.num_slots_beyond(seq.tables, end)))
+            more = self._kv.reserve(seq.tables, seq.computed, item.num_scheduled + budget)
             if more is None:  # a copy of a shared block took what there was
                 continue
             item.draft_budget = budget
@@ -177,14 +179,13 @@ class Scheduler:
 
         What is left over is given back when the step is finished.
         """
-        pool = self._pool
+        most = min(most, self._kv.max_rows)
+        tables = [item.seq.tables for item in scheduled]
         while most > 1:
-            ends = [item.seq.computed + most for item in scheduled]
-            needed = sum(max(0, pool.blocks_for(end) - len(item.seq.table)) for end, item in zip(ends, scheduled, strict=True))
-            if needed <= pool.num_free:
+            if self._kv.can_extend(tables, [item.seq.computed + most for item in scheduled]):
                 for item in scheduled:
                     item.num_reserved = most
-                    pool.reserve(item.seq.table, item.seq.computed, most)
+                    self._kv.reserve(item.seq.tables, item.seq.computed, most)
                 break
             most //= 2
         return most
@@ -219,10 +220,10 @@ class Scheduler:
 
     def _place(self, output: SchedulerOutput, rows: dict[Sequence, int]) -> None:
         """Reserve slots for a group, at the cost of others if need be, or give way."""
-        copies: list[BlockCopy] = []
+        copies: list[Copy] = []
         rows = {seq: num_rows for seq, num_rows in rows.items() if num_rows}
         for seq, num_rows in rows.items():
-            while (more := self._pool.reserve(seq.table, seq.computed, num_rows)) is None:
+            while (more := self._kv.reserve(seq.tables, seq.computed, num_rows)) is None:
                 victim = self._victim(seq)
                 self._preempt(victim)
                 if victim.group is seq.group:
@@ -259,21 +260,21 @@ class Scheduler:
             seq = self.waiting[0]
             if not self._may_run(seq):
                 return
-            node = self._find(seq)
-            path = node.path() if node else []
-            if not self._fits(seq, path):
+            hit = self._find(seq)
+            if not self._fits(seq, hit):
                 return
-            self._start(self.waiting.pop(0), node, path)
+            self._start(self.waiting.pop(0), hit)
             self._place(output, {seq: budget.take(seq, seq.num_until_draw)})
 
-    def _start(self, seq: Sequence, node: Node | None, path: list[int]) -> None:
-        """Give a sequence the blocks of all its known tokens: those of `path`, which are computed, then others."""
+    def _start(self, seq: Sequence, hit: Hit) -> None:
+        """Give a sequence the blocks of all its known tokens, those that the cache has and others, as far as windows let it."""
         insort(self.running, seq, key=_RANK)
-        seq.node, seq.computed = node, len(path) * self._pool.block_size
+        seq.node, seq.computed = hit.node, hit.length
         seq.settled = seq.computed
         seq.num_admitted = len(seq.known)
-        self._pool.share(seq.table, path)
-        self._pool.reserve(seq.table, seq.computed, seq.num_uncomputed)
+        seq.tables = self._kv.new_tables()
+        self._kv.share(seq.tables, hit.blocks)
+        self._kv.reserve(seq.tables, seq.computed, seq.num_uncomputed)
         request = seq.request
         if request.stopwatch.start():
             request.cached_tokens = seq.computed
@@ -286,38 +287,38 @@ class Scheduler:
         num_running = sum(b.width for b in (*self.running, seq))
         return not self.running or (self.step_timer.allows and num_running <= self._config.max_num_seqs)
 
-    def _fits(self, seq: Sequence, path: list[int]) -> bool:
+    def _fits(self, seq: Sequence, hit: Hit) -> bool:
         """Whether there are blocks for all its tokens beside one more for every running sequence. A sequence alone fits always.
 
         The margin keeps others from giving way as soon as it is admitted.
         """
         if not self.running and not self._dropped:
             return True
-        promised = sum(max(0, self._needs(b) - len(b.table)) for b in self.running)
-        blocks = self._needs(seq) - self._pool.num_held(path) + promised + len(self.running)
-        return blocks <= self._pool.num_free
+        running = [(other.tables, _demand(other, other.computed)) for other in self.running]
+        return self._kv.fits(_demand(seq, hit.length), hit.blocks, running)
 
-    def _needs(self, seq: Sequence) -> int:
-        """Blocks that hold the known tokens and the next, and for every sequence to come of it as many as it will not share."""
-        whole = self._pool.blocks_for(seq.length + 1)
-        return whole + (seq.width - 1) * (whole - seq.fork_at // self._pool.block_size)
-
-    def _find(self, seq: Sequence) -> Node | None:
-        """The end of what the cache has of a sequence."""
+    def _find(self, seq: Sequence) -> Hit:
+        """What the cache has of a sequence."""
         if self._cache is None:
-            return None
-        return self._cache.find(seq.request.scope, seq.known, seq.most_cached)
+            return Hit(None, [[] for _ in self._kv.pools], 0)
+        node = self._cache.find(seq.request.scope, seq.known, seq.most_cached)
+        return Hit(node, self._cache.blocks(node), node.depth * self._kv.block_size)
 
     def _remember(self, seq: Sequence) -> None:
         """Let the cache know the blocks that finished steps have filled."""
         if self._cache is not None and seq.node is not None:
-            seq.node = self._cache.extend(seq.node, seq.table, seq.known, seq.settled, exchange=not seq.num_in_flight)
-            self._must_drain |= (seq.node.depth + 1) * self._pool.block_size <= seq.settled
+            seq.node = self._cache.extend(seq.node, seq.tables, seq.known, seq.settled, exchange=not seq.num_in_flight)
 
     def _release(self, seq: Sequence) -> None:
         self._remember(seq)
-        self._pool.free(seq.table)
-        seq.node = None
+        if seq.tables:
+            self._kv.free(seq.tables)
+        seq.tables, seq.node = (), None
+
+
+def _demand(seq: Sequence, computed: int) -> Demand:
+    """A sequence up to its next token, and what will come of it then."""
+    return Demand(seq.length + 1, computed, seq.width, seq.fork_at)
 
 
 def _common_length(seqs: list[Sequence]) -> int:

@@ -1,6 +1,5 @@
 """The engine's own view of a request: the sequences that it owns, and where its time went."""
 
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -8,7 +7,7 @@ from itertools import repeat
 from headrace.accept import Acceptor, Drawing
 from headrace.batch import Commit, DraftTree
 from headrace.engine.output import Output
-from headrace.kv.blocks import Table
+from headrace.kv.manager import Tables
 from headrace.kv.prefix import Node, Scope
 from headrace.logit_ops import SamplerState
 from headrace.request import DraftStats, Logprobs, RequestOutput, SamplingParams, Timing, Update
@@ -129,8 +128,8 @@ class Sequence:
     """Known and pending tokens that have KV, or will have it once the launched steps have run."""
     settled: int = 0
     """Those of them whose KV finished steps have written."""
-    table: Table = field(default_factory=lambda: array("i"))
-    """An array, so that `build` copies it whole."""
+    tables: Tables = ()
+    """Its blocks in each group of layers; none of them while it waits."""
     node: Node | None = None
     """Of the last full block that the prefix cache knows of."""
     num_admitted: int = 0
@@ -196,9 +195,9 @@ class Sequence:
         """What it has in common with just those sequences that draw when it does."""
         return self.request if self.request.acceptor.is_group else self
 
-    def fork(self, table: Table) -> "Sequence":
-        """Another that goes on from here, with a table of its own."""
-        return replace(self, known=self.known[:], sampler=self.sampler.clone(0), output=self.output.clone(), table=table)
+    def fork(self, tables: Tables) -> "Sequence":
+        """Another that goes on from here, with tables of its own."""
+        return replace(self, known=self.known[:], sampler=self.sampler.clone(0), output=self.output.clone(), tables=tables)
 
     def drawing(self, source: int, row: int, draft: DraftTree) -> Drawing:
         """What an acceptor must know of it: its index in the step, the row of its first logits to draw from, and its draft."""

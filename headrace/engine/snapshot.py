@@ -3,28 +3,55 @@
 from collections.abc import Callable, Iterable
 from itertools import chain
 
+from headrace.config import KvConfig
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence
-from headrace.kv.blocks import BlockPool
-from headrace.stats import BlockMap, Holding, SequenceStats
+from headrace.kv.manager import KvManager
+from headrace.program.kv import KvGroup
+from headrace.stats import BlockMap, GroupMap, Holding, KvStats, SequenceStats
 
 
-def empty_slots(seqs: Iterable[Sequence], block_size: int, filled: Callable[[Sequence], int]) -> int:
+def kv_stats(seqs: Iterable[Sequence], kv: KvManager, groups: Iterable[KvGroup], config: KvConfig) -> list[KvStats]:
+    """The blocks of each group, and what of them these sequences leave empty."""
+    stats = []
+    for number, (group, pool) in enumerate(zip(groups, kv.pools, strict=True)):
+        empty = _empty_slots(seqs, number, kv.block_size, lambda seq: seq.computed)
+        beyond = _empty_slots(seqs, number, kv.block_size, lambda seq: len(seq.known))
+        stats.append(
+            KvStats(
+                layers=len(group.layers),
+                window=group.window,
+                block_size=kv.block_size,
+                block_bytes=group.block_bytes(config.dtype, kv.block_size),
+                blocks_total=pool.num_blocks,
+                blocks_free=pool.num_free,
+                blocks_cached=pool.num_evictable,
+                slots_empty=empty,
+                slots_promised=empty - beyond,
+            )
+        )
+    return stats
+
+
+def _empty_slots(seqs: Iterable[Sequence], group: int, block_size: int, filled: Callable[[Sequence], int]) -> int:
     """Slots beyond the first `filled(sequence)` in the blocks of these sequences; those of a shared block count once."""
     empty: dict[int, int] = {}
     for seq in seqs:
-        end = filled(seq)
-        for i in range(end // block_size, len(seq.table)):
+        end, table = filled(seq), seq.tables[group]
+        for i in range(max(end // block_size, table.num_released), len(table)):
             left = min(block_size, (i + 1) * block_size - end)
-            block = seq.table[i]
+            block = table[i]
             empty[block] = min(left, empty.get(block, left))
     return sum(empty.values())
 
 
-def block_map(scheduler: Scheduler, pool: BlockPool) -> BlockMap:
+def block_map(seqs: Iterable[Sequence], kv: KvManager, groups: Iterable[KvGroup]) -> BlockMap:
     """Who holds which block now."""
-    holdings = [Holding(b.request.id, b.seq_id[1], b.computed, list(b.table)) for b in scheduler.running]
-    return BlockMap(pool.num_blocks, pool.block_size, holdings, pool.evictable_blocks())
+    maps = []
+    for number, (group, pool) in enumerate(zip(groups, kv.pools, strict=True)):
+        holdings = [Holding(seq.request.id, seq.seq_id[1], seq.computed, list(seq.tables[number])) for seq in seqs]
+        maps.append(GroupMap(len(group.layers), group.window, pool.num_blocks, holdings, pool.evictable_blocks()))
+    return BlockMap(kv.block_size, maps)
 
 
 def lines(scheduler: Scheduler, now: float) -> list[SequenceStats]:

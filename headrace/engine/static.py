@@ -13,15 +13,16 @@ from headrace.config import EngineConfig
 from headrace.engine.scheduled import ScheduledSequence, SchedulerOutput
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence
-from headrace.kv.blocks import BlockPool
+from headrace.kv.manager import Demand, KvManager
+from headrace.kv.prefix import Hit
 
 
 class StaticScheduler(Scheduler):
     """Whole batches of waiting requests, first come, first served. Never changes a token."""
 
-    def __init__(self, pool: BlockPool, config: EngineConfig, window: int = 0, attention_crossover: float = inf) -> None:
+    def __init__(self, kv: KvManager, config: EngineConfig, attention_crossover: float = inf) -> None:
         # A batch begins as one, and its prompts are not slowed for the sake of its other members: that would burden the baseline.
-        super().__init__(pool, replace(config, chunked_prefill_size=config.max_num_batched_tokens, target_token_ms=0), window)
+        super().__init__(kv, replace(config, chunked_prefill_size=config.max_num_batched_tokens, target_token_ms=0))
         self._batch: set[Sequence] = set()
         self._padded = 0
         """Slots of each member."""
@@ -57,13 +58,13 @@ class StaticScheduler(Scheduler):
         for seq in self.waiting:
             num_running += seq.width
             padded = max(self._padded, seq.request.limit - 1)  # the last token never has KV
-            fits = num_running <= self._config.max_num_seqs and num_running * self._pool.blocks_for(padded) <= self._pool.num_free
+            fits = num_running <= self._config.max_num_seqs and self._kv.fits(Demand(padded, 0, num_running), [[] for _ in self._kv.pools])
             if self._batch and not fits:
                 break
             self._batch.add(seq)
             self._padded = padded
 
-    def _fits(self, seq: Sequence, path: list[int]) -> bool:
+    def _fits(self, seq: Sequence, hit: Hit) -> bool:
         """Whether the sequence is of the batch, for which there are blocks."""
         return seq in self._batch
 
@@ -76,5 +77,5 @@ class StaticScheduler(Scheduler):
     def _place(self, output: SchedulerOutput, rows: dict[Sequence, int]) -> None:
         """Reserve all that the longest member can come to need; where that fails, a request with many sequences is alone."""
         for seq in rows:
-            output.copies.extend(self._pool.reserve(seq.table, seq.computed, self._padded - seq.computed) or ())
+            output.copies.extend(self._kv.reserve(seq.tables, seq.computed, self._padded - seq.computed) or ())
         super()._place(output, rows)

@@ -4,8 +4,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from headrace.backend import Executable
 from headrace.engine.build import build
 from headrace.engine.in_flight import InFlightStep
@@ -16,7 +14,8 @@ from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Request
 from headrace.engine.speculation import Drafting, Speculation
-from headrace.kv.blocks import BlockPool
+from headrace.kv.manager import Copy, KvManager
+from headrace.kv.rows import move_slots
 from headrace.request import FinishReason, Update
 
 
@@ -27,7 +26,7 @@ class StepLoop:
     scheduler: Scheduler
     speculation: Speculation
     executable: Executable
-    pool: BlockPool
+    kv: KvManager
     tokenizer: TokenizerView
     multi_step: MultiStep
     clock: Callable[[], float]
@@ -45,7 +44,7 @@ class StepLoop:
                 return
             drafting, wanted = self.speculation.ask(output.scheduled)
             copies = output.copies + self.scheduler.grant_draft_budgets(output, wanted)
-            self._move(self.pool.slots_of(copies))  # before a proposer writes to the new blocks
+            move_slots(self.executable, self.kv.slots_of(copies))  # before a proposer writes to the new blocks
             if drafting:
                 self.speculation.draft(drafting)
             self._launch(output.scheduled, drafting)
@@ -59,7 +58,7 @@ class StepLoop:
         for request, error in failed:
             self._fail(request, error)
         kept = [one for one in resolved if one.seq.output.finish_reason is None]  # or its request has failed
-        self._move([move for one in kept for move in self._commit(one)])
+        move_slots(self.executable, [move for one in kept for move in self._commit(one)])
         seconds = self.clock() - step.launched
         commits = [commit for _, _, commit in kept]
         self.speculation.observe(step.scheduled, step.drafting, commits, results[-1], step.num_rows, seconds, len(results))
@@ -82,7 +81,7 @@ class StepLoop:
     def _launch(self, scheduled: list[ScheduledSequence], drafting: Drafting | None) -> None:
         launched = self.clock()
         most = self.multi_step.plan(scheduled)
-        batch = build(scheduled, self.pool)
+        batch = build(scheduled, self.kv.block_size)
         draws = prepare_draws(scheduled, self.scheduler)
         wanted = {"logits": draws.needs_logits or self.speculation.needs_logits, "hidden": self.speculation.needs_hidden}
         if most > 1:
@@ -99,7 +98,7 @@ class StepLoop:
         request.error = request.error or error
         self.end(request, "error", str(error))
 
-    def _commit(self, resolved: Resolved) -> list[tuple[int, int]]:
+    def _commit(self, resolved: Resolved) -> list[Copy]:
         """Keep the scheduled tokens and the accepted path, rewind the rest; returns the slots to move."""
         seq, item, commit = resolved
         more = max(0, len(commit.tokens) - 1)  # new tokens that have KV
@@ -108,11 +107,7 @@ class StepLoop:
         seq.known += commit.tokens
         if item.draft_budget:
             self.num_accepted += len(commit.path)
-            return self.pool.keep(seq.table, item.end, commit.path)
+            return self.kv.keep(seq.tables, item.end, commit.path)
         if item.num_reserved > 1:
-            self.pool.trim(seq.table, seq.computed)
+            self.kv.trim(seq.tables, seq.computed)
         return []
-
-    def _move(self, moves: list[tuple[int, int]]) -> None:
-        if moves:
-            self.executable.move_slots(*np.array(moves, np.int32).T)

@@ -1,19 +1,24 @@
 """The prefix cache: full blocks of KV under the tokens that they hold, for requests that begin alike.
 
 A radix tree whose edges are whole blocks of token ids. A root stands for everything else that KV depends on and for who may
-share it (`Scope`), and a node for one block: its path spells all tokens up to the block's end, which is all that its KV
-depends on. Edges are compared token by token, so a hit is never a matter of luck. The tree itself holds no block. Whoever
-holds a node's block holds those of its whole path, and releases them from the end; so of the evictable blocks, the
-one least recently used is always a leaf, and the pool may evict it. (Where sequences release what no layer's window
-reaches, it may have nodes below it. Nobody finds them any more, so they only grow old.)
+share it (`Scope`), and a node for the blocks of one stretch of tokens, one in each group of layers: its path spells all tokens up to
+the end of that stretch, which is all that their KV depends on. Edges are compared token by token, so a hit is never a matter of luck.
+
+A node has a gap where the block of a group was evicted. A hit ends at a node before which no group has a gap among the blocks that
+its rows see: all of them, or those that a window reaches. In a group that sees everything whoever holds a node's block holds those of
+its whole path, and releases them from the end; so of the evictable blocks there, the one least recently used is always a leaf.
+The tree itself holds no block, and a node is there as long as a block of it is, a node below it, or a sequence that has come so far.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-from headrace.kv.blocks import BlockPool, Table
+from headrace.kv.blocks import NULL_BLOCK, Table
+from headrace.kv.manager import KvManager, Tables
 
 
 class Scope(NamedTuple):
@@ -26,73 +31,110 @@ class Scope(NamedTuple):
 
 
 class Node:
-    """A full block in the tree, or a root, which has none."""
+    """The blocks under some tokens, `NULL_BLOCK` in groups that have none any more, or a root, which has none at all."""
 
-    __slots__ = ("__weakref__", "block", "children", "depth", "edge", "parent")
+    __slots__ = ("__weakref__", "blocks", "depth", "parent")
 
-    def __init__(self, parent: "Node | None" = None, edge: bytes = b"", block: int = -1) -> None:
+    def __init__(self, parent: "Node | None", num_groups: int) -> None:
         self.parent = parent
-        self.edge = edge
-        self.block = block
+        self.blocks = [NULL_BLOCK] * num_groups
         self.depth: int = parent.depth + 1 if parent else 0
         """Blocks from the root to here."""
-        self.children: dict[bytes, Node] = {}
 
-    def path(self) -> list[int]:
-        """The blocks from the root to here."""
-        node, blocks = self, []
-        while node.parent:
-            blocks.append(node.block)
-            node = node.parent
-        return blocks[::-1]
+
+class Hit(NamedTuple):
+    """What the cache has of a sequence."""
+
+    node: Node | None
+    """The end of it; None: there is no cache."""
+    blocks: list[list[int]]
+    """Of each group."""
+    length: int
+    """Tokens."""
 
 
 class PrefixCache:
-    """The tree over the blocks of one pool."""
+    """The tree over the blocks of one manager."""
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._roots = WeakValueDictionary[Scope, Node]()  # a root lasts as long as a node below it, or a sequence at it
-        self._nodes: dict[int, Node] = {}  # by block
+    def __init__(self, kv: KvManager) -> None:
+        self._kv = kv
+        self._roots = WeakValueDictionary[Scope, Node]()
+        self._children = WeakValueDictionary[tuple[Node, bytes], Node]()  # by parent and tokens
+        self._nodes: list[dict[int, Node]] = [{} for _ in kv.pools]  # of each group, by block: these are what keeps a node
+        self._forget: list[Callable[[int], None]] = [partial(self._evicted, group) for group in range(len(kv.pools))]
 
     def find(self, scope: Scope, known: Sequence[int], most: int) -> Node:
-        """The node of the longest path that spells a beginning of the first `most` known tokens; the scope's root if none does."""
+        """The node of the longest hit that spells a beginning of the first `most` known tokens; the scope's root if there is none."""
         node = self._roots.get(scope)
         if node is None:
-            node = self._roots[scope] = Node()
-        size = self._pool.block_size
+            node = self._roots[scope] = Node(None, len(self._nodes))
+        size, reaches = self._kv.block_size, [pool.reach for pool in self._kv.pools]
+        found, without_gap = node, [0] * len(reaches)
         for start in range(0, most - size + 1, size):
-            child = node.children.get(_edge(known, start, size))
+            child = self._children.get((node, _edge(known, start, size)))
             if child is None:
                 break
-            node = child
-        return node
+            node, is_hit = child, True
+            for group, block in enumerate(node.blocks):
+                without_gap[group] = without_gap[group] + 1 if block != NULL_BLOCK else 0
+                is_hit = is_hit and without_gap[group] >= min(reaches[group], node.depth)
+            if is_hit:
+                found = node
+        return found
 
-    def extend(self, node: Node, table: Table, known: Sequence[int], computed: int, *, exchange: bool = True) -> Node:
-        """Put the full blocks of a sequence beyond `node` into the tree; returns the node of the last one.
+    def blocks(self, node: Node) -> list[list[int]]:
+        """The blocks of each group from the root to a node, null blocks where those behind it do not see them."""
+        path: list[Node] = []
+        at = node
+        while at.parent:
+            path.append(at)
+            at = at.parent
+        path.reverse()
+        all_blocks = []
+        for group, pool in enumerate(self._kv.pools):
+            first = pool.first_seen(node.depth * self._kv.block_size)
+            all_blocks.append([NULL_BLOCK] * first + [each.blocks[group] for each in path[first:]])
+        return all_blocks
 
-        Where the tree has a block of the same tokens, the sequence takes that one for its own, whose memory is free then; or
-        goes no further, if it may not `exchange` its blocks now.
+    def extend(self, node: Node, tables: Tables, known: Sequence[int], computed: int, *, exchange: bool = True) -> Node:
+        """Put the full blocks of a sequence beyond `node` into the tree; returns the node of the last ones.
+
+        Where the tree has a block of the same tokens, the sequence takes that one for its own, whose memory is free then; unless it
+        may not `exchange` blocks now, because a launched step uses them.
         """
-        size = self._pool.block_size
+        size = self._kv.block_size
         while (node.depth + 1) * size <= computed:
             index = node.depth
             edge = _edge(known, index * size, size)
-            child = node.children.get(edge)
+            child = self._children.get((node, edge))
             if child is None:
-                child = node.children[edge] = self._nodes[table[index]] = Node(node, edge, table[index])
-                self._pool.retain(child.block, self._forget)
-            elif child.block != table[index]:
-                if not exchange:
-                    break
-                self._pool.exchange(table, index, child.block)
+                child = self._children[node, edge] = Node(node, len(tables))
+            for group, table in enumerate(tables):
+                self._merge(child, group, table, index, exchange)
             node = child
         return node
 
-    def _forget(self, block: int) -> None:
-        node = self._nodes.pop(block)
-        assert node.parent, "a root has no block"
-        del node.parent.children[node.edge]
+    def _merge(self, node: Node, group: int, table: Table, index: int, exchange: bool) -> None:
+        """Let a node and a table have the same block in a group, that of the node if it has one."""
+        own, kept, pool = table[index], node.blocks[group], self._kv.pools[group]
+        if own in (kept, NULL_BLOCK):
+            return
+        if kept == NULL_BLOCK:
+            node.blocks[group] = own
+            self._nodes[group][own] = node
+            pool.retain(own, self._forget[group])
+        elif exchange:
+            pool.exchange(table, index, kept)
+
+    def _evicted(self, group: int, block: int) -> None:
+        """A block is gone. Without one of a group that sees everything nobody gets past the node, so its others are of no use."""
+        pools, node = self._kv.pools, self._nodes[group].pop(block)
+        node.blocks[group] = NULL_BLOCK
+        for other, kept in enumerate(node.blocks):
+            if kept != NULL_BLOCK and pools[group].reach == inf:
+                pools[other].let_go(kept)
+                del self._nodes[other][kept]
+                node.blocks[other] = NULL_BLOCK
 
 
 def _edge(known: Sequence[int], start: int, size: int) -> bytes:

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.batch import Ints, RaggedBatch
-from headrace.kv.blocks import NULL_BLOCK, Table, slots
+from headrace.backend import Executable
+from headrace.batch import Ints, KvRows, RaggedBatch
+from headrace.kv.blocks import Table
+from headrace.kv.manager import Copy, Tables
 
 
 def ints(values: list[int]) -> Ints:
@@ -16,17 +18,36 @@ def ints(values: list[int]) -> Ints:
     return np.frombuffer(array("i", values), np.int32)
 
 
+class Span(NamedTuple):
+    """The tokens of a sequence that write KV in a step."""
+
+    tables: Tables
+    first: int
+    end: int
+
+
+def kv_rows(spans: Sequence[Span], block_size: int) -> tuple[KvRows, ...]:
+    """Slots and block table of each group for sequences that write these tokens."""
+    rows = []
+    for group in range(len(spans[0].tables)):
+        slots: list[int] = []
+        for tables, first, end in spans:
+            table = tables[group]
+            slots += [table[index // block_size] * block_size + index % block_size for index in range(first, end)]
+        rows.append(KvRows(ints(slots), block_table([span.tables[group] for span in spans])))
+    return tuple(rows)
+
+
 def block_table(tables: Sequence[Table]) -> Ints:  # [sequences, max_blocks]
     """The tables side by side, filled up with zeros."""
     width = max(map(len, tables))
-    padded = array("i")
-    for table in tables:
-        num_null = table.count(NULL_BLOCK) if table[0] == NULL_BLOCK else 0
-        # Nobody looks there, but it must be the number of a block: its own, so that nothing of others is ever near.
-        padded.extend([table[-1]] * num_null)
-        padded.extend(table[num_null:])
-        padded.extend([0] * (width - len(table)))
-    return np.frombuffer(padded, np.int32).reshape(len(tables), width)
+    rows = [(_with_numbers(table) if table.num_released else table).tobytes().ljust(width * table.itemsize, b"\0") for table in tables]
+    return np.frombuffer(b"".join(rows), np.int32).reshape(len(tables), width)
+
+
+def _with_numbers(table: Table) -> "array[int]":
+    """A table whose null blocks have a number: nobody looks there, but its own, so that nothing of others is ever near."""
+    return array("i", [table[-1]] * table.num_released) + table[table.num_released :]
 
 
 class TokenRun(NamedTuple):
@@ -34,7 +55,7 @@ class TokenRun(NamedTuple):
 
     tokens: list[int]  # at least one
     computed: int
-    table: Table  # with slots for them
+    tables: Tables  # with slots for them
 
 
 def batch_of_runs(runs: Sequence[TokenRun], block_size: int, *, logits: bool) -> RaggedBatch:
@@ -43,12 +64,18 @@ def batch_of_runs(runs: Sequence[TokenRun], block_size: int, *, logits: bool) ->
     return RaggedBatch(
         tokens=ints([token for run in runs for token in run.tokens]),
         positions=ints([run.computed + i for run in runs for i in range(len(run.tokens))]),
-        slots=ints([slot for run in runs for slot in slots(run.table, run.computed, run.computed + len(run.tokens), block_size)]),
         row_start=ints([0, *ends]),
         context_len=ints([run.computed for run in runs]),
         scheduled_len=ints([len(run.tokens) for run in runs]),
-        block_table=block_table([run.table for run in runs]),
+        kv=kv_rows([Span(run.tables, run.computed, run.computed + len(run.tokens)) for run in runs], block_size),
         ancestors=None,
         logit_rows=ints([end - 1 for end in ends] if logits else []),
         seq_of=ints(list(range(len(runs))) if logits else []),
     )
+
+
+def move_slots(executable: Executable, moves: Sequence[Copy]) -> None:
+    """Copy KV from slot to slot, in order."""
+    for group in {move.group for move in moves}:
+        pairs = [(source, target) for at, source, target in moves if at == group]
+        executable.move_slots(group, *np.array(pairs, np.int32).T)

@@ -1,11 +1,7 @@
 """What a checkpoint says of its model, in one record; the equations and the planner read nothing else."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
-
-from headrace.config import KvDtype
-from headrace.quant.kv import block_bytes, number_bytes
 
 
 @dataclass(frozen=True)
@@ -55,22 +51,5 @@ class ModelSpec:
     output_bias: bool = False
     mlp_bias: bool = False
 
-    @property
-    def widest_window(self) -> int:
-        """How far back any layer sees; 0: to the beginning."""
-        return max(self.windows) if self.windows and all(self.windows) else 0
-
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
-
-    def kv_bytes_per_token(self, bytes_per_number: float) -> int:
-        """2 (K and V) x layers x KV heads x head dim x bytes."""
-        return math.ceil(2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_number)
-
-    def kv_number_bytes(self, dtype: KvDtype) -> float:
-        """Bytes of one key or value number, its share of scales included."""
-        return number_bytes(dtype, self.head_dim)
-
-    def kv_block_bytes(self, dtype: KvDtype) -> int:
-        """Bytes of a block of the KV pool, all layers and heads."""
-        return self.num_layers * self.num_kv_heads * block_bytes(dtype, self.head_dim)

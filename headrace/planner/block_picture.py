@@ -2,7 +2,7 @@
 
 Colour tells the request, the height of the colour how many of the block's slots hold KV, so that waste is what stays pale. A
 shared block shows the colours of its requests side by side, and a dot. Free blocks are empty, or hatched where their KV may be
-found again.
+found again. Layers that keep alike and see alike have blocks of their own: a grid for each such group.
 """
 
 import colorsys
@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from headrace.planner.svg import COLOURS, FAINT, GRID, INK, document, line, text
-from headrace.stats import BlockMap, Holding
+from headrace.stats import BlockMap, GroupMap, Holding
 
 WIDTH = 1000
 _LEFT, _TOP, _GRID_WIDTH, _LEGEND = 40, 84, 688, 758
+_SPACING = 44
+"""Between two grids, with words above the second."""
 _MOST_NAMES = 26
 _GOLDEN = 0.381966
 """Of a turn: the angle whose multiples lie furthest apart."""
@@ -27,16 +29,17 @@ _HATCH = (
 
 
 class _Grid:
-    """Where blocks are on the page: rows of a multiple of 8 blocks, which are contiguous in memory."""
+    """Where blocks are on the page, from `top` on: rows of a multiple of 8 blocks, which are contiguous in memory."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, top: float) -> None:
+        self.top = top
         self.columns = max(16, 8 * math.ceil(math.sqrt(1.6 * num_blocks) / 8))
         self.pitch = min(30.0, _GRID_WIDTH / self.columns)
         self.cell = self.pitch * 0.86
-        self.bottom = _TOP + math.ceil(num_blocks / self.columns) * self.pitch
+        self.bottom = top + math.ceil(num_blocks / self.columns) * self.pitch
 
     def at(self, block: int) -> tuple[float, float]:
-        return _LEFT + block % self.columns * self.pitch, _TOP + block // self.columns * self.pitch
+        return _LEFT + block % self.columns * self.pitch, self.top + block // self.columns * self.pitch
 
 
 class _Owned(NamedTuple):
@@ -51,42 +54,51 @@ class _Owned(NamedTuple):
 
 def block_map_svg(title: str, blocks: BlockMap) -> str:
     """The picture as an XML document."""
-    grid = _Grid(blocks.num_blocks)
-    owned = _owners(blocks)
-    names = list(dict.fromkeys(holding.request for holding in blocks.holdings))
+    names = list(dict.fromkeys(holding.request for group in blocks.groups for holding in group.holdings))
     colours = {name: _colour(i) for i, name in enumerate(names)}
-    free = [block for block in range(blocks.num_blocks) if block not in owned]
-    cached = set(blocks.cached).difference(owned)
-    body = [
-        _HATCH,
-        text(_LEFT, 34, title, size=18, weight="bold"),
-        text(_LEFT, 56, _subtitle(blocks, owned, cached), fill=FAINT),
-        f'<path class="free" d="{_cells(grid, free)}" fill="#f6f8fa" stroke="#c4ccd4" stroke-width="{min(0.8, grid.cell / 8):.2f}"/>',
-        *([f'<path class="cached" d="{_cells(grid, sorted(cached))}" fill="url(#hatch)"/>'] if cached else []),
-        *(s for block, o in sorted(owned.items()) for s in _cell(*grid.at(block), grid.cell, blocks.block_size, o, colours)),
-        *_legend(blocks, owned, colours),
-    ]
-    height = max(grid.bottom, _legend_bottom(len(names))) + 24
+    body = [_HATCH, text(_LEFT, 34, title, size=18, weight="bold")]
+    bottom = float(_TOP - _SPACING)
+    for group in blocks.groups:
+        grid = _Grid(group.num_blocks, bottom + _SPACING)
+        seen = f"the last {group.window:,}" if group.window else "all"
+        which = f"{group.layers} layers that see {seen} tokens: " if len(blocks.groups) > 1 else ""
+        body += _section(group, blocks.block_size, grid, which, colours)
+        bottom = grid.bottom
+    body += _legend(blocks, colours)
+    height = max(bottom, _legend_bottom(len(names))) + 24
     return document(title, WIDTH, round(height), body)
 
 
-def _owners(blocks: BlockMap) -> dict[int, _Owned]:
+def _section(group: GroupMap, block_size: int, grid: _Grid, which: str, colours: dict[str, str]) -> Iterator[str]:
+    """The blocks of a group, and above them in words how they are used."""
+    owned = _owners(group, block_size)
+    cached = set(group.cached).difference(owned)
+    free = [block for block in range(group.num_blocks) if block not in owned]
+    yield text(_LEFT, grid.top - _SPACING / 2 - 6, which + _subtitle(group, block_size, owned, cached), fill=FAINT)
+    yield f'<path class="free" d="{_cells(grid, free)}" fill="#f6f8fa" stroke="#c4ccd4" stroke-width="{min(0.8, grid.cell / 8):.2f}"/>'
+    if cached:
+        yield f'<path class="cached" d="{_cells(grid, sorted(cached))}" fill="url(#hatch)"/>'
+    for block, owner in sorted(owned.items()):
+        yield from _cell(*grid.at(block), grid.cell, block_size, owner, colours)
+
+
+def _owners(group: GroupMap, block_size: int) -> dict[int, _Owned]:
     owned: dict[int, _Owned] = {}
-    for holding in blocks.holdings:
+    for holding in group.holdings:
         for i, block in enumerate(holding.blocks):
             if block < 0:
                 continue
-            filled = min(blocks.block_size, max(0, holding.computed - i * blocks.block_size))
+            filled = min(block_size, max(0, holding.computed - i * block_size))
             before = owned.get(block, _Owned([], 0, 0))
             requests = before.requests if holding.request in before.requests else [*before.requests, holding.request]
             owned[block] = _Owned(requests, before.holders + 1, max(filled, before.filled))
     return owned
 
 
-def _subtitle(blocks: BlockMap, owned: dict[int, _Owned], cached: set[int]) -> str:
-    slots, filled = len(owned) * blocks.block_size, sum(owner.filled for owner in owned.values())
+def _subtitle(group: GroupMap, block_size: int, owned: dict[int, _Owned], cached: set[int]) -> str:
+    slots, filled = len(owned) * block_size, sum(owner.filled for owner in owned.values())
     shared = sum(owner.holders > 1 for owner in owned.values())
-    words = [f"{len(owned):,} of {blocks.num_blocks:,} blocks of {blocks.block_size} tokens in use"]
+    words = [f"{len(owned):,} of {group.num_blocks:,} blocks of {block_size} tokens in use"]
     words += [f"{filled:,} of their {slots:,} slots hold KV ({100 * (slots - filled) / slots:.1f} % empty)"] if slots else []
     words += [f"{shared:,} shared"] if shared else []
     words += [f"{len(cached):,} free but cached"] if cached else []
@@ -123,18 +135,19 @@ def _colour(i: int) -> str:
     return "#" + "".join(f"{round(255 * value):02x}" for value in rgb)
 
 
-def _legend(blocks: BlockMap, owned: dict[int, _Owned], colours: dict[str, str]) -> Iterator[str]:
+def _legend(blocks: BlockMap, colours: dict[str, str]) -> Iterator[str]:
     yield text(_LEGEND, _TOP + 10, "Request", weight="bold")
     yield text(WIDTH - 90, _TOP + 10, "tokens", anchor="end", fill=FAINT)
     yield text(WIDTH - 30, _TOP + 10, "blocks", anchor="end", fill=FAINT)
     y = _TOP + 10.0
     for name, colour in list(colours.items())[:_MOST_NAMES]:
         y += 21
-        own = [holding for holding in blocks.holdings if holding.request == name]
+        own = [[holding for holding in group.holdings if holding.request == name] for group in blocks.groups]
+        held = (len({block for holding in holdings for block in holding.blocks if block >= 0}) for holdings in own)
         yield f'<rect x="{_LEGEND}" y="{y - 10}" width="14" height="12" rx="2" fill="{colour}"/>'
-        yield text(_LEGEND + 24, y, _label(name, own))
-        yield text(WIDTH - 90, y, f"{max(holding.computed for holding in own):,}", anchor="end")
-        yield text(WIDTH - 30, y, f"{len({block for holding in own for block in holding.blocks if block >= 0}):,}", anchor="end")
+        yield text(_LEGEND + 24, y, _label(name, own[0]))
+        yield text(WIDTH - 90, y, f"{max(holding.computed for holding in own[0]):,}", anchor="end")
+        yield text(WIDTH - 30, y, " + ".join(f"{count:,}" for count in held), anchor="end")
     if len(colours) > _MOST_NAMES:
         y += 21
         yield text(_LEGEND + 24, y, f"and {len(colours) - _MOST_NAMES:,} more", fill=FAINT)

@@ -12,9 +12,10 @@ class Fit:
 
     memory: int
     weights: int
-    kv_per_token: int
+    kv_per_sequence: int
+    """Bytes that a sequence of full length holds at once."""
     context: int
-    """Tokens of a full-length sequence."""
+    """Its tokens."""
 
     @property
     def kv_budget(self) -> int:
@@ -23,8 +24,8 @@ class Fit:
 
     @property
     def tokens(self) -> int:
-        """Tokens that can have KV at the same time."""
-        return self.kv_budget // self.kv_per_token
+        """Tokens of such sequences that fit at the same time."""
+        return self.kv_budget * self.context // self.kv_per_sequence
 
     @property
     def sequences(self) -> int:

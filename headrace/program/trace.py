@@ -6,6 +6,7 @@ from itertools import count
 from typing import Literal
 
 from headrace.errors import FormatError
+from headrace.program.kv import KvGroup, KvLayout
 from headrace.program.ops import (
     Add,
     Attention,
@@ -43,10 +44,11 @@ class Program:
         return replace(self, hidden=head.x)
 
     @property
-    def kv_shape(self) -> tuple[int, int, int]:
-        """(layers, KV heads, head dim) of the KV that the program reads and writes."""
-        attention = [op for op in self.ops if isinstance(op, Attention)]
-        return len(attention), attention[0].num_kv_heads, attention[0].head_dim
+    def kv_groups(self) -> tuple[KvGroup, ...]:
+        """The KV that the program reads and writes: its layers by what they keep and see, in the order of their first layers."""
+        kinds = {op.layer: (KvLayout(op.num_kv_heads, op.head_dim, op.head_dim), op.window) for op in self.ops if isinstance(op, Attention)}
+        alike = {kind: tuple(layer for layer in kinds if kinds[layer] == kind) for kind in kinds.values()}
+        return tuple(KvGroup(layers, *kind) for kind, layers in alike.items())
 
     @property
     def attention_crossover(self) -> float:

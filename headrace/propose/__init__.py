@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.backend import Executable
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, KvConfig
 from headrace.errors import RequestError
-from headrace.kv.blocks import BlockPool
+from headrace.kv.manager import KvManager
 from headrace.propose.draft_model import DraftModelProposer
 from headrace.propose.guard import Guard
 from headrace.propose.jacobi import JacobiProposer
@@ -37,8 +37,8 @@ class DraftModel:
     """A compiled draft model."""
 
     executable: Executable
-    pool: BlockPool
-    """Of its own KV."""
+    kv: KvManager
+    """Its own."""
     longest: int
     """Tokens of the longest sequence that it was trained for."""
 
@@ -50,7 +50,7 @@ class DraftModels:
     draft: DraftModel | None = None
     short: Executable | None = None
     """The first layers of the model and its head, over its weights and KV."""
-    block_size: int = 32
+    block_size: int = KvConfig.block_size
     """Of that KV."""
     heads: Sequence[Executable] = ()
     """Medusa heads, the nearest first."""
@@ -64,7 +64,7 @@ def _draft_model(config: EngineConfig, draft_models: DraftModels) -> Proposer:
         raise RequestError("proposer 'draft_model' needs a smaller model with the same vocabulary: set draft_model to one")
     draft, wants = draft_models.draft, config.acceptance_method == "rejection"
     shape = (config.draft_depth, config.draft_width)
-    return DraftModelProposer(draft.executable, draft.pool, draft.longest, *shape, probabilities=wants)
+    return DraftModelProposer(draft.executable, draft.kv, draft.longest, *shape, probabilities=wants)
 
 
 def _self_draft(config: EngineConfig, draft_models: DraftModels) -> Proposer:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from headrace.backend import Executable
 from headrace.batch import DraftTree
-from headrace.kv.blocks import Table
+from headrace.kv.manager import Tables
 from headrace.kv.rows import TokenRun, batch_of_runs
 from headrace.logit_ops import Expand, Expanded, SamplerState
 from headrace.proposer import SequenceView
@@ -71,12 +71,12 @@ class Chain:
             self.probabilities.append(expanded.probabilities)
         self.end = node
         self.position += 1
-        self.run = TokenRun([self.tokens[node]], self.run.computed + len(self.run.tokens), self.run.table)
+        self.run = TokenRun([self.tokens[node]], self.run.computed + len(self.run.tokens), self.run.tables)
 
 
-def chain(seq: SequenceView, computed: int, table: Table, budget: int, *, probabilities: bool) -> Chain:
-    """A chain below a sequence of which the draft has KV for the first `computed` tokens, in `table`."""
-    run = TokenRun(seq.known[computed:], computed, table)
+def chain(seq: SequenceView, computed: int, tables: Tables, budget: int, *, probabilities: bool) -> Chain:
+    """A chain below a sequence of which the draft has KV for the first `computed` tokens, in `tables`."""
+    run = TokenRun(seq.known[computed:], computed, tables)
     index = seq.seq_id[1]
     return Chain(run, index, seq.sampler.clone(index), len(seq.known), budget, [] if probabilities else None)
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from headrace.backend import Executable
 from headrace.batch import NO_DRAFT, Commit, DraftTree
-from headrace.kv.blocks import BlockPool, Table
-from headrace.kv.rows import TokenRun, batch_of_runs
+from headrace.kv.manager import KvManager, Tables
+from headrace.kv.rows import TokenRun, batch_of_runs, move_slots
 from headrace.logit_ops import StepResult
 from headrace.propose.chains import TIME_LIMIT, Chain, chain, grow
 from headrace.proposer import ProposerTraits, SequenceView
@@ -23,19 +23,30 @@ _CATCH_UP_ROWS = 512
 """Known tokens that may be computed in one step: a long prompt is caught up with over several."""
 
 
+def max_rows(depth: int) -> int:
+    """Most slots of a sequence that are reserved at once by a draft of so many depths."""
+    return _CATCH_UP_ROWS + depth - 1
+
+
 @dataclass(slots=True, eq=False)
 class _DraftContext:
     """What the draft has of a sequence."""
 
+    tables: Tables
     tokens: list[int] = field(default_factory=list)  # with KV
     agreed: int = 0  # so many of them are known to be those of the sequence
-    table: Table = field(default_factory=list)
 
-    def follow(self, known: list[int], pool: BlockPool) -> None:
-        """Rewind to where it parts from what is known, and before the last token: that one is to give logits."""
+    def follow(self, known: list[int], kv: KvManager) -> None:
+        """Rewind to where it parts from what is known, and before the last token: that one is to give logits.
+
+        To the beginning, where windows have let go what would be seen there.
+        """
         self.agreed += _num_common(self.tokens[self.agreed :], known[self.agreed : -1])
+        if not kv.sees_all(self.tables, self.agreed):
+            self.agreed = 0
         del self.tokens[self.agreed :]
-        pool.trim(self.table, self.agreed)
+        kv.trim(self.tables, self.agreed)
+        kv.advance(self.tables, self.agreed, self.agreed)
 
 
 def _num_common(a: list[int], b: list[int]) -> int:
@@ -45,10 +56,10 @@ def _num_common(a: list[int], b: list[int]) -> int:
 class DraftModelProposer:
     """Drafts what another model draws."""
 
-    def __init__(self, executable: Executable, pool: BlockPool, longest: int, depth: int, width: int, *, probabilities: bool) -> None:
+    def __init__(self, executable: Executable, kv: KvManager, longest: int, depth: int, width: int, *, probabilities: bool) -> None:
         self.traits = ProposerTraits(depth * width, width, in_engine_thread=True, time_limit=TIME_LIMIT)
-        self.pool = pool
-        """Of the draft's own KV."""
+        self.kv = kv
+        """The draft model's own."""
         self._executable = executable
         self._longest = longest  # what the draft was trained for
         self._depth = depth
@@ -64,25 +75,25 @@ class DraftModelProposer:
             draft = self._drafts.get(seq) or self._begin(seq, begun)
             if nodes <= 0 or draft is None:
                 continue
-            draft.follow(seq.known, self.pool)
+            draft.follow(seq.known, self.kv)
             num_uncomputed = len(seq.known) - draft.agreed
             num_rows = min(num_uncomputed, rows)
             if not num_rows or not self._reserve(draft, num_rows + self._depth - 1, seqs):
                 continue
             rows -= num_rows
             if num_rows == num_uncomputed:
-                chains[i] = chain(seq, draft.agreed, draft.table, nodes, probabilities=self._probabilities)
+                chains[i] = chain(seq, draft.agreed, draft.tables, nodes, probabilities=self._probabilities)
             else:
-                behind.append((draft, TokenRun(seq.known[draft.agreed : draft.agreed + num_rows], draft.agreed, draft.table)))
+                behind.append((draft, TokenRun(seq.known[draft.agreed : draft.agreed + num_rows], draft.agreed, draft.tables)))
         self._catch_up(behind)
-        grow(self._executable, list(chains.values()), self.traits.width, self.pool.block_size)
+        grow(self._executable, list(chains.values()), self.traits.width, self.kv.block_size)
         for i, grown in chains.items():  # the last token of a chain has no KV
             self._drafts[seqs[i]].tokens[:] = seqs[i].known + grown.path[:-1]
         return [chains[i].draft if i in chains else NO_DRAFT for i in range(len(seqs))]
 
     def _catch_up(self, behind: list[tuple[_DraftContext, TokenRun]]) -> None:
         if behind:
-            self._executable.launch(batch_of_runs([run for _, run in behind], self.pool.block_size, logits=False)).wait()
+            self._executable.launch(batch_of_runs([run for _, run in behind], self.kv.block_size, logits=False)).wait()
         for draft, run in behind:
             draft.tokens += run.tokens
 
@@ -95,26 +106,25 @@ class DraftModelProposer:
         if request in begun:
             return None
         kin = [draft for other, draft in self._drafts.items() if other.seq_id[0] == request]
-        draft = _DraftContext()
         if kin:
             common = [_num_common(other.tokens, seq.known) for other in kin]
             best = int(np.argmax(common))
-            draft = _DraftContext(kin[best].tokens[: common[best]], 0, self.pool.fork(kin[best].table))
+            draft = _DraftContext(self.kv.fork(kin[best].tables), kin[best].tokens[: common[best]])
         else:
+            draft = _DraftContext(self.kv.new_tables())
             begun.add(request)
         self._drafts[seq] = draft
-        finalize(seq, self.pool.free, draft.table).atexit = False
+        finalize(seq, self.kv.free, draft.tables).atexit = False
         return draft
 
     def _reserve(self, draft: _DraftContext, length: int, busy: list[SequenceView]) -> bool:
         """Slots behind what is computed, at the cost of sequences that do not draft now; whether there are enough."""
-        while (copies := self.pool.reserve(draft.table, draft.agreed, length)) is None:
-            idle = next((other for seq, other in self._drafts.items() if other.table and seq not in busy), None)
+        while (copies := self.kv.reserve(draft.tables, draft.agreed, length)) is None:
+            idle = next((other for seq, other in self._drafts.items() if any(other.tables) and seq not in busy), None)
             if idle is None:
                 return False
             idle.tokens.clear()
             idle.agreed = 0
-            self.pool.free(idle.table)
-        if copies:
-            self._executable.move_slots(*np.array(self.pool.slots_of(copies), np.int32).T)
+            self.kv.free(idle.tables)
+        move_slots(self._executable, self.kv.slots_of(copies))
         return True

@@ -103,9 +103,8 @@ def static_tree(num_heads: int, num_nodes: int) -> list[tuple[int, ...]]:
 
 
 def _input_rows(x: NDArray[np.float32]) -> RaggedBatch:
-    """A step of these rows, for a program without context."""
+    """A step of these rows, for a program that keeps nothing."""
     count = len(x)
     zeros, rows = ints([0] * count), ints(list(range(count)))
     row_start = ints(list(range(count + 1)))
-    table = np.zeros((count, 1), np.int32)
-    return RaggedBatch(zeros, zeros, zeros, row_start, zeros, ints([1] * count), table, None, rows, rows, inputs=x)
+    return RaggedBatch(zeros, zeros, row_start, zeros, ints([1] * count), (), None, rows, rows, inputs=x)

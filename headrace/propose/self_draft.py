@@ -26,7 +26,7 @@ class SelfDraftProposer:
 
     def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
         chains = {
-            i: chain(seq, seq.computed, seq.table, nodes, probabilities=self._probabilities)
+            i: chain(seq, seq.computed, seq.tables, nodes, probabilities=self._probabilities)
             for i, (seq, nodes) in enumerate(zip(seqs, budgets, strict=True))
             if nodes > 0 and len(seq.known) - seq.computed <= _MOST_ROWS
         }

@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from headrace import _native
 from headrace.config import KvDtype
+from headrace.errors import UnsupportedModelError
 
 BLOCK_SIZE = 32
 """Tokens of a block in the native cache."""
@@ -14,14 +15,14 @@ _BITS = {"int8": 8, "int4": 4}
 Floats = NDArray[np.float64]
 
 
-def block_bytes(dtype: KvDtype, head_dim: int) -> int:
-    """Bytes of one block, its K and V, of one layer and KV head, with scales and padding (csrc/kernels.h, `KvRecord`)."""
-    return _native.kv_block_bytes(dtype, head_dim)
+def block_bytes(dtype: KvDtype, key_dim: int, value_dim: int) -> int:
+    """Bytes of one block, its K and V, of one layer and KV head, with scales and padding (csrc/kernels.h, `KvRecord`).
 
-
-def number_bytes(dtype: KvDtype, head_dim: int) -> float:
-    """Bytes of one stored key or value number, its share of scales and padding included."""
-    return block_bytes(dtype, head_dim) / (2 * BLOCK_SIZE * head_dim)
+    Raises UnsupportedModelError where keys and values differ in size.
+    """
+    if key_dim != value_dim:
+        raise UnsupportedModelError(f"keys of {key_dim:,} and values of {value_dim:,} numbers have no place in the KV cache")
+    return _native.kv_block_bytes(dtype, key_dim)
 
 
 def stored(x: Floats, dtype: KvDtype) -> Floats:

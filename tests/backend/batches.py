@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from headrace.batch import RaggedBatch
+from headrace.batch import KvRows, RaggedBatch
 
 
 class Sequence:
@@ -18,9 +18,9 @@ class Sequence:
 
 
 def batch_of(
-    sequences: list[Sequence], num_scheduled: list[list[int]], drafts: list[tuple[list[int], list[int]]], trees: bool
+    sequences: list[Sequence], num_scheduled: list[list[int]], drafts: list[tuple[list[int], list[int]]], trees: bool, num_groups: int = 1
 ) -> RaggedBatch:
-    """One step: forced tokens and a (tokens, parents) tree for each sequence, logits for all rows."""
+    """One step: scheduled tokens and a (tokens, parents) tree for each sequence, logits for all rows; the same blocks in each group."""
     tokens, positions, slots, starts, rows_seen = [], [], [], [0], []
     for sequence, decided, (drafted, parents) in zip(sequences, num_scheduled, drafts, strict=True):
         depths, seen = [], []
@@ -39,10 +39,8 @@ def batch_of(
     table = np.zeros((len(sequences), max(len(s.blocks) for s in sequences)), np.int32)
     for b, sequence in enumerate(sequences):
         table[b, : len(sequence.blocks)] = sequence.blocks
-    i32 = [
-        np.asarray(x, np.int32)
-        for x in (tokens, positions, slots, starts, [s.computed for s in sequences], [len(f) for f in num_scheduled])
-    ]
+    i32 = [np.asarray(x, np.int32) for x in (tokens, positions, starts, [s.computed for s in sequences], [len(f) for f in num_scheduled])]
+    kv = (KvRows(np.array(slots, np.int32), table),) * num_groups
     rows = np.arange(len(tokens), dtype=np.int32)
     seq_of = np.repeat(np.arange(len(sequences)), np.diff(starts)).astype(np.int32)
-    return RaggedBatch(*i32, table, ancestors, rows, seq_of)
+    return RaggedBatch(*i32, kv, ancestors, rows, seq_of)

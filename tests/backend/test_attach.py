@@ -12,21 +12,21 @@ from headrace.quant.formats import StoredTensor
 from tests.backend.test_cpu_program import BLOCKS, random_steps
 from tests.tiny import tiny_model
 
-KV = KvConfig(BLOCKS, 32, "f32")
+KV = KvConfig((BLOCKS,), 32, "f32")
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("format", ["F32", "Q4_0"])
 @pytest.mark.parametrize("kv_dtype", ["f32", "int8", "int4"])
 def test_first_layers(backend: str, format: str, kv_dtype: KvDtype) -> None:
-    """They see the KV that the whole program wrote, and write what it would."""
-    kv = KvConfig(BLOCKS, 32, kv_dtype)
-    spec, tensors = tiny_model(7, layers=3, format=format)
-    short_spec = replace(spec, num_layers=2)
+    """They see the KV that the whole program wrote, and write what it would, in groups of layers whose order is their own."""
+    kv = KvConfig((BLOCKS, BLOCKS), 32, kv_dtype)
+    spec, tensors = tiny_model(7, layers=4, format=format, window=(0, 9, 9))
+    short_spec = replace(spec, num_layers=2, windows=spec.windows[:2])
     whole = compile_program(backend, trace_model(spec, tensors), tensors, kv, 1)
     short = whole.attach(trace_model(short_spec, tensors), tensors)
     alone = compile_program(backend, trace_model(short_spec, tensors), tensors, kv, 1)
-    for i, batch in enumerate(random_steps(np.random.default_rng(0), spec.vocab_size, trees=True)):
+    for i, batch in enumerate(random_steps(np.random.default_rng(0), spec.vocab_size, trees=True, num_groups=2)):
         expected = forward(alone, batch).logits.copy()
         if i % 2:
             assert np.array_equal(forward(short, batch).logits, expected)

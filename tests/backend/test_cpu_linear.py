@@ -25,7 +25,7 @@ def linear(
 
 def product(isa: str, stored: StoredTensor, x: Array, offset: bool = False, threads: int = 1, order: Array | None = None) -> Array:
     """x @ W.T by a native plan; the rows of x come in through an embedding of float32."""
-    plan = _native.Plan(isa, threads, 1, 1, 1, 2, 1, "f32")
+    plan = _native.Plan(isa, threads)
     num_rows, cols = x.shape
     loose, packed, out = plan.add_buffer(cols, False, False), plan.add_buffer(cols, False, True), plan.add_buffer(stored.rows, False, False)
     plan.embed(loose, plan.add_weight("F32", num_rows, cols, x.astype(np.float32).view(np.uint8).reshape(-1), None))
@@ -39,8 +39,7 @@ def run_rows(plan: _native.Plan, num_rows: int) -> None:
     """One step of `num_rows` one-row sequences; row i carries token i."""
     i32 = lambda x: np.ascontiguousarray(x, np.int32)  # noqa: E731
     rows, zeros = np.arange(num_rows), np.zeros(num_rows)
-    table = np.zeros((num_rows, 1), np.int32)
-    plan.run(num_rows, i32(rows), i32(zeros), i32(zeros), i32(np.arange(num_rows + 1)), i32(zeros), i32(zeros + 1), table, None, i32([0]))
+    plan.run(num_rows, i32(rows), i32(zeros), i32(np.arange(num_rows + 1)), i32(zeros), i32(zeros + 1), (), None, i32([0]))
 
 
 def expected(isa: str, format_name: str, x: Array, rows: int, seed: int, offset: bool) -> tuple[Array, Array]:
@@ -98,13 +97,13 @@ def test_the_longest_row_does_not_overflow(isa: str) -> None:
     x = np.ones((3, cols), np.float32) * np.array([[1], [-1], [0.5]], np.float32)
     want = quantised_rows(x, False, cols) @ stored.dequantise().astype(np.float64).T
     assert np.allclose(product(isa, stored, x), want, rtol=1e-6)
-    plan = _native.Plan(isa, 1, 1, 1, 1, 2, 1, "f32")
+    plan = _native.Plan(isa, 1)
     with pytest.raises(ValueError, match="131,072 columns"):
         plan.add_weight("I8_ROW", 1, cols + 1, np.zeros(cols + 1, np.uint8), None, scales[:1])
 
 
 def test_scales_go_with_the_formats_that_have_them() -> None:
-    plan = _native.Plan("", 1, 1, 1, 1, 2, 1, "f32")
+    plan = _native.Plan("", 1)
     for name, scales in (("I8_ROW", None), ("I8_ROW", np.ones(3, np.float32)), ("F32", np.ones(2, np.float32))):
         with pytest.raises(ValueError, match="a scale for each row"):
             plan.add_weight(name, 2, 4, np.zeros(8 * FORMATS[name].nbytes, np.uint8), None, scales)
@@ -112,7 +111,7 @@ def test_scales_go_with_the_formats_that_have_them() -> None:
 
 def test_what_is_written_in_pieces_has_no_scale_by_row() -> None:
     """The maximum of a row is known once it is complete: such a plan would compute with a wrong one, so it cannot be made."""
-    plan = _native.Plan("", 1, 1, 1, 1, 2, 1, "f32")
+    plan = _native.Plan("", 1)
     x, y, out = (plan.add_buffer(32, False, True) for _ in range(3))
     by_row, by_group = (
         plan.add_weight(t.format.name, 32, 32, t.data, None, t.row_scales)
@@ -122,8 +121,9 @@ def test_what_is_written_in_pieces_has_no_scale_by_row() -> None:
     with pytest.raises(ValueError, match="in pieces"):
         plan.linear(out, y, by_row, -1, -1, False)
     plan.linear(out, x, by_row, -1, -1, False)
+    plan.add_kv_group(1, 1, 32, 0, 1, "f32")
     with pytest.raises(ValueError, match="in pieces"):
-        plan.attention(x, out, 0, 1.0, 0)
+        plan.attention(x, out, (0, 0), 1, 1.0)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -16,7 +16,7 @@ from headrace.model import trace_model
 from headrace.planner import host
 
 checkpoint = open_checkpoint(resolve("smollm2", progress=False))
-executable = compile_program("cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors, KvConfig(64), 2)
+executable = compile_program("cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors, KvConfig((64,)), 2)
 print(host.peak_memory(), executable.plan.weight_bytes)
 """
 
@@ -32,7 +32,13 @@ MAP = """
 import re
 from pathlib import Path
 from headrace.config import KvConfig
+from headrace.model import trace_model
 from tests.tiny import tiny_executable, tiny_model
+
+PAGE = 2 << 20
+
+def pages(nbytes):
+    return -(-nbytes // PAGE) * PAGE
 
 def mapped():
     found, size = [], 0
@@ -45,23 +51,25 @@ def mapped():
             found.append((size, resident))
     return found
 
-model = tiny_model(0, dim=64, heads=4, kv_heads=2)  # heads of 16 numbers, which are stored without padding
-kv = KvConfig(NUM_BLOCKS, 32, "DTYPE")
+model = tiny_model(0, dim=64, layers=5, heads=4, kv_heads=2, window=(0, 100, 0))  # heads of 16 numbers
+groups = trace_model(*model).kv_groups
+kv = KvConfig((1021, 4099), 32, "DTYPE")
 executable = tiny_executable(model, "cpu", kv)
-predicted = kv.num_blocks * kv.block_size * model[0].kv_bytes_per_token(WIDTH)
-print(predicted, [resident for size, resident in mapped() if size == predicted])
+predicted = [count * group.block_bytes("DTYPE", 32) for count, group in zip(kv.num_blocks, groups, strict=True)]
+print(predicted, executable.plan.kv_bytes, [resident for size, resident in mapped() if size in map(pages, predicted)])
 executable.close()
 del executable
-print([size for size, _ in mapped() if size == predicted])
+print([size for size, _ in mapped() if size in map(pages, predicted)])
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads the maps of the process as Linux shows them")
 @pytest.mark.parametrize(("dtype", "width"), [("bf16", 2), ("f32", 4)])
 def test_kv_takes_what_is_predicted_to_the_byte(dtype: str, width: int) -> None:
-    """And nothing of it is in memory before it is used."""
-    code = MAP.replace("NUM_BLOCKS", "10240").replace("DTYPE", dtype).replace("WIDTH", str(width))
+    """In each group of layers, and nothing of it is in memory before it is used."""
+    code = MAP.replace("DTYPE", dtype)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert child.returncode == 0, child.stderr
-    assert child.stdout.splitlines() == [f"{10240 * 32 * 2 * 2 * 2 * 16 * width} [0]", "[]"]
+    predicted = [blocks * 32 * layers * 2 * 2 * 16 * width for blocks, layers in ((1021, 3), (4099, 2))]
+    assert child.stdout.splitlines() == [f"{predicted} {predicted} [0, 0]", "[]"]

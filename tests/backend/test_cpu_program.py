@@ -31,7 +31,7 @@ SHAPES = st.fixed_dictionaries(
         "head_dim": st.sampled_from([2, 6, 16, 24, 64, 80]),
         "ffn": st.integers(1, 90),
         "vocab": st.integers(2, 70),
-        "window": st.sampled_from([0, 0, 1, 7, 40, 300]),
+        "window": st.sampled_from([0, 0, 1, 7, 40, 300, (7, 0), (0, 40, 1)]),
     }
 )
 
@@ -40,7 +40,7 @@ def random_tree(rng: np.random.Generator, nodes: int, vocab: int) -> tuple[list[
     return rng.integers(0, vocab, nodes).tolist(), [int(rng.integers(-1, i)) for i in range(nodes)]
 
 
-def random_steps(rng: np.random.Generator, vocab: int, trees: bool):
+def random_steps(rng: np.random.Generator, vocab: int, trees: bool, num_groups: int = 1):
     """A few steps of up to four sequences: prompt chunks of all sizes, then single rows; contexts cross blocks and splits."""
     order = rng.permutation(BLOCKS)
     sequences = [Sequence([int(b) for b in part], 32) for part in np.array_split(order, rng.integers(1, 5))]
@@ -52,7 +52,7 @@ def random_steps(rng: np.random.Generator, vocab: int, trees: bool):
             num_scheduled.append(rng.integers(0, vocab, max(1, min(count, budget // 3))).tolist())
             nodes = int(rng.integers(0, 70)) if trees else 0
             drafts.append(random_tree(rng, min(nodes, budget // 3), vocab))
-        yield batch_of(sequences, num_scheduled, drafts, trees)
+        yield batch_of(sequences, num_scheduled, drafts, trees, num_groups)
         for sequence, decided in zip(sequences, num_scheduled, strict=True):
             sequence.computed += len(decided)
 
@@ -65,9 +65,10 @@ def test_cpu_equals_reference(isa: str, shape: dict, trees: bool, threads: int, 
     options = {key: shape[key] for key in ("layers", "ffn", "vocab", "window")}
     spec, tensors = tiny_model(seed, dim=heads * shape["head_dim"], heads=heads, kv_heads=shape["heads"], **options)
     program = trace_model(spec, tensors)
-    kv = KvConfig(BLOCKS, 32, "f32")
+    num_groups = len(program.kv_groups)
+    kv = KvConfig((BLOCKS,) * num_groups, 32, "f32")
     truth, fast = reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, threads, isa)
-    for batch in random_steps(np.random.default_rng(seed), spec.vocab_size, trees):
+    for batch in random_steps(np.random.default_rng(seed), spec.vocab_size, trees, num_groups):
         want, got = forward(truth, batch).logits, forward(fast, batch).logits
         assert np.linalg.norm(got - want) <= 1e-4 * np.linalg.norm(want)
 
@@ -93,7 +94,7 @@ def test_ops_that_do_not_fuse(isa: str) -> None:
         z = g.add(y, x)
         return g.linear(g.add(g.add(z, y), z), g.weight("head", spec.vocab_size, spec.dim))
 
-    program, kv = trace(forward, tensors), KvConfig(BLOCKS, 32, "f32")
+    program, kv = trace(forward, tensors), KvConfig((BLOCKS,), 32, "f32")
     truth, fast = reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, 2, isa)
     kinds = {type(op) for op in fast.program.ops}
     assert {Add, Glu, Linear} <= kinds
@@ -111,9 +112,11 @@ def test_kv_formats(isa: str, dtype: KvDtype, tolerance: float, shape: dict, tre
     heads = shape["heads"] * shape["groups"]
     options = {key: shape[key] for key in ("layers", "ffn", "vocab", "window")}
     spec, tensors = tiny_model(seed, dim=heads * shape["head_dim"], heads=heads, kv_heads=shape["heads"], **options)
-    program, kv = trace_model(spec, tensors), KvConfig(BLOCKS, 32, dtype)
+    program = trace_model(spec, tensors)
+    num_groups = len(program.kv_groups)
+    kv = KvConfig((BLOCKS,) * num_groups, 32, dtype)
     truth, fast = reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, threads, isa)
-    for batch in random_steps(np.random.default_rng(seed), spec.vocab_size, trees):
+    for batch in random_steps(np.random.default_rng(seed), spec.vocab_size, trees, num_groups):
         want, got = forward(truth, batch).logits, forward(fast, batch).logits
         assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want)
 
@@ -121,22 +124,23 @@ def test_kv_formats(isa: str, dtype: KvDtype, tolerance: float, shape: dict, tre
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", get_args(KvDtype))
 def test_move_slots(isa: str, dtype: str) -> None:
-    """A context whose slots were moved gives the same bits as the one that was there."""
-    spec, tensors = tiny_model(3, dim=48, heads=6, kv_heads=3)
-    program, kv = trace_model(spec, tensors), KvConfig(8, 32, dtype)
+    """A context whose slots were moved, in each group of layers, gives the same bits as the one that was there."""
+    spec, tensors = tiny_model(3, dim=48, heads=6, kv_heads=3, layers=3, window=(0, 40))
+    program, kv = trace_model(spec, tensors), KvConfig((8, 8), 32, dtype)
     executable = cpu.CpuExecutable(program, tensors, kv, 1, isa)
     tokens = np.random.default_rng(0).integers(0, spec.vocab_size, 45).tolist()
     home, away = Sequence([0, 1], 32), Sequence([5, 3], 32)
-    forward(executable, batch_of([home], [tokens], [([], [])], False))
-    executable.move_slots(np.array(home.slots(0, 45)), np.array(away.slots(0, 45)))
+    forward(executable, batch_of([home], [tokens], [([], [])], False, 2))
+    for group in range(2):
+        executable.move_slots(group, np.array(home.slots(0, 45)), np.array(away.slots(0, 45)))
     home.computed = away.computed = 45
-    here = forward(executable, batch_of([home], [[7]], [([], [])], False)).logits.copy()
-    assert np.array_equal(here, forward(executable, batch_of([away], [[7]], [([], [])], False)).logits)
+    here = forward(executable, batch_of([home], [[7]], [([], [])], False, 2)).logits.copy()
+    assert np.array_equal(here, forward(executable, batch_of([away], [[7]], [([], [])], False, 2)).logits)
 
 
 def test_profile_counts_time_and_barriers() -> None:
     spec, tensors = tiny_model(6, layers=2)
-    executable = cpu.CpuExecutable(trace_model(spec, tensors), tensors, KvConfig(4, 32, "f32"), 2, "")
+    executable = cpu.CpuExecutable(trace_model(spec, tensors), tensors, KvConfig((4,), 32, "f32"), 2, "")
     executable.plan.set_profiling(True)
     forward(executable, batch_of([Sequence([0, 1], 32)], [[1]], [([], [])], False))
     seconds, barriers = executable.plan.profile()
@@ -148,7 +152,7 @@ def test_profile_counts_time_and_barriers() -> None:
 
 def test_fused_program_equals_the_traced_one() -> None:
     spec, tensors = tiny_model(5, layers=3)
-    program, kv = trace_model(spec, tensors), KvConfig(BLOCKS, 32, "f32")
+    program, kv = trace_model(spec, tensors), KvConfig((BLOCKS,), 32, "f32")
     plain, fused = (reference.compile(p, tensors, kv, 1) for p in (program, fuse(program)))
     assert len(fuse(program).ops) == 3 + 7 * spec.num_layers + 3
     for batch in random_steps(np.random.default_rng(0), spec.vocab_size, trees=True):
@@ -158,13 +162,13 @@ def test_fused_program_equals_the_traced_one() -> None:
 @pytest.mark.parametrize("isa", _native.isas())
 def test_gates_of_any_size(isa: str) -> None:
     gates = np.array([[-1e6, -1000, -200, -88, -1, -0.0, 0, 1, 88, 200, 1000, 1e30, np.nan, 3, -3, 0.5]], np.float32)
-    plan = _native.Plan(isa, 1, 1, 1, 1, 2, 1, "f32")
+    plan = _native.Plan(isa, 1)
     x, ones, out = (plan.add_buffer(16, False, False) for _ in range(3))
     for buffer, values in ((x, gates), (ones, np.ones_like(gates))):
         plan.embed(buffer, plan.add_weight("F32", 1, 16, values.view(np.uint8).reshape(-1), None))
     plan.glu(out, x, ones)
-    row = [np.array(ints, np.int32) for ints in ([0], [0], [0], [0, 1], [0], [1])]
-    plan.run(1, *row, np.zeros((1, 1), np.int32), None, np.zeros(1, np.int32))
+    row = [np.array(ints, np.int32) for ints in ([0], [0], [0, 1], [0], [1])]
+    plan.run(1, *row, (), None, np.zeros(1, np.int32))
     with np.errstate(over="ignore"):
         expected = gates.astype(np.float64) / (1 + np.exp(-gates.astype(np.float64)))
     np.testing.assert_allclose(plan.floats(out, 1), expected, rtol=1e-5, atol=1e-28)

@@ -14,7 +14,7 @@ MODEL = tiny_model(6, layers=2)
 
 @pytest.fixture(params=BACKENDS)
 def executable(request: pytest.FixtureRequest) -> Executable:
-    return tiny_executable(MODEL, request.param, KvConfig(8, BLOCK_SIZE[request.param], "f32"), threads=2)
+    return tiny_executable(MODEL, request.param, KvConfig((8,), BLOCK_SIZE[request.param], "f32"), threads=2)
 
 
 @pytest.fixture

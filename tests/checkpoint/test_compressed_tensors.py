@@ -80,7 +80,7 @@ def logits_of(executable: reference.ReferenceExecutable | cpu.CpuExecutable, chu
 
 
 def backends(checkpoint: Checkpoint, isa: str, threads: int = 2) -> tuple[reference.ReferenceExecutable, cpu.CpuExecutable]:
-    program, kv = trace_model(checkpoint.spec, checkpoint.tensors), KvConfig(4, 32, "f32")
+    program, kv = trace_model(checkpoint.spec, checkpoint.tensors), KvConfig((4,), 32, "f32")
     tensors = checkpoint.tensors
     return reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, threads, isa)
 

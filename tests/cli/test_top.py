@@ -122,7 +122,7 @@ class TestReading:
         engine.step()
         (record,) = watch.read()
         blocks = watch.block_map(record)
-        assert blocks is not None and blocks.holdings == engine.block_map().holdings and blocks.num_blocks == 64
+        assert blocks == engine.block_map() and blocks.groups[0].num_blocks == 64
 
     def test_records_of_dead_processes_are_taken_away(self, folder: Path) -> None:
         watch, engine = Watch(), busy_engine()
@@ -140,7 +140,7 @@ class TestReading:
 
     def test_what_is_no_record_is_passed_over(self, folder: Path) -> None:
         watch = Watch()
-        for i, text in enumerate(("", "[]", '{"version": 99}', '{"version": 1, "stats": {}}', "\xff", '{"version": 1, "stats": 3}')):
+        for i, text in enumerate(("", "[]", '{"version": 99}', '{"version": 2, "stats": {}}', "\xff", '{"version": 2, "stats": 3}')):
             (folder / f"{os.getpid()}-{i}.json").write_text(text)
         (folder / "notes.json").write_text("{}")
         assert watch.read() == []
@@ -192,6 +192,10 @@ class TestScreen:
         text = self.shown(self.records(folder, engines=2, requests=12), rows=5)
         assert text.count(str(os.getpid())) == 3 and "and 7 more" in text
 
+    def test_each_group_of_layers_has_a_line(self, folder: Path) -> None:
+        text = self.shown(self.records(folder, windows=(0, 5)), width=120)
+        assert "KV, all tokens" in text and "KV, last 5" in text and "KV in use" not in text
+
     def test_small_pieces(self) -> None:
         assert sparkline([0, 1, 2, 4]) == "▁▃▅█" and sparkline([0, 0]) == "▁▁" and sparkline([]) == ""
         assert [duration(s) for s in (4.21, 187, 7387)] == ["4.2 s", "3:07", "2:03:07"]
@@ -222,7 +226,7 @@ class TestVerb:
     def test_json(self, ask: Ask) -> None:
         code, out, _ = ask("--json", str(os.getpid()))
         (record,) = json.loads(out)
-        assert code == 0 and record["stats"]["blocks_total"] == 64 and 0 < record["stats"]["waste"] < 1
+        assert code == 0 and record["stats"]["kv"][0]["blocks_total"] == 64 and 0 < record["stats"]["waste"] < 1
         assert len(record["history"]) == 60 and len(record["seqs"]) > 4
 
     def test_map(self, ask: Ask, tmp_path: Path) -> None:

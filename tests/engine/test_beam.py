@@ -111,7 +111,7 @@ def test_the_results_are_those_of_the_naive_search(
 @cache
 def tiny_logits(seed: int, tokens: tuple[int, ...]) -> NDArray[np.float32]:
     """Of the row after these tokens, with no KV from before."""
-    executable = tiny_executable(tiny_model(seed), "reference", KvConfig(4, 32, "f32"))
+    executable = tiny_executable(tiny_model(seed), "reference", KvConfig((4,), 32, "f32"))
     return forward(executable, batch_of([Sequence([0, 1, 2, 3], 32)], [list(tokens)], [([], [])], False)).logits[-1]
 
 

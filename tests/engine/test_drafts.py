@@ -9,7 +9,6 @@ import pytest
 
 from headrace.batch import DraftTree
 from headrace.engine.speculation import Drafting, Speculation
-from headrace.kv.blocks import BlockPool
 from headrace.propose import prune
 from headrace.propose.draft_model import DraftModelProposer
 from headrace.proposer import ProposerTraits
@@ -17,7 +16,7 @@ from headrace.request import SamplingParams
 from tests.draft_engines import draft_engine
 from tests.engine.test_machine_drafts import HalfRight
 from tests.engine.test_promise import same
-from tests.engine.toy import VOCAB, toy_engine, toy_logits
+from tests.engine.toy import VOCAB, toy_engine, toy_kv, toy_logits
 from tests.sampling.test_rejection import is_drawn_from, softmax
 from tests.tiny import run_all, tiny_engine, tiny_model
 
@@ -82,17 +81,17 @@ def test_what_a_draft_holds_it_gives_back(draft_slots: int) -> None:
     engine, proposers = draft_engine(MODEL, "draft_model", slots=160, draft_slots=draft_slots, max_num_seqs=4, max_num_batched_tokens=16)
     proposer = proposers["draft_model"]
     assert isinstance(proposer, DraftModelProposer)
-    lowest = proposer.pool.num_free
+    lowest = proposer.kv.pools[0].num_free
     for prompt, params in [*((p, SEVERAL) for p in PROMPTS), *((p, GREEDY) for p in PROMPTS)]:
         engine.add_request(prompt, params)
     aborted = engine.add_request([1, 2, 3], GREEDY)
     while engine.has_work:
         engine.step()
-        lowest = min(lowest, proposer.pool.num_free)
+        lowest = min(lowest, proposer.kv.pools[0].num_free)
         if engine.stats().steps == 40:
             engine.abort(aborted)
-    assert lowest < proposer.pool.num_blocks
-    assert proposer.pool.num_free == proposer.pool.num_blocks
+    assert lowest < proposer.kv.pools[0].num_blocks
+    assert proposer.kv.pools[0].num_free == proposer.kv.pools[0].num_blocks
     stats = engine.stats()
     assert stats.accepted > 0 and stats.proposer_failures == 0
 
@@ -167,7 +166,7 @@ class Certain:
 )
 def test_rejection_in_the_engine_keeps_the_distribution(speculation: type[Speculation], others: dict[str, Any]) -> None:
     """The second and third token of many short texts, over several steps, with a draft that is wrong about half of them."""
-    draft = DraftModelProposer(HalfRight(4), BlockPool(400, 4), 40, 3, 1, probabilities=True)
+    draft = DraftModelProposer(HalfRight(4), toy_kv(400, 4), 40, 3, 1, probabilities=True)
     engine = toy_engine(num_blocks=400, proposer=draft, acceptance_method="rejection")
     engine._speculation = engine._loop.speculation = speculation({**others, "test": draft}, engine.config, VOCAB, perf_counter)
     results = run_all(engine, [([1], SamplingParams(max_tokens=5)) for _ in range(5000)])

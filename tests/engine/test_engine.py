@@ -11,11 +11,10 @@ from headrace.batch import DraftTree
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ClosedError, NonFiniteLogitsError, RequestError
-from headrace.kv.blocks import BlockPool
 from headrace.propose import METHODS, NEEDS, DraftModel, DraftModels
 from headrace.proposer import ProposerTraits
 from headrace.request import RequestOutput, SamplingParams
-from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine
+from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine, toy_kv
 from tests.tiny import drain, run_all
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -218,7 +217,7 @@ def test_timing_sums_to_wall_time() -> None:
 @pytest.mark.parametrize("method", [*(name for name in METHODS if name not in NEEDS), "draft_model"])
 def test_nothing_is_kept_of_a_request(method: str, control: bool) -> None:
     """Whatever a proposer holds for a sequence goes when the sequence ends."""
-    draft = DraftModel(ToyExecutable(4), BlockPool(64, 4), 40)
+    draft = DraftModel(ToyExecutable(4), toy_kv(64, 4), 40)
     engine = toy_engine(proposer=METHODS[method](EngineConfig(draft_depth=1), DraftModels(draft)), adaptive_speculation=control)
     gc.disable()
     try:
@@ -231,7 +230,7 @@ def test_nothing_is_kept_of_a_request(method: str, control: bool) -> None:
         drain(engine)
         assert len(seqs) == 4 and not engine._requests
         assert [ref() for ref in seqs] == [None] * 4
-        assert draft.pool.num_free == draft.pool.num_blocks
+        assert draft.kv.pools[0].num_free == draft.kv.pools[0].num_blocks
     finally:
         gc.enable()
 

@@ -70,7 +70,9 @@ def searching(draw: st.DrawFn) -> SamplingParams:
     )
 
 
+WINDOWS = st.sampled_from([(0,), (0,), (0, 2), (0, 5), (3, 0, 9), (4,), (2, 7)])
 SHAPES: dict[str, st.SearchStrategy[Any]] = {
+    "windows": WINDOWS,
     "num_blocks": st.integers(4, 30),
     "block_size": st.sampled_from([1, 3, 4]),
     "max_num_seqs": st.integers(1, 6),
@@ -82,6 +84,11 @@ SHAPES: dict[str, st.SearchStrategy[Any]] = {
     "late": st.booleans(),
 }
 """Of an engine: small, so that everything runs out."""
+
+
+def touched(window: int, rows: int, size: int) -> int:
+    """Most blocks of `size` tokens that so many rows, and what the first of them sees, can touch."""
+    return max(len({i // size for i in range(first, first + window - 1 + rows)}) for first in range(size))
 
 
 class Life(RuleBasedStateMachine):
@@ -122,10 +129,14 @@ class Life(RuleBasedStateMachine):
         except RequestError as error:
             longest = min(MAX_MODEL_LEN, len(prompt) + (params.max_tokens or 0)) - 1
             width, size = params.beam_width or 1, self.config["block_size"]
-            shared = len(prompt) // size
-            needed = shared + width * (-(-longest // size) - shared)
-            num_running = min(self.config["max_num_seqs"], self.config["max_num_batched_tokens"])
-            assert needed > self.config["num_blocks"] or (params.beam_width or 0) > num_running, error
+            shared, whole = len(prompt) // size, -(-longest // size)
+            rows = self.config["max_num_batched_tokens"]
+            needed = max(
+                width * min(whole, touched(window, rows, size)) if window else shared + width * (whole - shared)
+                for window in self.config["windows"]
+            )
+            num_running = min(self.config["max_num_seqs"], rows)
+            assert needed > self.config["num_blocks"] or width > num_running, error
             return
         number = len(self.prompt_lens)
         if params.beam_width is None:
@@ -180,16 +191,15 @@ class Life(RuleBasedStateMachine):
         scheduler = self.engine._scheduler
         for queue in (scheduler.running, scheduler.waiting):
             assert [b.rank for b in queue] == sorted(b.rank for b in queue)
-        assert all(not seq.table and seq.computed == 0 for seq in scheduler.waiting)
-        self.engine._pool.check([seq.table for seq in (*scheduler.running, *scheduler._dropped)])
+        assert all(not seq.tables and seq.computed == 0 for seq in scheduler.waiting)
+        self.engine._kv.check([seq.tables for seq in (*scheduler.running, *scheduler._dropped)])
         assert all(seq.num_in_flight for seq in scheduler._dropped)
         executable: Any = self.engine._loop.executable
         for request in self.engine._requests.values():
             assert not request.acceptor.is_group or len({len(seq.known) for seq in request.seqs}) == 1
         for seq in scheduler.running:
             assert 0 <= seq.settled <= seq.computed < seq.length
-            for i, token in enumerate(seq.known[: seq.settled]):
-                assert executable.kv[self.engine._pool.slot(seq.table, i)] == (i, token)
+            executable.check(self.engine._kv, seq.tables, seq.known[: seq.settled])
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

@@ -28,4 +28,4 @@ def test_same_request_same_tokens(which: int, order: list[int], kv_dtype: str, d
     keeps_the_promise(engine, order, stagger, alone("cpu", which, kv_dtype), exact=True)
     proposer = proposers.get("draft_model")
     if isinstance(proposer, DraftModelProposer):
-        assert proposer.pool.num_free == proposer.pool.num_blocks
+        assert all(pool.num_free == pool.num_blocks for pool in proposer.kv.pools)

@@ -24,7 +24,7 @@ from tests.engine.test_promise import same, truth
 from tests.random_trees import RandomTrees
 from tests.tiny import run_all
 
-KV = KvConfig(128)
+KV = KvConfig((128,))
 PROMPTS: list[tuple[str, SamplingParams]] = [
     ("The capital of France is", SamplingParams(temperature=0, max_tokens=24, logprobs=2)),
     ("Repeat after me: one two three four. One two three four. One two", SamplingParams(temperature=0, max_tokens=24, logprobs=0)),

@@ -62,12 +62,12 @@ def test_memory_for_the_longest_is_reserved_at_the_start() -> None:
     add(engine, 2, max_tokens=1)  # would be the third with 4 blocks
     assert [item[0] for item in step(engine)] == [0, 1]
     stats = engine.stats()
-    assert stats.blocks_used == 8 and stats.slots_empty == 8 * 4 - 4
+    assert stats.blocks_used == 8 and stats.kv[0].slots_empty == 8 * 4 - 4
     inflight = toy_engine(block_size=4, num_blocks=11)
     add(inflight, 2, max_tokens=15)
     add(inflight, 2, max_tokens=2)
     step(inflight)
-    assert inflight.stats().blocks_used == 2 and inflight.stats().slots_empty == 4
+    assert inflight.stats().blocks_used == 2 and inflight.stats().kv[0].slots_empty == 4
 
 
 def test_padding_ends_with_an_aborted_last_member() -> None:
@@ -98,7 +98,7 @@ def test_tokens_are_those_of_plain_decoding(requests: list[Any], num_running: in
     for (prompt, params), result in zip(asked, run_all(engine, asked), strict=True):
         for output in result.outputs:
             assert prompt + output.token_ids == plain_decoding(prompt, params, output.index)
-    engine._pool.check([])
+    engine._kv.check([])
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from headrace.engine import snapshot
 from headrace.engine.meter import HISTORY, WINDOW, Meter
 from headrace.errors import RequestError
-from headrace.stats import BlockMap
+from headrace.stats import GroupMap
 from tests.engine.test_scheduler import add, step
 from tests.engine.toy import VOCAB, toy_engine
 from tests.random_trees import RandomTrees
@@ -54,47 +54,58 @@ class TestMemory:
         add(engine, 5)
         step(engine)
         stats = engine.stats()
-        assert (stats.blocks_used, stats.slots_empty, stats.occupancy, stats.waste) == (2, 3, 0.2, 3 / 8)
+        assert (stats.blocks_used, stats.kv[0].slots_empty, stats.occupancy, stats.waste) == (2, 3, 0.2, 3 / 8)
 
     def test_slots_of_known_tokens_are_no_fragmentation(self) -> None:
         engine = toy_engine(block_size=8, max_num_batched_tokens=3)
         add(engine, 6)
         step(engine)  # three of six tokens are read: the block has three slots for the others, and two beyond
         stats = engine.stats()
-        assert (stats.slots_empty, stats.slots_promised, stats.waste, stats.fragmentation) == (5, 3, 5 / 8, 2 / 8)
+        (kv,) = stats.kv
+        assert (kv.slots_empty, kv.slots_promised, stats.waste, stats.fragmentation) == (5, 3, 5 / 8, 2 / 8)
 
     def test_a_shared_block_counts_once(self) -> None:
         engine = toy_engine(block_size=4)
         add(engine, 6, n=3, temperature=1.0, seed=1)
         step(engine)
-        stats, blocks = engine.stats(), engine.block_map()
-        assert (stats.running, stats.blocks_used, stats.slots_empty) == (3, 2, 2)
+        stats, (blocks,) = engine.stats(), engine.block_map().groups
+        assert (stats.running, stats.blocks_used, stats.kv[0].slots_empty) == (3, 2, 2)
         assert [(h.request, h.seq, h.computed) for h in blocks.holdings] == [("0", i, 6) for i in range(3)]
         assert blocks.holdings[0].blocks == blocks.holdings[1].blocks == blocks.holdings[2].blocks
         step(engine)  # each has a last block of its own now
         stats = engine.stats()
-        assert (stats.blocks_used, stats.slots_empty) == (4, 3)
+        assert (stats.blocks_used, stats.kv[0].slots_empty) == (4, 3)
 
     @settings(deadline=None)
-    @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=5), st.integers(1, 12))
-    def test_empty_slots_are_what_the_map_leaves_empty(self, requests: list[tuple[int, int, int]], steps: int) -> None:
-        engine = toy_engine(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=20)
+    @given(
+        st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=5),
+        st.integers(1, 12),
+        st.sampled_from([(0,), (0, 4), (6, 3)]),
+    )
+    def test_empty_slots_are_what_the_map_leaves_empty(
+        self, requests: list[tuple[int, int, int]], steps: int, windows: tuple[int, ...]
+    ) -> None:
+        engine = toy_engine(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=20, windows=windows)
         for prompt_len, max_tokens, n in requests:
             add(engine, prompt_len, max_tokens=max_tokens, n=n, temperature=1.0, seed=n)
         for _ in range(steps):
             engine.step()
-            stats, filled = engine.stats(), filled_slots(engine.block_map())
-            assert stats.blocks_used == len(filled)
-            assert stats.slots_empty == stats.blocks_used * stats.block_size - sum(map(len, filled.values()))
-            assert 0 <= stats.slots_promised <= stats.slots_empty and stats.fragmentation <= stats.waste
+            stats, blocks = engine.stats(), engine.block_map()
+            assert stats.fragmentation <= stats.waste
+            for kv, group in zip(stats.kv, blocks.groups, strict=True):
+                filled = filled_slots(group, blocks.block_size)
+                assert kv.blocks_used == len(filled)
+                assert kv.slots_empty == kv.blocks_used * kv.block_size - sum(map(len, filled.values()))
+                assert 0 <= kv.slots_promised <= kv.slots_empty
 
 
-def filled_slots(blocks: BlockMap) -> dict[int, set[int]]:
+def filled_slots(group: GroupMap, block_size: int) -> dict[int, set[int]]:
     """Slots with KV in each block, slot by slot."""
-    filled: dict[int, set[int]] = {block: set() for holding in blocks.holdings for block in holding.blocks}
-    for holding in blocks.holdings:
+    filled: dict[int, set[int]] = {block: set() for holding in group.holdings for block in holding.blocks if block >= 0}
+    for holding in group.holdings:
         for i in range(holding.computed):
-            filled[holding.blocks[i // blocks.block_size]].add(i % blocks.block_size)
+            if (block := holding.blocks[i // block_size]) >= 0:
+                filled[block].add(i % block_size)
     return filled
 
 

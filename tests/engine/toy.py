@@ -1,12 +1,14 @@
 """A toy model with real bookkeeping: an executable whose KV is a dictionary, and plain decoding of the same model in a loop.
-Its logits are a hash of the tokens a row sees, so one wrong token, position or slot changes everything after it.
+
+What a slot keeps is a hash of all tokens up to its own, made from what the slot before it keeps, as KV is. The logits follow from the
+hash of their row, so one wrong token, position or slot changes everything after it, in whichever group of layers it is.
 """
 
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +17,9 @@ from headrace import _native
 from headrace.batch import Ints, RaggedBatch
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
+from headrace.kv.manager import KvManager, Tables
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
+from headrace.program.kv import KvGroup, KvLayout
 from headrace.propose import make_proposers
 from headrace.proposer import Proposer
 from headrace.request import SamplingParams
@@ -25,26 +29,51 @@ from tests.sampling.sampler_twin import SamplerTwin
 from tests.tiny import TinyVocabulary
 
 VOCAB = 23
+FULL = (0,)
+"""The windows of a model with one group of layers, which see everything."""
 
 
 def toy_logits(tokens: list[int]) -> NDArray[np.float32]:
-    rng = np.random.default_rng(zlib.crc32(bytes(tokens)))
-    logits: NDArray[np.float32] = rng.normal(0, 2, VOCAB).astype(np.float32)
+    return _logits_of(zlib.crc32(bytes(tokens)))
+
+
+def _logits_of(text: int) -> NDArray[np.float32]:
+    logits: NDArray[np.float32] = np.random.default_rng(text).normal(0, 2, VOCAB).astype(np.float32)
     return logits
 
 
+def toy_groups(windows: tuple[int, ...]) -> tuple[KvGroup, ...]:
+    """A group of one layer for each window."""
+    return tuple(KvGroup((layer,), KvLayout(1, 2, 2), window) for layer, window in enumerate(windows))
+
+
+def toy_kv(num_blocks: int, block_size: int, windows: tuple[int, ...] = FULL, max_rows: int = 512) -> KvManager:
+    """So many blocks for each group."""
+    return KvManager(toy_groups(windows), KvConfig((num_blocks,) * len(windows), block_size), max_rows)
+
+
+class Kept(NamedTuple):
+    """What a slot keeps."""
+
+    position: int
+    text: int
+    """Hash of all tokens up to its own."""
+    is_broken: bool
+
+
 class ToyExecutable:
-    """Checks every batch while it runs it."""
+    """Checks every batch while it runs it. Windows must reach back one token at least."""
 
     max_in_flight = 1
 
-    def __init__(self, block_size: int, broken: int = -1, threads: int = 2) -> None:
+    def __init__(self, block_size: int, broken: int = -1, threads: int = 2, windows: tuple[int, ...] = FULL) -> None:
         self.block_size = block_size
+        self.windows = windows
         self._pool = _native.Pool(threads)
         self._values: list[LogitOpResult] = []
         self.broken = broken
         """A token that gives NaN wherever a row sees it."""
-        self.kv: dict[int, tuple[int, int]] = {}  # slot -> (position, token)
+        self.kv: list[dict[int, Kept]] = [{} for _ in windows]  # of each group, by slot
         self.largest = (0, 0, 0)  # most rows, logit rows and sequences in a step
         self.closed = False
 
@@ -54,33 +83,57 @@ class ToyExecutable:
         return Done(StepResult(self._values, rows if logits else None))
 
     def forward(self, batch: RaggedBatch) -> NDArray[np.float32]:  # [logit rows, vocab]
-        assert len(set(batch.slots.tolist())) == len(batch.slots), "two rows write one slot"
+        assert len(batch.kv) == len(self.windows)
+        assert all(len(set(group.slots.tolist())) == len(batch.tokens) for group in batch.kv), "two rows write one slot"
         assert list(batch.logit_rows) == sorted(set(batch.logit_rows.tolist()))
         sizes = (len(batch.tokens), len(batch.logit_rows), len(batch.scheduled_len))
         self.largest = tuple(map(max, self.largest, sizes))
-        for row in zip(batch.slots.tolist(), batch.positions.tolist(), batch.tokens.tolist(), strict=True):
-            self.kv[row[0]] = row[1:]
-        rows = [self._logits(batch, seq, row) for seq, row in zip(batch.seq_of, batch.logit_rows, strict=True)]
+        texts = [self._write(batch, seq, row) for seq in range(len(batch.scheduled_len)) for row in range(*batch.row_start[seq : seq + 2])]
+        rows = [self._logits(texts[row]) for row in batch.logit_rows]
         return np.array(rows, np.float32).reshape(-1, VOCAB)
 
-    def _logits(self, batch: RaggedBatch, seq: int, row: int) -> NDArray[np.float32]:
+    def _write(self, batch: RaggedBatch, seq: int, row: int) -> Kept:
+        """What a row keeps, from what it sees in every group, which must agree."""
+        seen = self._seen(batch, seq, row)
+        assert batch.positions[row] == len(seen), "a row has a wrong position"
+        found = set()
+        for window, group, kv in zip(self.windows, batch.kv, self.kv, strict=True):
+            table = group.block_table[seq]
+            places = seen[1 - window :] if window else seen
+            visible = [kv[int(table[i // self.block_size]) * self.block_size + i % self.block_size] for i in places]
+            assert [kept.position for kept in visible] == list(range(len(seen) - len(visible), len(seen))), "a row sees wrong positions"
+            found.add(visible[-1] if visible else Kept(-1, 0, False))
+        (before,) = found
+        token = int(batch.tokens[row])
+        kept = Kept(len(seen), zlib.crc32(bytes([token]), before.text), before.is_broken or token == self.broken)
+        for group, kv in zip(batch.kv, self.kv, strict=True):
+            kv[int(group.slots[row])] = kept
+        return kept
+
+    def _seen(self, batch: RaggedBatch, seq: int, row: int) -> list[int]:
+        """Where in its sequence's slots a row finds the tokens before its own."""
         start, context, num_scheduled = batch.row_start[seq], int(batch.context_len[seq]), int(batch.scheduled_len[seq])
-        assert start <= row < batch.row_start[seq + 1]
         local = int(row - start)
-        seen = list(range(context + min(local + 1, num_scheduled)))
-        if local >= num_scheduled:
-            nodes = range(local - num_scheduled + 1)
+        seen = list(range(context + min(local, num_scheduled)))
+        if local > num_scheduled:
+            nodes = range(local - num_scheduled)
             if batch.ancestors is not None:
                 nodes = [n for n in nodes if int(batch.ancestors[row, n // 64]) >> n % 64 & 1]
             seen += [context + num_scheduled + node for node in nodes]
-        visible = [self.kv[batch.block_table[seq, i // self.block_size] * self.block_size + i % self.block_size] for i in seen]
-        assert [position for position, _ in visible] == list(range(len(visible))), "a row sees wrong positions"
-        tokens = [token for _, token in visible]
-        return np.full(VOCAB, np.nan, np.float32) if self.broken in tokens else toy_logits(tokens)
+        return seen
 
-    def move_slots(self, source: Ints, target: Ints) -> None:
+    def _logits(self, kept: Kept) -> NDArray[np.float32]:
+        return np.full(VOCAB, np.nan, np.float32) if kept.is_broken else _logits_of(kept.text)
+
+    def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         for s, t in zip(source.tolist(), target.tolist(), strict=True):
-            self.kv[t] = self.kv.get(s, (-1, -1))
+            self.kv[group][t] = self.kv[group].get(s, Kept(-1, 0, False))
+
+    def check(self, kv: KvManager, tables: Tables, tokens: list[int]) -> None:
+        """Assert that the slots of a sequence keep these tokens, as far as it still has them."""
+        for pool, table, kept in zip(kv.pools, tables, self.kv, strict=True):
+            for i in range(table.num_released * self.block_size, len(tokens)):
+                assert kept[pool.slot(table, i)][:2] == (i, zlib.crc32(bytes(tokens[: i + 1])))
 
     def close(self) -> None:
         self.closed = True
@@ -95,15 +148,17 @@ def toy_engine(
     threads: int = 2,
     attention_crossover: float = math.inf,
     proposer: Proposer | Mapping[str, Proposer] | None = None,
+    windows: tuple[int, ...] = FULL,
     clock: Callable[[], float] = perf_counter,
     late: bool = False,
     **config: Any,
 ) -> Engine:
-    limits = EngineLimits(VOCAB, max_model_len, KvConfig(num_blocks, block_size), attention_crossover=attention_crossover)
+    kv = KvConfig((num_blocks,) * len(windows), block_size)
+    limits = EngineLimits(VOCAB, max_model_len, kv, toy_groups(windows), attention_crossover)
     defaults: dict[str, Any] = {"multi_step_ms": 0, "adaptive_speculation": False, "max_draft_tokens": 128}
     options = EngineConfig(**defaults | config)
     proposers = proposer if isinstance(proposer, Mapping) else {"test": proposer} if proposer else make_proposers(options)
-    toy = ToyExecutable(block_size, broken, threads)
+    toy = ToyExecutable(block_size, broken, threads, windows)
     return Engine(LateExecutable(toy) if late else toy, TinyVocabulary(VOCAB), limits, options, proposers, clock=clock)
 
 

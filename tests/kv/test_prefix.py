@@ -6,27 +6,34 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.kv.blocks import NULL_BLOCK, BlockPool
+from headrace.kv.blocks import NULL_BLOCK
+from headrace.kv.manager import KvManager, Tables
 from headrace.kv.prefix import Node, PrefixCache, Scope
+from tests.engine.toy import toy_kv
 
 SCOPE = Scope()
 
 
-def held(pool: BlockPool, cache: PrefixCache, known: list[int], scope: Scope = SCOPE) -> list[int]:
-    """The table of a sequence that has come and computed all its tokens."""
-    table: list[int] = []
+def held(kv: KvManager, cache: PrefixCache, known: list[int], scope: Scope = SCOPE) -> Tables:
+    """The tables of a sequence that has come and computed all its tokens."""
+    tables = kv.new_tables()
     node = cache.find(scope, known, len(known))
-    pool.share(table, node.path())
-    assert pool.reserve(table, node.depth * pool.block_size, len(known) - node.depth * pool.block_size) == []
-    cache.extend(node, table, known, len(known))
-    return table
+    kv.share(tables, cache.blocks(node))
+    assert kv.reserve(tables, node.depth * kv.block_size, len(known) - node.depth * kv.block_size) == []
+    cache.extend(node, tables, known, len(known))
+    return tables
+
+
+def path(cache: PrefixCache, known: list[int], most: int, scope: Scope = SCOPE) -> list[int]:
+    """The blocks that are found, of the first group."""
+    return cache.blocks(cache.find(scope, known, most))[0]
 
 
 def test_finds_whole_blocks_of_equal_tokens() -> None:
-    pool = BlockPool(16, 4)
-    cache = PrefixCache(pool)
-    table = held(pool, cache, list(range(10)))
-    assert len(cache._nodes) == 2
+    kv = toy_kv(16, 4)
+    cache = PrefixCache(kv)
+    (table,) = held(kv, cache, list(range(10)))
+    assert len(cache._nodes[0]) == 2
     for known, most, blocks in [
         (list(range(10)), 10, 2),
         (list(range(8)), 8, 2),
@@ -37,82 +44,107 @@ def test_finds_whole_blocks_of_equal_tokens() -> None:
         ([9, 1, 2, 3, 4, 5, 6, 7], 8, 0),
         ([4, 5, 6, 7], 4, 0),
     ]:
-        assert cache.find(SCOPE, known, most).path() == table[:blocks]
+        assert path(cache, known, most) == list(table[:blocks])
 
 
 def test_other_salt_or_adapter_is_never_a_hit() -> None:
-    pool = BlockPool(32, 2)
-    cache = PrefixCache(pool)
+    kv = toy_kv(32, 2)
+    cache = PrefixCache(kv)
     scopes = [Scope(salt, adapter) for salt in (None, "", "a", "b") for adapter in (None, "", "a")]
-    tables = [held(pool, cache, [1, 2, 3, 4], scope) for scope in scopes]
+    tables = [list(held(kv, cache, [1, 2, 3, 4], scope)[0]) for scope in scopes]
     assert len({block for table in tables for block in table}) == 2 * len(scopes)
-    assert [cache.find(scope, [1, 2, 3, 4], 4).path() for scope in scopes] == tables
+    assert [path(cache, [1, 2, 3, 4], 4, scope) for scope in scopes] == tables
 
 
 def test_equal_blocks_become_one() -> None:
-    pool = BlockPool(16, 4)
-    cache = PrefixCache(pool)
+    kv = toy_kv(16, 4, (0, 6))
+    cache = PrefixCache(kv)
     known = list(range(11))
-    first: list[int] = []
-    second: list[int] = []
+    both = [kv.new_tables(), kv.new_tables()]
     root = cache.find(SCOPE, known, 11)
-    for table in (first, second):  # both have started before either was done
-        pool.reserve(table, 0, 11)
-    assert pool.num_free == 10
-    cache.extend(root, first, known, 11)
-    cache.extend(root, second, known, 11)
-    assert first[:2] == second[:2] and first[2] != second[2]
-    assert pool.num_free == 12
-    pool.check([first, second])
+    for tables in both:  # both have started before either was done
+        kv.reserve(tables, 0, 11)
+    assert [pool.num_free for pool in kv.pools] == [10, 10]
+    for tables in both:
+        cache.extend(root, tables, known, 11)
+    for first, second in zip(*both, strict=True):
+        assert first[:2] == second[:2] and first[2] != second[2]
+    assert [pool.num_free for pool in kv.pools] == [12, 12]
+    kv.check(both)
 
 
 def test_what_was_used_longest_ago_goes_first_leaves_before_all() -> None:
-    pool = BlockPool(24, 1)
-    cache = PrefixCache(pool)
+    kv = toy_kv(24, 1)
+    cache, (pool,) = PrefixCache(kv), kv.pools
     paths = [[i] * 8 for i in range(3)]
     for known in (*paths, paths[0]):  # the first is used again
-        pool.free(held(pool, cache, known))
+        kv.free(held(kv, cache, known))
     assert pool.num_free == 24 and pool.num_evictable == 24
-    table: list[int] = []
-    pool.reserve(table, 0, 1)
+    tables = kv.new_tables()
+    kv.reserve(tables, 0, 1)
     assert [cache.find(SCOPE, known, 8).depth for known in paths] == [8, 0, 8]
-    pool.free(held(pool, cache, [2, 2]))  # the beginning of the third, again
-    pool.reserve(table, 0, 8 + 1)
+    kv.free(held(kv, cache, [2, 2]))  # the beginning of the third, again
+    kv.reserve(tables, 0, 8 + 1)
     assert [cache.find(SCOPE, known, 8).depth for known in paths] == [6, 0, 2]
-    assert table[:8] == list(range(table[0], table[0] + 8))  # a run
-    pool.check([table])
+    (table,) = tables
+    assert list(table[:8]) == list(range(table[0], table[0] + 8))  # a run
+    kv.check([tables])
 
 
-def test_a_scope_without_blocks_is_release_outside_windowtten() -> None:
-    pool = BlockPool(2, 1)
-    cache = PrefixCache(pool)
+def test_a_scope_without_blocks_is_forgotten() -> None:
+    kv = toy_kv(2, 1)
+    cache = PrefixCache(kv)
     gc.disable()
     try:
         for salt in map(str, range(100)):
-            pool.free(held(pool, cache, [1, 2], Scope(salt)))
-        assert len(cache._roots) == 1
+            kv.free(held(kv, cache, [1, 2], Scope(salt)))
+        assert len(cache._roots) == 1 and len(cache._children) == 2
     finally:
         gc.enable()
 
 
-class Cache(RuleBasedStateMachine):
-    """Sequences that hit, grow, fork, rewind and end. The model: what the KV in each slot was computed from."""
+def test_a_hit_needs_what_its_rows_see_and_no_more() -> None:
+    """A window has gone on to the last of twelve blocks; most of what lies behind it was evicted, and is not missed."""
+    kv = toy_kv(12, 2, (0, 4))  # a row behind a block boundary sees the two blocks before it
+    cache, (full, windowed) = PrefixCache(kv), kv.pools
+    known = list(range(24))
+    tables, other = held(kv, cache, known), kv.new_tables()
+    kv.advance(tables, 24, 24)
+    kv.free(tables)
+    windowed.reserve(other[1], 0, 1)  # evicts as many as make a run, those first that were released first
+    blocks = cache.blocks(cache.find(SCOPE, known, 24))
+    assert len(blocks[0]) == len(blocks[1]) == 12 and [block == NULL_BLOCK for block in blocks[1]] == [True] * 10 + [False] * 2
+    assert [cache.find(SCOPE, known, 2 * depth).depth for depth in range(13)] == [0] * 10 + [10, 11, 12]
+    kv.free(other)
+    full.reserve(other[0], 0, 2 * 12)  # without a block that all rows see the others of its node are of no use
+    assert windowed.num_evictable == 0 and not cache._nodes[1] and cache.find(SCOPE, known, 24).depth == 0
 
-    @initialize(num_blocks=st.integers(1, 20), block_size=st.sampled_from([1, 2, 3]))
-    def start(self, num_blocks: int, block_size: int) -> None:
-        self.pool = BlockPool(num_blocks, block_size)
-        self.cache = PrefixCache(self.pool)
-        self.seqs: list[tuple[Scope, list[int], list[int], Node]] = []  # tokens, all computed, and table
-        self.memory: dict[int, tuple[Scope, tuple[int, ...]]] = {}  # slot -> what its KV was computed from
+
+class Cache(RuleBasedStateMachine):
+    """Sequences that hit, grow, fork, go on and end. The model: what the KV in each slot was computed from."""
+
+    @initialize(
+        num_blocks=st.integers(1, 20),
+        block_size=st.sampled_from([1, 2, 3]),
+        windows=st.sampled_from([(0,), (0, 3), (0, 2, 7), (4,), (2, 5), (3, 0)]),
+    )
+    def start(self, num_blocks: int, block_size: int, windows: tuple[int, ...]) -> None:
+        self.windows = windows
+        self.kv = toy_kv(num_blocks, block_size, windows, max_rows=12)
+        self.cache = PrefixCache(self.kv)
+        self.seqs: list[tuple[Scope, list[int], Tables, Node]] = []  # tokens, all computed, and tables
+        self.memory: list[dict[int, tuple[Scope, tuple[int, ...]]]] = [{} for _ in windows]  # slot -> what its KV was computed from
 
     @rule(known=st.lists(st.integers(0, 1), max_size=12), salt=st.sampled_from([None, "a"]), spare=st.integers(0, 2))
     def new(self, known: list[int], salt: str | None, spare: int) -> None:
-        scope, size = Scope(salt), self.pool.block_size
+        scope, size = Scope(salt), self.kv.block_size
         node = self.cache.find(scope, known, len(known) - spare)
-        assert node.depth * size <= max(0, len(known) - spare)
-        table: list[int] = []
-        self.pool.share(table, node.path())
-        self._grow(scope, known[: node.depth * size], table, node, known[node.depth * size :])
+        assert node.depth == self._longest_hit(scope, known, max(0, len(known) - spare))
+        blocks, tables = self.cache.blocks(node), self.kv.new_tables()
+        if any(pool.needed(len(known)) > pool.num_available for pool in self.kv.pools):
+            return
+        self.kv.share(tables, blocks)
+        self._grow(scope, known[: node.depth * size], tables, node, known[node.depth * size :])
 
     @precondition(lambda self: self.seqs)
     @rule(which=st.integers(0), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5))
@@ -122,47 +154,62 @@ class Cache(RuleBasedStateMachine):
     @precondition(lambda self: self.seqs)
     @rule(which=st.integers(0))
     def fork(self, which: int) -> None:
-        scope, known, table, node = self.seqs[which % len(self.seqs)]
-        self.seqs.append((scope, list(known), list(self.pool.fork(table)), node))
-
-    @precondition(lambda self: self.seqs)
-    @rule(which=st.integers(0), window=st.integers(1, 6))
-    def release_outside_window(self, which: int, window: int) -> None:
-        _, known, table, _ = self.seqs[which % len(self.seqs)]
-        self.pool.release_outside_window(table, len(known) + 1 - window)
+        scope, known, tables, node = self.seqs[which % len(self.seqs)]
+        self.seqs.append((scope, list(known), self.kv.fork(tables), node))
+        while self.kv.is_overdrawn:
+            self.kv.free(self.seqs.pop()[2])
 
     @precondition(lambda self: self.seqs)
     @rule(which=st.integers(0))
     def end(self, which: int) -> None:
-        self.pool.free(self.seqs.pop(which % len(self.seqs))[2])
+        self.kv.free(self.seqs.pop(which % len(self.seqs))[2])
 
     @invariant()
     def every_sequence_reads_its_own_tokens(self) -> None:
-        if not hasattr(self, "pool"):
+        if not hasattr(self, "kv"):
             return
-        self.pool.check([table for _, _, table, _ in self.seqs])
-        for scope, known, table, _ in self.seqs:
-            for i in range(table.count(NULL_BLOCK) * self.pool.block_size, len(known)):
-                assert self.memory[self.pool.slot(table, i)] == (scope, tuple(known[: i + 1]))
-            if NULL_BLOCK not in table:  # it holds its whole path, which everybody finds then
-                depth = len(known) // self.pool.block_size
-                assert self.cache.find(scope, known, len(known)).path() == table[:depth]
+        self.kv.check([tables for _, _, tables, _ in self.seqs])
+        for scope, known, tables, _ in self.seqs:
+            for pool, table, memory in zip(self.kv.pools, tables, self.memory, strict=True):
+                for i in range(table.num_released * pool.block_size, len(known)):
+                    assert memory[pool.slot(table, i)] == (scope, tuple(known[: i + 1]))
+            depth = len(known) // self.kv.block_size
+            assert self.cache.find(scope, known, len(known)).depth == self._longest_hit(scope, known, len(known))
+            if not any(self.windows):  # it holds its whole path, which everybody finds then
+                assert self.cache.blocks(self.cache.find(scope, known, len(known)))[0] == list(tables[0][:depth])
 
-    def _grow(self, scope: Scope, known: list[int], table: list[int], node: Node, tokens: list[int]) -> None:
-        """Compute `tokens`; the sequence ends where there is no room."""
-        copies = self.pool.reserve(table, len(known), len(tokens))
+    def _longest_hit(self, scope: Scope, known: list[int], most: int) -> int:
+        """In blocks, by looking at all that is kept: each group must have every token that a row behind the hit sees."""
+        size = self.kv.block_size
+        kept = [{memory[block * size + size - 1] for block in nodes} for nodes, memory in zip(self.cache._nodes, self.memory, strict=True)]
+
+        def is_hit(depth: int) -> bool:
+            first = [max(0, depth * size + 1 - window) // size if window else 0 for window in self.windows]
+            return all(
+                (scope, tuple(known[: (i + 1) * size])) in have
+                for have, begin in zip(kept, first, strict=True)
+                for i in range(begin, depth)
+            )
+
+        return next(depth for depth in range(most // size, -1, -1) if is_hit(depth))
+
+    def _grow(self, scope: Scope, known: list[int], tables: Tables, node: Node, tokens: list[int]) -> None:
+        """Compute `tokens`; the sequence ends where there are not enough blocks."""
+        self.kv.advance(tables, len(known), len(known))
+        copies = self.kv.reserve(tables, len(known), len(tokens))
         if copies is None:
-            self.pool.free(table)
+            self.kv.free(tables)
             return
-        for source, target in self.pool.slots_of(copies):
-            if source in self.memory:
-                self.memory[target] = self.memory[source]
+        for group, source, target in self.kv.slots_of(copies):
+            if source in self.memory[group]:
+                self.memory[group][target] = self.memory[group][source]
         for token in tokens:
             known.append(token)
-            self.memory[self.pool.slot(table, len(known) - 1)] = (scope, tuple(known))
-        node = self.cache.extend(node, table, known, len(known))
-        self.seqs.append((scope, known, table, node))
+            for pool, table, memory in zip(self.kv.pools, tables, self.memory, strict=True):
+                memory[pool.slot(table, len(known) - 1)] = (scope, tuple(known))
+        node = self.cache.extend(node, tables, known, len(known))
+        self.seqs.append((scope, known, tables, node))
 
 
 TestCache = Cache.TestCase
-TestCache.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCache.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

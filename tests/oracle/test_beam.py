@@ -16,7 +16,7 @@ from headrace.request import SamplingParams
 from tests.tiny import TinyVocabulary, run_all
 
 VOCAB = 61
-KV = KvConfig(64, 4, "f32")
+KV = KvConfig((64,), 4, "f32")
 CASES: list[tuple[dict[str, Any], tuple[int, ...]]] = [  # parameters, end tokens
     ({"beam_width": 4, "n": 4}, ()),
     ({"beam_width": 4, "n": 2}, (3, 9, 17, 25)),

@@ -30,7 +30,7 @@ def checkpoint() -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def cpu(checkpoint: Checkpoint) -> Iterator[Executable]:
-    executable = executable_of(checkpoint, "cpu", KvConfig(32))
+    executable = executable_of(checkpoint, "cpu", KvConfig((32,)))
     yield executable
     executable.close()
 
@@ -87,7 +87,7 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 def test_reference_logits(checkpoint: Checkpoint, transformers_model: LlamaForCausalLM) -> None:
     tokens = json.loads((DATA / "nll.json").read_text())["token_ids"][:40]
     want = truth(transformers_model, tokens)
-    got = logits_of(executable_of(checkpoint, "reference", KvConfig(16, 32, "f32")), tokens)
+    got = logits_of(executable_of(checkpoint, "reference", KvConfig((16,), 32, "f32")), tokens)
     assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
 
 

@@ -1,19 +1,26 @@
 """The block map: every block drawn once, in the right colour, as full as it is."""
 
+import itertools
 import re
 from xml.etree import ElementTree
 
 import pytest
 
 from headrace.planner.block_picture import block_map_svg
-from headrace.stats import BlockMap, Holding
+from headrace.stats import BlockMap, GroupMap, Holding
 
 SVG = "{http://www.w3.org/2000/svg}"
-BLOCKS = BlockMap(
+
+
+def one_group(num_blocks: int, block_size: int, holdings: list[Holding], cached: tuple[int, ...] = ()) -> BlockMap:
+    return BlockMap(block_size, [GroupMap(2, 0, num_blocks, holdings, cached)])
+
+
+BLOCKS = one_group(
     40,
     8,
     [Holding("a", 0, 20, [0, 1, 2]), Holding("a", 1, 20, [0, 1, 3]), Holding("b", 0, 9, [0, 9]), Holding("c", 0, 0, [7])],
-    cached=[20, 21, 9],
+    cached=(20, 21, 9),
 )
 
 
@@ -28,7 +35,7 @@ def cells(svg: str, kind: str) -> int:
 
 def legend(svg: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """What the legend alone draws: filled strips, and pale ones."""
-    empty = block_map_svg("t", BlockMap(40, 8, []))
+    empty = block_map_svg("t", one_group(40, 8, []))
     return rects(empty, "kv"), rects(empty, "room")
 
 
@@ -41,22 +48,35 @@ def test_every_block_is_drawn() -> None:
     assert "6 of 40 blocks of 8 tokens in use; 25 of their 48 slots hold KV (47.9 % empty); 2 shared; 2 free but cached" in svg
 
 
+def test_each_group_has_a_grid_of_its_own() -> None:
+    windowed = GroupMap(10, 12, 16, [Holding("a", 0, 20, [-1, 5, 6]), Holding("b", 0, 9, [0, 9])], [3])
+    svg = block_map_svg("t", BlockMap(8, [*BLOCKS.groups, windowed]))
+    strips, _ = legend(svg)
+    assert cells(svg, "free") == 40 - 6 + 16 - 4 and cells(svg, "cached") == 2 + 1
+    assert len(rects(svg, "kv")) - len(strips) == 6 + 4
+    assert "2 layers that see all tokens: 6 of 40 blocks" in svg
+    assert "10 layers that see the last 12 tokens: 4 of 16 blocks of 8 tokens in use; 21 of their 32 slots" in svg
+    tops = sorted({float(rect["y"]) for rect in rects(svg, "kv") if float(rect["x"]) < 700})
+    assert max(b - a for a, b in itertools.pairwise(tops)) > 40  # there are words between the grids
+    assert "4 + 2" in svg and "2 + 2" in svg  # blocks of a and of b
+
+
 def test_a_part_is_as_high_as_it_is_full() -> None:
-    svg = block_map_svg("t", BlockMap(1, 8, [Holding("a", 0, 2, [0])]))
+    svg = block_map_svg("t", one_group(1, 8, [Holding("a", 0, 2, [0])]))
     (full,), (budget,) = ([r for r in rects(svg, kind) if float(r["x"]) < 500] for kind in ("kv", "room"))
     assert float(full["height"]) / float(budget["height"]) == pytest.approx(0.25, abs=0.01)
     assert float(full["y"]) + float(full["height"]) == pytest.approx(float(budget["y"]) + float(budget["height"]), abs=0.15)
 
 
 def test_requests_have_colours_of_their_own() -> None:
-    blocks = BlockMap(64, 4, [Holding(str(i), 0, 4, [i]) for i in range(40)])
+    blocks = one_group(64, 4, [Holding(str(i), 0, 4, [i]) for i in range(40)])
     svg = block_map_svg("t", blocks)
     assert len({rect["fill"] for rect in rects(svg, "kv") if float(rect["x"]) < 740}) == 40
     assert "and 14 more" in svg
 
 
 def test_many_blocks_stay_on_the_page_and_are_few_bytes() -> None:
-    svg = block_map_svg("t", BlockMap(2**16, 32, [Holding("long", 0, 2**15, list(range(1024)))]))
+    svg = block_map_svg("t", one_group(2**16, 32, [Holding("long", 0, 2**15, list(range(1024)))]))
     width, height = map(float, re.search(r'viewBox="0 0 (\d+) (\d+)"', svg).groups())  # type: ignore[union-attr]
     assert width == 1000 and height < 700 and len(svg) < 3_000_000
     for rect in rects(svg, "kv"):
@@ -64,6 +84,6 @@ def test_many_blocks_stay_on_the_page_and_are_few_bytes() -> None:
 
 
 def test_a_hostile_name_stays_text() -> None:
-    svg = block_map_svg("<t>", BlockMap(4, 4, [Holding("<script>\x1b" + "x" * 99, 0, 3, [1])]))
+    svg = block_map_svg("<t>", one_group(4, 4, [Holding("<script>\x1b" + "x" * 99, 0, 3, [1])]))
     ElementTree.fromstring(svg)
     assert "<script>" not in svg and "\x1b" not in svg and "x" * 20 not in svg

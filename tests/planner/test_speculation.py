@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace.batch import Commit, DraftTree, RaggedBatch
-from headrace.kv.blocks import BlockPool
+from headrace.batch import Commit, DraftTree
 from headrace.logit_ops import StepResult
 from headrace.planner.speculation import Costs, best_gain, expected_tokens, gain, simulated_tokens
 from headrace.propose.draft_model import DraftModelProposer
 from headrace.proposer import SequenceView
 from headrace.request import SamplingParams
-from tests.engine.toy import ToyExecutable, toy_engine
+from tests.engine.toy import Kept, ToyExecutable, toy_engine, toy_kv
 from tests.tiny import run_all
 
 
@@ -53,8 +52,8 @@ def test_the_best_depth_grows_with_acceptance_and_shrinks_with_cost() -> None:
 class OftenRight(ToyExecutable):
     """The toy model, turned upside down after one text in four."""
 
-    def _logits(self, batch: RaggedBatch, seq: int, row: int) -> NDArray[np.float32]:
-        logits = super()._logits(batch, seq, row)
+    def _logits(self, kept: Kept) -> NDArray[np.float32]:
+        logits = super()._logits(kept)
         return -logits if zlib.crc32(logits.tobytes()) % 4 == 0 else logits
 
 
@@ -62,7 +61,7 @@ class Watched(DraftModelProposer):
     """Counts what becomes of drafts, depth by depth."""
 
     def __init__(self, depth: int) -> None:
-        super().__init__(OftenRight(4), BlockPool(64, 4), 40, depth, 1, probabilities=False)
+        super().__init__(OftenRight(4), toy_kv(64, 4), 40, depth, 1, probabilities=False)
         self.paths: list[int] = []
         self._full: list[int] = []
 

@@ -42,7 +42,7 @@ class Watcher:
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_the_equations(backend: str) -> None:
-    target = tiny_executable(MODEL, backend, KvConfig(2, BLOCK_SIZE[backend], "f32"))
+    target = tiny_executable(MODEL, backend, KvConfig((2,), BLOCK_SIZE[backend], "f32"))
     x = np.random.default_rng(0).normal(0, 1, (5, SPEC.dim)).astype(np.float32)
     tensors = head_tensors(SPEC, 2)
     for i, head in enumerate(medusa_heads(target, SPEC, 2)):
@@ -55,7 +55,7 @@ def test_the_equations(backend: str) -> None:
 def test_heads_that_fit_the_model_are_right() -> None:
     """Fitted by least squares to the model's own output; W = 0, so that a head is linear in the hidden row."""
     watcher = Watcher()
-    target = tiny_executable(MODEL, "cpu", KvConfig(8, 32, "f32"))
+    target = tiny_executable(MODEL, "cpu", KvConfig((8,), 32, "f32"))
     hidden_program = trace_model(*MODEL).keeping_hidden()
     engine = tiny_engine(MODEL, "cpu", proposer=watcher, executable=target.attach(hidden_program, MODEL[1]), kv_dtype="f32")
     (plain,) = run_all(engine, [([1, 2, 3], GREEDY)])

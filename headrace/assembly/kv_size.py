@@ -1,0 +1,54 @@
+"""How much KV an engine keeps: of what memory has left beside the weights, as much as its sequences may need."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from headrace.config import EngineConfig, KvConfig
+from headrace.errors import MemoryLimitError
+from headrace.program.kv import KvGroup
+
+MOST_BLOCKS = 2**26
+
+
+class KvUse(NamedTuple):
+    """What a model keeps, and most rows that a sequence has in a step of it."""
+
+    groups: tuple[KvGroup, ...]
+    max_rows: int
+
+
+def size_kv(models: Sequence[KvUse], config: EngineConfig, max_model_len: int, weights: int, available: int) -> list[KvConfig]:
+    """The KV of a model, and of a draft that keeps its own beside it, by bytes of weights and bytes of available memory.
+
+    The layers that see furthest have as many blocks as asked for, else room for `max_num_seqs` sequences of full length. Where layers see
+    less far a sequence needs as many blocks at most, and no more than its window touches: they have enough for all sequences. What is
+    not asked for takes no more than half of what the weights leave, unless one sequence needs more, and where that is so there are
+    windows for fewer sequences. Raises MemoryLimitError, with the arithmetic.
+    """
+    block_size = KvConfig.block_size
+    for_one = [[group.num_blocks(max_model_len, model.max_rows, block_size) for group in model.groups] for model in models]
+    widest = max(map(max, for_one))
+
+    def num_blocks(blocks: int, seqs: int) -> list[tuple[int, ...]]:
+        return [tuple(blocks if one == widest else min(blocks, seqs * one) for one in each) for each in for_one]
+
+    def num_bytes(blocks: int, seqs: int) -> int:
+        pairs = zip((group for model in models for group in model.groups), chain.from_iterable(num_blocks(blocks, seqs)), strict=True)
+        return sum(count * group.block_bytes(config.kv_dtype, block_size) for group, count in pairs)
+
+    blocks, seqs, memory = config.kv_blocks, config.max_num_seqs, available - weights
+    if not blocks:
+        in_half = bisect_right(range(1, MOST_BLOCKS), memory // 2, key=lambda n: num_bytes(n, seqs))
+        blocks = max(widest, min(seqs * widest, in_half))
+        seqs = max(1, bisect_right(range(1, seqs + 1), memory // 2, key=lambda n: num_bytes(blocks, n)))
+    fitting = bisect_right(range(1, MOST_BLOCKS), memory, key=lambda n: num_bytes(n, seqs))
+    if blocks <= fitting:
+        return [KvConfig(counts, block_size, config.kv_dtype) for counts in num_blocks(blocks, seqs)]
+    tokens, kv = blocks * block_size, num_bytes(blocks, seqs)
+    advice = f"kv_blocks may be {fitting:,}" if config.kv_blocks else f"set max_model_len to {fitting * block_size:,} or less"
+    raise MemoryLimitError(
+        f"{weights:,} bytes of weights and {kv:,} bytes of KV for {tokens:,} tokens are {weights + kv:,} bytes, "
+        f"and {available:,} are available: {advice if fitting else 'the model is too large for this machine'}"
+    )

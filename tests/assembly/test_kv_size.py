@@ -1,0 +1,51 @@
+"""How much KV an engine keeps beside its weights."""
+
+from typing import Any
+
+import pytest
+
+from headrace.assembly.kv_size import KvUse, size_kv
+from headrace.assembly.options import engine_config
+from headrace.config import KvConfig
+from headrace.errors import MemoryLimitError
+from headrace.model import trace_model
+from tests.tiny import tiny_model
+
+
+class TestKvSize:
+    MODEL = tiny_model(0, context=1000)
+    BLOCK = 2 * 2 * 32 * (8 + 16) * 2  # layers, KV heads, tokens, head dim of K and, padded, of V, bytes
+    WEIGHTS = 10_000
+
+    def size(self, blocks: float, **options: Any) -> KvConfig:
+        """With memory for so many blocks beside the weights."""
+        models = [KvUse(trace_model(*self.MODEL).kv_groups, 512)]
+        (kv,) = size_kv(models, engine_config(options), 1000, self.WEIGHTS, self.WEIGHTS + int(blocks * self.BLOCK))
+        return kv
+
+    def test_enough_for_all_sequences(self) -> None:
+        assert self.size(10_000, max_num_seqs=3) == KvConfig((3 * 32,), 32, "bf16")
+
+    def test_half_of_the_memory(self) -> None:
+        assert self.size(200).num_blocks == (100,)
+        assert self.size(200, kv_dtype="f32").num_blocks == (50,)
+
+    def test_at_least_one_sequence(self) -> None:
+        assert self.size(40).num_blocks == (32,)
+
+    def test_as_asked_for(self) -> None:
+        assert self.size(8, kv_blocks=7).num_blocks == (7,)
+
+    @pytest.mark.parametrize(
+        ("blocks", "options", "message"),
+        [
+            (20.5, {}, "10,000 bytes of weights and 196,608 bytes of KV for 1,024 tokens are 206,608 bytes, and 135,952 are available"),
+            (20.5, {}, "set max_model_len to 640 or less"),
+            (20.5, {"kv_blocks": 21}, "kv_blocks may be 20"),
+            (-1, {}, "the model is too large for this machine"),
+        ],
+    )
+    def test_too_much(self, blocks: float, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(MemoryLimitError) as error:
+            self.size(blocks, **options)
+        assert message in str(error.value)

@@ -1,0 +1,203 @@
+"""The KV of several groups of layers: all or nothing, windows that pass on what they release, and promises that are kept."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headrace.kv.blocks import Table
+from headrace.kv.manager import Copy, Demand, Tables
+from headrace.kv.window import WindowPool
+from headrace.program.kv import KvGroup, KvLayout
+from tests.engine.test_machine import touched
+from tests.engine.toy import toy_kv
+
+
+@given(window=st.integers(1, 40), rows=st.integers(1, 20), size=st.sampled_from([1, 2, 3, 4, 32]), tokens=st.integers(1, 200))
+def test_a_window_needs_what_its_rows_can_touch(window: int, rows: int, size: int, tokens: int) -> None:
+    most = min(-(-tokens // size), touched(window, rows, size))
+    group = KvGroup((0,), KvLayout(1, 2, 2), window)
+    assert group.num_blocks(tokens, rows, size) == most
+    pool = WindowPool(500, size, window, rows)
+    assert pool.needed(tokens) == min(-(-tokens // size), touched(window, min(rows, tokens), size)) <= most
+    assert pool.reach == -(-(window - 1) // size)
+
+
+def test_all_groups_or_none() -> None:
+    kv = toy_kv(4, 4, (0, 6), max_rows=20)
+    tables, other = kv.new_tables(), kv.new_tables()
+    assert kv.reserve(tables, 0, 12) == []
+    assert kv.reserve(other, 0, 5) is None
+    assert not any(other) and [pool.num_free for pool in kv.pools] == [1, 1]
+    kv.advance(tables, 12, 12)
+    assert list(tables[1][:1]) == [-1] and [pool.num_free for pool in kv.pools] == [1, 2]
+    assert kv.reserve(other, 0, 5) is None and not any(other)  # the one has two, the other has not
+    assert kv.reserve(other, 0, 4) == []
+    kv.check([tables, other])
+
+
+def test_a_fork_copies_and_moves_in_each_group() -> None:
+    kv = toy_kv(8, 4, (0, 3))
+    tables = kv.new_tables()
+    kv.reserve(tables, 0, 6)
+    child = kv.fork(tables)
+    copies = kv.reserve(child, 6, 2) or []
+    assert copies == [Copy(group, tables[group][1], child[group][1]) for group in range(2)]
+    assert kv.slots_of(copies[:1]) == [Copy(0, tables[0][1] * 4 + i, child[0][1] * 4 + i) for i in range(4)]
+    kv.reserve(tables, 6, 10)
+    slots = [[pool.slot(table, i) for i in range(16)] for pool, table in zip(kv.pools, tables, strict=True)]
+    assert kv.keep(tables, 7, [0, 2]) == [Copy(group, slots[group][9], slots[group][8]) for group in range(2)]
+    assert [len(table) for table in tables] == [3, 3]
+
+
+def test_a_prompt_goes_on_in_what_it_releases() -> None:
+    """However long it is, its window never takes a block more than it had at first, and others may have all the rest."""
+    kv = toy_kv(100, 2, (0, 5), max_rows=4)
+    full, windowed = kv.pools
+    tables = kv.new_tables()
+    assert kv.reserve(tables, 0, 120) == [] and len(tables[0]) == 60
+    most = touched(5, 4, 2)
+    assert len(tables[1]) == most
+    while windowed.num_available:
+        windowed.reserve(Table(), 0, 1)
+    for computed in range(0, 120, 3):
+        kv.advance(tables, computed, 120)
+        assert kv.reserve(tables, computed, min(4, 120 - computed)) == []
+        assert tables[1].num_held <= most
+    assert tables[1].num_released == (117 + 1 - 5) // 2 and full.num_free == 40
+
+
+@pytest.mark.parametrize("windows", [(5,), (0, 5)])
+def test_in_a_window_each_table_pays_for_its_blocks(windows: tuple[int, ...]) -> None:
+    kv = toy_kv(8, 2, windows, max_rows=3)
+    pool = kv.pools[-1]
+    tables = kv.new_tables()
+    kv.reserve(tables, 0, 6)
+    forks = [kv.fork(tables) for _ in range(2)]
+    assert pool.num_free == 5 and pool.num_available == 8 - 3 * 3 and kv.is_overdrawn
+    assert kv.reserve(forks[0], 6, 1) is None
+    kv.free(forks.pop())
+    assert not kv.is_overdrawn and kv.reserve(forks[0], 5, 1) is not None  # a copy costs what the shared block did
+    kv.check([tables, *forks])
+
+
+@dataclass(eq=False)
+class Sequence:
+    """What a sequence must read, by index, and how many tokens it has been admitted for."""
+
+    tables: Tables
+    content: list[int] = field(default_factory=list)
+    num_known: int = 0
+
+
+class Manager(RuleBasedStateMachine):
+    """Sequences with prompts that are computed in chunks, and then grow, fork, rewind and end, over a model of what each must read."""
+
+    @initialize(
+        num_blocks=st.integers(2, 30),
+        block_size=st.sampled_from([1, 2, 4]),
+        max_rows=st.integers(1, 9),
+        windows=st.sampled_from([(0,), (0, 4), (3,), (2, 0, 7), (5, 1)]),
+    )
+    def start(self, num_blocks: int, block_size: int, max_rows: int, windows: tuple[int, ...]) -> None:
+        self.windows = windows
+        self.kv = toy_kv(num_blocks, block_size, windows, max_rows)
+        self.memory: list[dict[int, int]] = [{} for _ in windows]
+        self.seqs: list[Sequence] = []
+        self.written = 0
+
+    @rule(length=st.integers(1, 60))
+    def admit(self, length: int) -> None:
+        running = [(seq.tables, Demand(seq.num_known + 1, len(seq.content))) for seq in self.seqs]
+        if self.kv.fits(Demand(length + 1, 0), [[] for _ in self.windows], running):
+            seq = Sequence(self.kv.new_tables(), num_known=length)
+            assert self.kv.reserve(seq.tables, 0, length) == []
+            self.seqs.append(seq)
+
+    @precondition(lambda self: self.seqs)
+    @rule(which=st.integers(0), rows=st.integers(1, 9))
+    def compute(self, which: int, rows: int) -> None:
+        """A step of a prompt: whatever the others have done, its blocks are there. One that has ended grows by a row."""
+        seq = self.seqs[which % len(self.seqs)]
+        left = seq.num_known - len(seq.content)
+        self.kv.advance(seq.tables, len(seq.content), seq.num_known)
+        rows = min(rows, self.kv.max_rows, left) if left else 1
+        copies = self.kv.reserve(seq.tables, len(seq.content), rows)
+        if copies is None:
+            assert not left, "a sequence was admitted without its blocks"
+            return
+        self._copy(self.kv.slots_of(copies))
+        for _ in range(rows):
+            self._write(seq)
+        seq.num_known = max(seq.num_known, len(seq.content))
+
+    @precondition(lambda self: self.seqs)
+    @rule(which=st.integers(0))
+    def fork(self, which: int) -> None:
+        seq = self.seqs[which % len(self.seqs)]
+        if seq.num_known > len(seq.content):
+            return
+        self.seqs.append(Sequence(self.kv.fork(seq.tables), list(seq.content), seq.num_known))
+        if self.kv.is_overdrawn:
+            self.kv.free(self.seqs.pop().tables)
+        assert not self.kv.is_overdrawn
+
+    @precondition(lambda self: self.seqs)
+    @rule(which=st.integers(0), nodes=st.integers(1, 6), kept=st.sets(st.integers(0, 5)))
+    def draft(self, which: int, nodes: int, kept: set[int]) -> None:
+        """A row and a tree below it, of which a path survives."""
+        seq = self.seqs[which % len(self.seqs)]
+        nodes = min(nodes, self.kv.max_rows - 1)
+        if seq.num_known > len(seq.content) or not nodes:
+            return
+        self.kv.advance(seq.tables, len(seq.content), seq.num_known)
+        copies = self.kv.reserve(seq.tables, len(seq.content), 1 + nodes)
+        if copies is None:
+            return
+        self._copy(self.kv.slots_of(copies))
+        self._write(seq)
+        end, path = len(seq.content), sorted(node for node in kept if node < nodes)
+        drafts = [self._write(seq) for _ in range(nodes)]
+        self._copy(self.kv.keep(seq.tables, end, path))
+        seq.content[end:] = [drafts[node] for node in path]
+        seq.num_known = len(seq.content)
+
+    @precondition(lambda self: self.seqs)
+    @rule(which=st.integers(0))
+    def end(self, which: int) -> None:
+        seq = self.seqs.pop(which % len(self.seqs))
+        self.kv.free(seq.tables)
+        assert not any(seq.tables)
+
+    @invariant()
+    def every_sequence_reads_what_it_wrote(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        self.kv.check([seq.tables for seq in self.seqs])
+        for seq in self.seqs:
+            for window, pool, table, memory in zip(self.windows, self.kv.pools, seq.tables, self.memory, strict=True):
+                first = max(0, len(seq.content) + 1 - window) if window else 0
+                assert table.num_released * pool.block_size <= first
+                for i in range(first, len(seq.content)):
+                    assert memory[pool.slot(table, i)] == seq.content[i]
+        for pool in self.kv.pools:
+            assert pool.num_available <= pool.num_free
+            if not self.seqs:
+                assert pool.num_available == pool.num_blocks
+
+    def _write(self, seq: Sequence) -> int:
+        self.written += 1
+        for pool, table, memory in zip(self.kv.pools, seq.tables, self.memory, strict=True):
+            memory[pool.slot(table, len(seq.content))] = self.written
+        seq.content.append(self.written)
+        return self.written
+
+    def _copy(self, copies: list[Copy]) -> None:
+        for group, source, target in copies:
+            self.memory[group][target] = self.memory[group].get(source, -1)
+
+
+TestManager = Manager.TestCase
+TestManager.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
