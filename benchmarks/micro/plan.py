@@ -22,7 +22,7 @@ from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.config import KvConfig
 from headrace.engine.build import build
-from headrace.engine.scheduler import Part
+from headrace.engine.scheduler import ScheduledSequence
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.planner.hardware import KINDS, Machine
@@ -66,9 +66,9 @@ def plan(bench: Bench) -> None:
 def steps(bench: Bench, name: str, spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> None:
     """One table: decode steps by number of sequences."""
     blocks_each = CONTEXT // BLOCK_SIZE + 1
-    kv = KvConfig(max(BRANCHES) * blocks_each)
+    kv = KvConfig((max(BRANCHES) * blocks_each,))
     executable = compile(trace_model(spec, tensors), tensors, kv, bench.threads)
-    tables = np.arange(kv.num_blocks, dtype=np.int32).reshape(max(BRANCHES), blocks_each)
+    tables = np.arange(kv.num_blocks[0], dtype=np.int32).reshape(max(BRANCHES), blocks_each)
     executable.run(ragged([(0, CONTEXT)] * max(BRANCHES), tables, spec.vocab_size))  # fills the context
     batches = {n: ragged([(CONTEXT, 1)] * n, tables[:n], spec.vocab_size) for n in BRANCHES}
     rates = {kind: bench.rate(kind).run() for kind in KINDS}
@@ -151,17 +151,18 @@ def builds(bench: Bench) -> None:
 def building(num_seqs: int) -> Callable[[], float]:
     """Seconds of build(), for sequences of an engine that has computed all of their prompts but the last token."""
     engine = tiny_engine(tiny_model(0, context=1024), "cpu", slots=num_seqs * 512, max_num_seqs=num_seqs, threads=1)
-    parts = []
+    scheduled = []
     for _ in range(num_seqs):
         engine.add_request([1] * (BUILT_CONTEXT + 1), SamplingParams(max_tokens=2))
     for seq in engine._scheduler.waiting:
-        engine._pool.reserve(seq.table, 0, BUILT_CONTEXT + 1)
+        seq.tables = engine._kv.new_tables()
+        engine._kv.reserve(seq.tables, 0, BUILT_CONTEXT + 1)
         seq.computed = BUILT_CONTEXT
-        parts.append(Part(seq, 1, True))
+        scheduled.append(ScheduledSequence(seq, 1, True))
 
     def once() -> float:
         start = time.perf_counter()
-        build(parts, engine._pool)
+        build(scheduled, engine.limits.kv.block_size)
         return time.perf_counter() - start
 
     return lambda: statistics.median(once() for _ in range(REPEATS))

@@ -15,6 +15,7 @@ from headrace import _native
 from headrace.batch import Ints, RaggedBatch, StepRows
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
+from tests.engine.toy import FULL, toy_groups
 from tests.tiny import TinyVocabulary
 
 SEATS = 32
@@ -31,7 +32,7 @@ class Nothing:
     def run(self, batch: RaggedBatch) -> StepRows:
         return StepRows(np.zeros((len(batch.logit_rows), _VOCAB), np.float32), None)
 
-    def move_slots(self, source: Ints, target: Ints) -> None:
+    def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         """There is nothing to move."""
 
     def close(self) -> None:
@@ -40,9 +41,9 @@ class Nothing:
 
 def idle_engine(batching: str, block_size: int) -> Engine:
     longest = MOST_PROMPT + MOST_OUTPUT
-    kv = KvConfig(SEATS * -(-longest // block_size), block_size)
+    kv = KvConfig((SEATS * -(-longest // block_size),), block_size)
     config = EngineConfig(batching=batching, max_num_seqs=SEATS, multi_step_ms=0)
-    return Engine(Nothing(), TinyVocabulary(_VOCAB), EngineLimits(_VOCAB, longest, kv), config)
+    return Engine(Nothing(), TinyVocabulary(_VOCAB), EngineLimits(_VOCAB, longest, kv, toy_groups(FULL)), config)
 
 
 def waste(bench: Bench) -> None:

@@ -39,10 +39,7 @@ def batch_of(
     table = np.zeros((len(sequences), max(len(s.blocks) for s in sequences)), np.int32)
     for b, sequence in enumerate(sequences):
         table[b, : len(sequence.blocks)] = sequence.blocks
-    i32 = [
-        np.asarray(x, np.int32)
-        for x in (tokens, positions, starts, [s.computed for s in sequences], [len(f) for f in num_scheduled])
-    ]
+    i32 = [np.asarray(x, np.int32) for x in (tokens, positions, starts, [s.computed for s in sequences], [len(f) for f in num_scheduled])]
     kv = (KvRows(np.array(slots, np.int32), table),) * num_groups
     rows = np.arange(len(tokens), dtype=np.int32)
     seq_of = np.repeat(np.arange(len(sequences)), np.diff(starts)).astype(np.int32)

@@ -85,7 +85,9 @@ class ToyExecutable:
         found = set()
         for window, group, kv in zip(self.windows, batch.kv, self.kv, strict=True):
             table = group.block_table[seq]
-            slots = [int(table[i // self.block_size]) * self.block_size + i % self.block_size for i in (seen[1 - window :] if window else seen)]
+            slots = [
+                int(table[i // self.block_size]) * self.block_size + i % self.block_size for i in (seen[1 - window :] if window else seen)
+            ]
             visible = [kv[slot] for slot in slots]
             assert [kept.position for kept in visible] == list(range(len(seen) - len(visible), len(seen))), "a row sees wrong positions"
             found.add(visible[-1] if visible else Kept(-1, 0, False))

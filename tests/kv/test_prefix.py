@@ -181,14 +181,14 @@ class Cache(RuleBasedStateMachine):
     def _longest_hit(self, scope: Scope, known: list[int], most: int) -> int:
         """In blocks, by looking at all that is kept: each group must have every token that a row behind the hit sees."""
         size = self.kv.block_size
-        kept = [
-            {memory[block * size + size - 1] for block in nodes} for nodes, memory in zip(self.cache._nodes, self.memory, strict=True)
-        ]
+        kept = [{memory[block * size + size - 1] for block in nodes} for nodes, memory in zip(self.cache._nodes, self.memory, strict=True)]
 
         def is_hit(depth: int) -> bool:
             first = [max(0, depth * size + 1 - window) // size if window else 0 for window in self.windows]
             return all(
-                (scope, tuple(known[: (i + 1) * size])) in have for have, begin in zip(kept, first, strict=True) for i in range(begin, depth)
+                (scope, tuple(known[: (i + 1) * size])) in have
+                for have, begin in zip(kept, first, strict=True)
+                for i in range(begin, depth)
             )
 
         return next(depth for depth in range(most // size, -1, -1) if is_hit(depth))
