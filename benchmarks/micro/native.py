@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headrace import _native
 from headrace.backend.cpu import BLOCK_SIZE
-from headrace.batch import Ints, RaggedBatch
+from headrace.batch import Ints, KvRows, RaggedBatch
 from headrace.quant.formats import StoredTensor
 
 Floats = NDArray[np.float32]
@@ -34,7 +34,8 @@ def ragged(seqs: Sequence[tuple[int, int]], tables: Ints, vocab: int, logits: bo
     tokens = (np.arange(start[-1]) % vocab).astype(np.int32)
     logit_rows = start[1:] - 1 if logits else start[:0]
     tables = np.ascontiguousarray(tables, np.int32)
-    return RaggedBatch(tokens, positions, slots, start, context, rows, tables, None, logit_rows, np.arange(len(logit_rows), dtype=np.int32))
+    seqs = np.arange(len(logit_rows), dtype=np.int32)
+    return RaggedBatch(tokens, positions, start, context, rows, (KvRows(slots, tables),), None, logit_rows, seqs)
 
 
 def single_rows(num_rows: int, logits: bool = False) -> RaggedBatch:
@@ -44,7 +45,8 @@ def single_rows(num_rows: int, logits: bool = False) -> RaggedBatch:
 
 def run(plan: _native.Plan, batch: RaggedBatch, vocab: int) -> None:
     """One step."""
-    plan.run(vocab, *batch[:8], batch.logit_rows)
+    kv = batch.kv if plan.kv_bytes else ()
+    plan.run(vocab, batch.tokens, batch.positions, batch.row_start, batch.context_len, batch.scheduled_len, kv, None, batch.logit_rows)
 
 
 def op_seconds(plan: _native.Plan, batches: Sequence[RaggedBatch], vocab: int) -> dict[str, float]:
@@ -58,8 +60,8 @@ def op_seconds(plan: _native.Plan, batches: Sequence[RaggedBatch], vocab: int) -
 
 
 def plain_plan(threads: int) -> _native.Plan:
-    """A plan whose KV cache nobody uses."""
-    return _native.Plan("", threads, 1, 1, 1, 2, 1, "f32")
+    """A plan that keeps nothing."""
+    return _native.Plan("", threads)
 
 
 def embedded(plan: _native.Plan, x: Floats) -> int:
@@ -122,15 +124,16 @@ class AttentionPlan:
 
     def __init__(self, threads: int, heads: int, kv_heads: int, head_dim: int, num_blocks: int, kv_dtype: str) -> None:
         rng = np.random.default_rng(2)
-        self.plan = plan = _native.Plan("", threads, 1, heads, kv_heads, head_dim, num_blocks, kv_dtype)
+        self.plan = plan = _native.Plan("", threads)
+        plan.add_kv_group(1, kv_heads, head_dim, 0, num_blocks, kv_dtype)
         x = embedded(plan, rng.standard_normal((VOCAB, BLOCK_SIZE), np.float32))
         packed, angles = plan.add_buffer(BLOCK_SIZE, False, True), plan.add_buffer(2 * (head_dim + 16), False, False)
         plan.pack(packed, x)
         plan.rope_angles(angles, [], 1.0, head_dim)  # rotates nothing
         q, out = plan.add_buffer(heads * head_dim, False, False), plan.add_buffer(heads * head_dim, False, False)
         weights = [self._weight(rng, h * head_dim) for h in (heads, kv_heads, kv_heads)]
-        plan.qkv_rope_write(q, packed, angles, weights, [-1, -1, -1], 0)
-        plan.attention(out, q, 0, head_dim**-0.5, 0)
+        plan.qkv_rope_write(q, packed, angles, weights, [-1, -1, -1], (0, 0))
+        plan.attention(out, q, (0, 0), heads, head_dim**-0.5)
         for first in range(0, num_blocks, VOCAB):
             blocks = np.arange(first, min(first + VOCAB, num_blocks), dtype=np.int32)
             run(plan, ragged([(0, BLOCK_SIZE)] * len(blocks), blocks[:, None], VOCAB, False), VOCAB)

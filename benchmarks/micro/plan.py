@@ -66,9 +66,9 @@ def plan(bench: Bench) -> None:
 def steps(bench: Bench, name: str, spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> None:
     """One table: decode steps by number of sequences."""
     blocks_each = CONTEXT // BLOCK_SIZE + 1
-    kv = KvConfig(max(SEQUENCES) * blocks_each)
+    kv = KvConfig((max(SEQUENCES) * blocks_each,))
     executable = compile(trace_model(spec, tensors), tensors, kv, bench.threads)
-    tables = np.arange(kv.num_blocks, dtype=np.int32).reshape(max(SEQUENCES), blocks_each)
+    tables = np.arange(kv.num_blocks[0], dtype=np.int32).reshape(max(SEQUENCES), blocks_each)
     executable.launch(ragged([(0, CONTEXT)] * max(SEQUENCES), tables, spec.vocab_size))  # fills the context
     batches = {n: ragged([(CONTEXT, 1)] * n, tables[:n], spec.vocab_size) for n in SEQUENCES}
     rates = {kind: bench.rate(kind).run() for kind in KINDS}
@@ -155,13 +155,14 @@ def building(num_seqs: int) -> Callable[[], float]:
     for _ in range(num_seqs):
         engine.add_request([1] * (BUILT_CONTEXT + 1), SamplingParams(max_tokens=2))
     for seq in engine._scheduler.waiting:
-        engine._pool.reserve(seq.table, 0, BUILT_CONTEXT + 1)
+        seq.tables = engine._kv.new_tables()
+        engine._kv.reserve(seq.tables, 0, BUILT_CONTEXT + 1)
         seq.computed = BUILT_CONTEXT
         scheduled.append(ScheduledSequence(seq, 1, True))
 
     def once() -> float:
         start = time.perf_counter()
-        build(scheduled, engine._pool)
+        build(scheduled, engine.limits.kv.block_size)
         return time.perf_counter() - start
 
     return lambda: statistics.median(once() for _ in range(REPEATS))

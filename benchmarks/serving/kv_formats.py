@@ -58,10 +58,12 @@ def kv_formats(bench: Bench) -> None:
 def _log_probabilities(
     checkpoint: Checkpoint, backend: str, dtype: KvDtype, pieces: list[list[int]], threads: int
 ) -> Iterator[NDArray[np.float64]]:  # [tokens, vocabulary], piece by piece
-    kv = KvConfig(-(-len(pieces[0]) // KvConfig.block_size), dtype=dtype)
-    executable = compile_program(backend, trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors, kv, threads)
+    program, blocks = trace_model(checkpoint.spec, checkpoint.tensors), -(-len(pieces[0]) // KvConfig.block_size)
+    num_groups = len(program.kv_groups)
+    kv = KvConfig((blocks,) * num_groups, dtype=dtype)
+    executable = compile_program(backend, program, checkpoint.tensors, kv, threads)
     for piece in pieces:
-        sequence = Sequence(list(range(kv.num_blocks)), kv.block_size)
-        logits = forward(executable, batch_of([sequence], [piece], [([], [])], False)).logits.astype(np.float64)
+        sequence = Sequence(list(range(blocks)), kv.block_size)
+        logits = forward(executable, batch_of([sequence], [piece], [([], [])], False, num_groups)).logits.astype(np.float64)
         logits -= logits.max(axis=1, keepdims=True)
         yield logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))

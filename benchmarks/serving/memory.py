@@ -15,6 +15,8 @@ from bench import Ask, Bench, serve
 from headrace.cli.table import size
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
+from headrace.model import trace_model
+from headrace.program.kv import token_bytes
 from tests.tiny import tiny_engine, tiny_model
 
 PAGE = 2 << 20
@@ -51,7 +53,7 @@ def memory(bench: Bench) -> None:
     tokens = 2048 if bench.quick else 32768
     model = tiny_model(0, dim=64, context=tokens + 1)
     narrow = tiny_engine(model, "cpu", slots=tokens, threads=bench.threads, max_num_seqs=1)
-    rows.append(_row("random, width 64", narrow, model[0].kv_bytes_per_token(2)))
+    rows.append(_row("random, width 64", narrow, token_bytes(trace_model(*model).kv_groups, "bf16")))
     headings = ["model", ">prompt", ">predicted", ">mapped", ">resident", ">in use"]
     bench.table("memory", "memory of KV, bytes: of the whole pool, and resident after the prompt", headings, rows)
 
@@ -64,10 +66,10 @@ def _bytes_per_token(model: str) -> int:
 
 
 def _row(name: str, engine: Engine, per_token: int) -> tuple[dict[str, object], list[str]]:
-    kv = engine.limits.kv
-    predicted = kv.num_blocks * kv.block_size * per_token
+    kv, (num_blocks,) = engine.limits.kv, engine.limits.kv.num_blocks
+    predicted = num_blocks * kv.block_size * per_token
     arena = [address for address, found in mappings().items() if found.nbytes == -(-predicted // PAGE) * PAGE]
-    prompt_len = min(engine.limits.max_model_len - 1, kv.num_blocks * kv.block_size)
+    prompt_len = min(engine.limits.max_model_len - 1, num_blocks * kv.block_size)
     prompt = np.random.default_rng(0).integers(engine.limits.vocab_size, size=prompt_len).tolist()
     serve(engine, [Ask(prompt, 1)], name)
     after = mappings()

@@ -18,6 +18,7 @@ from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.logit_ops import Done, LogitOp, StepResult
 from headrace.sampling.host import run_logit_ops
+from tests.engine.toy import FULL, toy_groups
 from tests.tiny import TinyVocabulary
 
 MAX_NUM_SEQS = 32
@@ -33,7 +34,7 @@ class Nothing:
     def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp], **_: bool) -> Done:
         return Done(StepResult(run_logit_ops(ops, np.zeros((len(batch.logit_rows), _VOCAB), np.float32))))
 
-    def move_slots(self, source: Ints, target: Ints) -> None:
+    def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         """There is nothing to move."""
 
     def close(self) -> None:
@@ -42,9 +43,9 @@ class Nothing:
 
 def engine_of(batching: str, block_size: int) -> Engine:
     longest = MOST_PROMPT + MOST_OUTPUT
-    kv = KvConfig(MAX_NUM_SEQS * -(-longest // block_size), block_size)
+    kv = KvConfig((MAX_NUM_SEQS * -(-longest // block_size),), block_size)
     config = EngineConfig(batching=batching, max_num_seqs=MAX_NUM_SEQS, multi_step_ms=0)
-    return Engine(Nothing(), TinyVocabulary(_VOCAB), EngineLimits(_VOCAB, longest, kv), config)
+    return Engine(Nothing(), TinyVocabulary(_VOCAB), EngineLimits(_VOCAB, longest, kv, toy_groups(FULL)), config)
 
 
 def waste(bench: Bench) -> None:

@@ -36,6 +36,28 @@ class TestKvSize:
     def test_as_asked_for(self) -> None:
         assert self.size(8, kv_blocks=7).num_blocks == (7,)
 
+    def test_layers_with_a_window_have_what_all_sequences_can_need(self) -> None:
+        """Two layers see everything and four 64 tokens: of those a step of 512 rows touches 19 blocks."""
+        model = tiny_model(0, context=4096, layers=6, window=(0, 64, 64))
+        groups = trace_model(*model).kv_groups
+        of_sequence = [128 * self.BLOCK, 19 * 2 * self.BLOCK]
+
+        def sizes(memory: int, **options: Any) -> tuple[int, ...]:
+            (kv,) = size_kv([KvUse(groups, 512)], engine_config(options), 4096, self.WEIGHTS, self.WEIGHTS + memory)
+            return kv.num_blocks
+
+        assert sizes(10**9, max_num_seqs=3) == (3 * 128, 3 * 19)
+        assert sizes(10**9, kv_blocks=1000, max_num_seqs=3) == (1000, 3 * 19)
+        assert sizes(10**9, kv_blocks=10) == (10, 10)  # however the tokens of ten blocks are divided among sequences
+        for memory in (10**7, 3 * 10**7, 10**8):  # half of it, or one sequence with as many windows as fit beside it
+            full, windowed = sizes(memory)
+            nbytes = full * self.BLOCK + 2 * windowed * self.BLOCK
+            assert full == 128 or full * self.BLOCK + 2 * min(windowed, 64 * 19) * self.BLOCK > memory // 2 - 3 * self.BLOCK
+            assert nbytes <= max(memory // 2, sum(of_sequence)) and windowed >= 19
+        with pytest.raises(MemoryLimitError):
+            sizes(sum(of_sequence) - 1)
+        assert sizes(sum(of_sequence)) == (128, 19)
+
     @pytest.mark.parametrize(
         ("blocks", "options", "message"),
         [

@@ -4,7 +4,6 @@
 batch, so its log-probabilities may differ in the last place.
 """
 
-from dataclasses import replace
 from functools import cache
 from typing import Any, get_args
 
@@ -17,6 +16,7 @@ from headrace.engine.engine import Engine
 from headrace.model.spec import ModelSpec
 from headrace.propose import NEEDS, PROPOSERS
 from headrace.request import Logprobs, RequestOutput, SamplingParams
+from tests.draft_engines import draft_engine
 from tests.random_trees import RandomTrees
 from tests.tiny import Tensors, drain, run_all, tiny_engine, tiny_model
 
@@ -28,6 +28,8 @@ MODELS: list[dict[str, Any]] = [
     {"seed": 0},
     {"seed": 1, "window": 6, "kv_heads": 4, "layers": 3},
     {"seed": 2, "kv_heads": 1, "format": "Q8_0"},
+    {"seed": 3, "window": (6, 0), "layers": 3},
+    {"seed": 4, "window": (9, 34), "layers": 4},
 ]
 
 REQUESTS: list[tuple[list[int], SamplingParams]] = [
@@ -148,14 +150,85 @@ def test_what_no_window_reaches_is_let_go(backend: str) -> None:
         updates, most = [], 0
         while engine.has_work:
             updates += engine.step()
-            most = max(most, engine.stats().blocks_total - engine.stats().blocks_free)
+            most = max(most, engine.stats().blocks_used)
         size = engine.limits.kv.block_size
         assert most == -(-104 // size) if not release_outside_window else most <= -(-40 // size) + 1
         results.append(updates[-1].result)
     assert results[0] and results[1]
     same(results[0], results[1], exact=backend == "cpu")
-    model = tiny_model(3)[0]
-    assert replace(model, windows=(0, 6)).widest_window == 0 and replace(model, windows=(6, 9)).widest_window == 9
+
+
+INTERLEAVED = tiny_model(3, dim=64, layers=5, window=(0, 40, 40), context=512)
+
+
+@pytest.mark.parametrize("kv_dtype", get_args(KvDtype))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_with_a_window_keep_no_more_than_they_see(backend: str, kv_dtype: KvDtype) -> None:
+    """Though their neighbours keep everything: blocks and bytes of each group, step by step, inside a long prompt and after it."""
+    engine = tiny_engine(INTERLEAVED, backend, slots=512, kv_dtype=kv_dtype, max_num_batched_tokens=24)
+    engine.add_request([token % VOCAB for token in range(300)], SamplingParams(max_tokens=60, seed=1, ignore_eos=True))
+    size = engine.limits.kv.block_size
+    width = {"f32": 4, "bf16": 2, "int8": 1.25, "int4": 1}[kv_dtype]  # bytes of a number, with scales, and of padding at int4
+    while engine.has_work:
+        engine.step()
+        stats = engine.stats()
+        full, windowed = stats.kv
+        if not engine.has_work:
+            break
+        (seq,) = engine._scheduler.running
+        rows = stats.rows_last
+        written = range(max(0, seq.computed - rows + 1 - 40), seq.computed)
+        assert full.blocks_used == -(-(300 if seq.computed < 300 else seq.computed) // size)
+        touched = len({token // size for token in written})
+        assert windowed.blocks_used == touched if rows == 1 else windowed.blocks_used <= -(-(40 + 24 - 2) // size) + 1
+        assert stats.kv_bytes_used == full.blocks_used * full.block_bytes + windowed.blocks_used * windowed.block_bytes
+        assert [full.block_bytes, windowed.block_bytes] == [2 * 2 * 16 * layers * width * size for layers in (2, 3)]
+    assert stats.kv_bytes_used == 0
+
+
+def searching(order: list[int]) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts that begin alike, several sequences and beams among them."""
+    stem = [token % VOCAB for token in range(90)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=160, logprobs=1, ignore_eos=True),
+        SamplingParams(seed=5, n=3, max_tokens=30, logprobs=1, ignore_eos=True),
+        SamplingParams(beam_width=3, n=2, max_tokens=20, logprobs=1),
+        SamplingParams(temperature=0, max_tokens=40, prompt_logprobs=1),
+    ]
+    return [(stem[: 90 - 25 * (i % 3)] + [i] * (1 + 7 * i % 40), params[i % 4]) for i in order]
+
+
+@cache
+def seeing_everything(backend: str) -> list[RequestOutput]:
+    """Each by itself, of an engine that keeps all and masks."""
+    engine = tiny_engine(INTERLEAVED, backend, slots=2048, kv_dtype="f32", prefix_cache=False, release_outside_window=False)
+    return [run_all(engine, [request])[0] for request in searching(list(range(8)))]
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunks": {"max_num_batched_tokens": 7, "multi_step_ms": 1e6},
+    "late results": {"late": True, "multi_step_ms": 1e6},
+    "preemption": {"slots": 400, "max_num_batched_tokens": 40},
+    "static": {"batching": "static", "slots": 1400},
+    "n-grams": {"proposer": "ngram"},
+    "draft model": {"how": "draft_model", "draft": tiny_model(3, dim=64, layers=5, window=(40, 9), context=512)},
+    "first layers": {"how": "self_draft", "layers": 2},
+    "Medusa": {"how": "medusa"},
+}
+
+
+@pytest.mark.parametrize(("backend", "how"), [*(("cpu", how) for how in HOW), ("reference", "plain"), ("reference", "preemption")])
+def test_what_windows_let_go_is_not_missed(backend: str, how: str) -> None:
+    options = {"slots": 1024, "kv_dtype": "f32", **HOW[how]}
+    engine = draft_engine(INTERLEAVED, backend=backend, **options)[0] if "how" in options else tiny_engine(INTERLEAVED, backend, **options)
+    for order in ([0, 4, 1, 5, 3, 7, 2, 6], [5, 0, 3, 6], [2]):  # what comes again finds what was kept
+        for result, which in zip(run_all(engine, searching(order)), order, strict=True):
+            same(result, seeing_everything(backend)[which], exact=backend == "cpu")
+    stats = engine.stats()
+    assert stats.blocks_free == stats.blocks_total and stats.proposer_failures == 0
+    assert stats.cached_tokens > 0 and (stats.preemptions > 0) == (how == "preemption")
+    assert (stats.drafted > 0) == (how in ("n-grams", "draft model", "first layers", "Medusa"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

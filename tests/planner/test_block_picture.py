@@ -1,7 +1,7 @@
 """The block map: every block drawn once, in the right colour, as full as it is."""
 
-import itertools
 import re
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -57,7 +57,7 @@ def test_each_group_has_a_grid_of_its_own() -> None:
     assert "2 layers that see all tokens: 6 of 40 blocks" in svg
     assert "10 layers that see the last 12 tokens: 4 of 16 blocks of 8 tokens in use; 21 of their 32 slots" in svg
     tops = sorted({float(rect["y"]) for rect in rects(svg, "kv") if float(rect["x"]) < 700})
-    assert max(b - a for a, b in itertools.pairwise(tops)) > 40  # there are words between the grids
+    assert max(b - a for a, b in pairwise(tops)) > 40  # there are words between the grids
     assert "4 + 2" in svg and "2 + 2" in svg  # blocks of a and of b
 
 
