@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.checkpoint.load import Checkpoint, interleaved_rows, open_checkpoint
+from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
-from headrace.model.names import LLAMA_HF
+from headrace.model.llama import LLAMA
 from headrace.model.spec import ModelSpec
 
 
@@ -44,19 +44,12 @@ def config_of(spec: ModelSpec) -> dict[str, object]:
     }
 
 
-def hf_name(name: str) -> str:
-    """The name of one of our tensors in Hugging Face files."""
-    layer = name.split(".")[1] if name.startswith("layers.") else ""
-    return LLAMA_HF[name.replace(f".{layer}.", ".{i}.", 1)].format(i=layer)
-
-
 def values(checkpoint: Checkpoint) -> Iterator[NDArray[np.float32]]:
     """The tensors, rotary rows in the half-split order of Hugging Face files."""
-    spec = checkpoint.spec
-    orders = {".q": interleaved_rows(spec, spec.num_heads), ".k": interleaved_rows(spec, spec.num_kv_heads)}
     for name, tensor in checkpoint.tensors.items():
-        order = orders.get(name[-2:])
-        yield tensor.dequantise() if order is None else tensor.dequantise()[np.argsort(order)]
+        stored, numbers = LLAMA.config.locate(name)
+        found = tensor.dequantise()
+        yield found[np.argsort(stored.rows(checkpoint.spec, numbers))] if stored.rows else found
 
 
 def bf16(values: NDArray[np.float32]) -> bytes:
@@ -73,7 +66,7 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
     end = 0
     for name, tensor in checkpoint.tensors.items():
         start, end = end, end + 2 * tensor.rows * tensor.cols
-        header[hf_name(name)] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": (start, end)}
+        header[LLAMA.config.locate(name)[0].name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": (start, end)}
     text = json.dumps(header).encode()
     with open(folder / "model.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)

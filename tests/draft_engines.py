@@ -16,7 +16,7 @@ from headrace.propose import NEEDS, DraftModel, DraftModels, asked_for, make_pro
 from headrace.propose.draft_model import max_rows
 from headrace.propose.medusa import head_forward
 from headrace.proposer import Proposer
-from headrace.quant.formats import FORMATS, StoredTensor
+from headrace.quant.formats import StoredTensor
 from tests.tiny import BLOCK_SIZE, Tensors, tiny_engine
 
 Model = tuple[ModelSpec, Tensors]
@@ -83,5 +83,5 @@ def head_tensors(spec: ModelSpec, count: int, seed: int = 0) -> Tensors:
         for part, shape in shapes.items():
             values = rng.normal(0, 0.3, shape).astype(np.float32)
             name = f"medusa.{i}.{part}"
-            tensors[name] = StoredTensor(name, FORMATS["F32"], shape, values.view(np.uint8).reshape(-1))
+            tensors[name] = StoredTensor.from_floats(name, values)
     return tensors

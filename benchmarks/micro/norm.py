@@ -53,7 +53,7 @@ class Norms:
         for _ in range(OPS):
             plan.norm(packed, x, vector, 1e-5)
         reader = random_stored(format_name, 16, width, seed=0)
-        plan.linear(out, packed, plan.add_weight(format_name, 16, width, reader.data, None), -1, -1, offset)
+        plan.linear(out, packed, plan.add_weight(format_name, 16, width, reader.parts["codes"], None), -1, -1, offset)
 
     def seconds(self, num_rows: int) -> float:
         """Seconds of one norm."""

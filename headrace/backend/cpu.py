@@ -187,7 +187,7 @@ class _Lowering:
 
         `packs_groups`: the op can itself pack a row piece by piece, which does where the scales are those of groups.
         """
-        whole_rows = any(FORMATS[name].row_scales for name, _ in self.readers.get(out.id, ()))
+        whole_rows = any("row_scales" in FORMATS[name].parts for name, _ in self.readers.get(out.id, ()))
         if not out.packed or (packs_groups and not whole_rows):
             return lower(self.buffer(out))
         loose = replace(out, id=-1, packed=False)
@@ -209,7 +209,8 @@ class _Lowering:
         if weight.name not in self.packed:
             t = self.tensors[weight.name]
             with _named(t):
-                self.packed[weight.name] = self.plan.add_weight(t.format.name, t.rows, t.cols, t.data, t.row_order, t.row_scales)
+                parts = t.parts["codes"], t.row_order, t.parts.get("row_scales")
+                self.packed[weight.name] = self.plan.add_weight(t.format.name, t.rows, t.cols, *parts)
             t.release()
         return self.packed[weight.name]
 
@@ -218,9 +219,12 @@ class _Lowering:
         names = (a.name, b.name)
         if names not in self.pairs:
             s, t = self.tensors[a.name], self.tensors[b.name]
+            assert s.row_order is None and t.row_order is None, "a pair is packed as it is stored"
             with _named(s):
                 self.pairs[names] = self.plan.add_weight_pair(
-                    s.format.name, s.data, s.row_scales, t.format.name, t.data, t.row_scales, s.rows, s.cols
+                    *(s.format.name, s.parts["codes"], s.parts.get("row_scales")),
+                    *(t.format.name, t.parts["codes"], t.parts.get("row_scales")),
+                    *(s.rows, s.cols),
                 )
             s.release()
             t.release()

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from headrace.checkpoint.files import map_file
 from headrace.errors import FormatError, UnsupportedModelError
+from headrace.model.fields import Fields
 from headrace.quant.formats import FORMATS, StoredTensor
 
 _MAX_RECORDS = 65_536
@@ -41,6 +42,7 @@ _TENSOR_TYPES = dict(
         "IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 - - - TQ1_0 TQ2_0 - - - MXFP4 NVFP4".split()
     )
 )
+_KNOWN = [name for name in _TENSOR_TYPES.values() if name in FORMATS]
 
 _U32 = struct.Struct("<I").unpack_from
 _U64 = struct.Struct("<Q").unpack_from
@@ -143,15 +145,15 @@ class _Cursor:
         return result
 
 
-class Metadata:
-    """The key-values of a GGUF file, by key. The typed getters raise FormatError for a missing key or another type."""
+class Metadata(Fields):
+    """The key-values of a GGUF file; a value is decoded when it is asked for."""
 
     def __init__(self, data: mmap.mmap, name: str, entries: dict[str, tuple[int, int]]) -> None:
         self._data = data
         self._entries = entries  # key -> (type, offset of the value)
-        self.file_name = name
+        self.where = name
 
-    def __contains__(self, key: str) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._entries
 
     def __iter__(self) -> Iterator[str]:
@@ -164,46 +166,18 @@ class Metadata:
         """The value: int, float, bool, str, a numeric array (a view of the file), or a list of strings or arrays."""
         kind, offset = self._entries[key]
         try:
-            return _Cursor(self._data, self.file_name, offset).value(kind)
+            return _Cursor(self._data, self.where, offset).value(kind)
         except UnicodeDecodeError as error:
-            raise FormatError(f"{self.file_name}: {key} is not valid UTF-8 (at byte {offset:,})") from error
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value: int = self._get(key, default, int, "an integer")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = float(self._get(key, default, (int, float), "a number"))
-        if not math.isfinite(value):
-            raise FormatError(f"{self.file_name}: {key} is {value}")
-        return value
-
-    def flag(self, key: str, default: bool | None = None) -> bool:
-        value: bool = self._get(key, default, bool, "true or false")
-        return value
-
-    def string(self, key: str, default: str | None = None) -> str:
-        value: str = self._get(key, default, str, "a string")
-        return value
+            raise FormatError(f"{self.where}: {key} is not valid UTF-8 (at byte {offset:,})") from error
 
     def strings(self, key: str) -> list[str]:
         value: list[str] = self._get(key, None, list, "an array of strings")
         if value and not isinstance(value[0], str):
-            raise FormatError(f"{self.file_name}: {key} must be an array of strings")
+            raise FormatError(f"{self.where}: {key} must be an array of strings")
         return value
 
     def numbers(self, key: str) -> NDArray[Any]:
         value: NDArray[Any] = self._get(key, None, np.ndarray, "an array of numbers")
-        return value
-
-    def _get(self, key: str, default: Any, kind: type | tuple[type, ...], what: str) -> Any:
-        if key not in self:
-            if default is None:
-                raise FormatError(f"{self.file_name}: the key {key} is missing")
-            return default
-        value = self[key]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise FormatError(f"{self.file_name}: {key} must be {what}, found {type(value).__name__}")
         return value
 
 
@@ -268,9 +242,9 @@ def _read_tensors(cursor: _Cursor, count: int, metadata: Metadata) -> dict[str, 
     end, last = base, "the header"
     for record in sorted(records.values(), key=lambda record: record.offset):
         type_name = _TENSOR_TYPES.get(record.type, "unknown")
-        if type_name not in FORMATS:
-            known = ", ".join(name for name, stored in FORMATS.items() if not stored.row_scales)
-            raise UnsupportedModelError(f"{cursor.name}: tensor {record.name} has type {record.type} ({type_name}); known: {known}")
+        if type_name not in _KNOWN:
+            what = f"tensor {record.name} has type {record.type} ({type_name}); known: {', '.join(_KNOWN)}"
+            raise UnsupportedModelError(f"{cursor.name}: {what}")
         stored = FORMATS[type_name]
         if record.shape[-1] % stored.block:
             cursor.fail(f"tensor {record.name} has {record.shape[-1]:,} columns, not a multiple of {type_name}'s {stored.block}")
@@ -282,7 +256,7 @@ def _read_tensors(cursor: _Cursor, count: int, metadata: Metadata) -> dict[str, 
             cursor.fail(f"tensor {record.name} overlaps {last}")
         if nbytes > len(data) - start:
             cursor.fail(f"tensor {record.name} ends at {start + nbytes:,}, the file at {len(data):,}")
-        tensors[record.name] = StoredTensor(record.name, stored, record.shape, data[start : start + nbytes])
+        tensors[record.name] = StoredTensor.from_bytes(record.name, stored, record.shape, data[start : start + nbytes])
         end, last = start + nbytes, record.name
     return tensors
 

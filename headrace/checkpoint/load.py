@@ -1,22 +1,19 @@
 """From a file or folder to a checked checkpoint: one specification and every tensor it calls for, under our names."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
-from headrace.checkpoint import gguf_model, hf_model
-from headrace.checkpoint.compressed_tensors import with_row_scales
+from headrace.checkpoint.assemble import assemble
+from headrace.checkpoint.folder import chat_template, model_name, open_folder
 from headrace.checkpoint.gguf import Metadata, read_gguf
-from headrace.checkpoint.safetensors import read_folder
 from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
-from headrace.model.names import LLAMA_GGUF, LLAMA_HF, tensor_shapes
+from headrace.model import FAMILIES
+from headrace.model.family import layout_for
 from headrace.model.spec import ModelSpec
-from headrace.quant.formats import FORMATS, StoredTensor
+from headrace.quant.formats import StoredTensor
 
 if TYPE_CHECKING:
     from headrace.checkpoint.tokenizer import Tokenizer
@@ -63,21 +60,25 @@ def _open_gguf(path: Path) -> Checkpoint:
     if path.suffix == ".safetensors":
         raise FormatError(f"{path.name}: name the folder that holds it together with config.json")
     file = read_gguf(path)
-    spec = _checked(gguf_model.gguf_spec(file), path.name)
-    tensors = _assemble(spec, file.tensors, LLAMA_GGUF, spec.architecture in gguf_model.HALF_SPLIT_ROPE, path.name)
+    layout = layout_for(file.metadata.string("general.architecture"), (family.gguf for family in FAMILIES.values()), file.metadata.where)
+    if file.metadata.integer("split.count", 1) > 1:
+        raise file.metadata.unsupported("split.count", ": one part of a split model; merge the parts first")
+    spec = _checked(layout.spec(file.metadata, file.tensors), path.name)
+    tensors = assemble(spec, layout, file.tensors, path.name)
     template = file.metadata.string("tokenizer.chat_template", "") or None
-    return Checkpoint(path, spec, tensors, template, file.metadata)
+    name = file.metadata.string("general.name", path.stem)
+    return Checkpoint(path, replace(spec, name=name), tensors, template, file.metadata)
 
 
-def _open_folder(folder: Path) -> Checkpoint:
-    if not (folder / "config.json").exists():
-        files = sorted(folder.glob("*.gguf"))
+def _open_folder(path: Path) -> Checkpoint:
+    if not (path / "config.json").exists():
+        files = sorted(path.glob("*.gguf"))
         hint = f"; name a file in it, such as {files[0].name}" if files else ""
-        raise ModelNotFoundError(f"{folder}: no config.json{hint}")
-    spec = _checked(hf_model.hf_spec(folder), folder.name)
-    stored = with_row_scales(read_folder(folder), folder.name)
-    tensors = _assemble(spec, stored, LLAMA_HF, True, folder.name)
-    return Checkpoint(folder, spec, tensors, hf_model.chat_template(folder), folder)
+        raise ModelNotFoundError(f"{path}: no config.json{hint}")
+    folder = open_folder(path)
+    spec = _checked(folder.spec, path.name)
+    tensors = assemble(spec, folder.layout, folder.tensors(), path.name)
+    return Checkpoint(path, replace(spec, name=model_name(path)), tensors, chat_template(path), path)
 
 
 def _checked(spec: ModelSpec, where: str) -> ModelSpec:
@@ -106,57 +107,3 @@ def _checked(spec: ModelSpec, where: str) -> ModelSpec:
     require(all(math.isfinite(factor) and factor > 0 for factor in rope.factors), "a rotary factor is not a positive number")
     require(all(math.isfinite(value) for value in astuple(rope) if isinstance(value, float)), "a rotary constant is not finite")
     return spec
-
-
-def _assemble(
-    spec: ModelSpec, stored: Mapping[str, StoredTensor], names: Mapping[str, str], half_split: bool, where: str
-) -> dict[str, StoredTensor]:
-    """The tensors the specification calls for, under our names; nothing missing, nothing left over."""
-    orders = {"q": interleaved_rows(spec, spec.num_heads), "k": interleaved_rows(spec, spec.num_kv_heads)} if half_split else {}
-    tensors: dict[str, StoredTensor] = {}
-    used = set()
-    for name, source, shape in _wanted(spec, names):
-        tensor = stored.get(source)
-        if tensor is None:
-            raise FormatError(f"{where}: tensor {source} is missing; its shape would be {list(shape)}")
-        if tensor.shape != shape:
-            raise FormatError(f"{where}: tensor {source} has shape {list(tensor.shape)}, expected {list(shape)}")
-        used.add(source)
-        part = name.rpartition(".")[2]
-        if part.removesuffix("_bias") in orders:
-            tensor = _reordered(tensor, orders[part.removesuffix("_bias")])
-        tensors[name] = replace(tensor, name=name)
-    for source in stored.keys() - used:
-        if not _ignorable(source, spec):
-            raise UnsupportedModelError(f"{where}: tensor {source} has no place in a {spec.architecture} model")
-    return tensors
-
-
-def _wanted(spec: ModelSpec, names: Mapping[str, str]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Our name, the file's name and the shape of each tensor."""
-    for template, shape in tensor_shapes(spec).items():
-        for layer in range(spec.num_layers if "{i}" in template else 1):
-            yield template.format(i=layer), names[template].format(i=layer), shape
-
-
-def _ignorable(source: str, spec: ModelSpec) -> bool:
-    """Tensors that files carry without need: frequencies that follow from the specification, a copy of tied embeddings."""
-    redundant_head = spec.tied_embeddings and source == LLAMA_HF["head"]
-    return redundant_head or source == gguf_model.ROPE_FACTORS or source.endswith(("rotary_emb.inv_freq", "attn_rot_embd.weight"))
-
-
-def interleaved_rows(spec: ModelSpec, num_heads: int) -> NDArray[np.int64]:
-    """Where each row of an interleaved query or key matrix lies in a half-split one, [num_heads * head_dim].
-
-    Rotary pairs are rows (2i, 2i + 1) of a head for us, (i, i + rope.dim / 2) in the file; rows beyond rope.dim stay.
-    """
-    head = np.arange(spec.head_dim)
-    head[: spec.rope.dim] = head[: spec.rope.dim].reshape(2, -1).T.reshape(-1)
-    return (np.arange(num_heads)[:, None] * spec.head_dim + head).reshape(-1)
-
-
-def _reordered(tensor: StoredTensor, order: NDArray[np.int64]) -> StoredTensor:
-    if len(tensor.shape) == 2:
-        return replace(tensor, row_order=order)
-    values = tensor.dequantise()[order]
-    return replace(tensor, format=FORMATS["F32"], data=values.view(np.uint8))

@@ -14,12 +14,11 @@ import numpy as np
 
 from headrace.checkpoint.files import map_file, member, read_json
 from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
-from headrace.quant.formats import FORMATS, StoredTensor
+from headrace.quant.formats import FORMATS, RAW_FORMATS, StoredTensor
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_DTYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16", "I8": "I8_ROW"}
-"""Our format of each: codes of int8 are still without the scales, which are a tensor of their own."""
+_DTYPES = {name: FORMATS[name] for name in ("F32", "F16", "BF16")} | RAW_FORMATS
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _MAX_TENSORS = 65_536
@@ -30,7 +29,7 @@ _MAX_HEADER_BYTES = 6 << 20
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one file, by name; their data are views of its memory map.
 
-    Raises FormatError for anything that breaks the format, UnsupportedModelError for a dtype other than F32, F16, BF16, I8.
+    Raises FormatError for anything that breaks the format, UnsupportedModelError for a dtype that is not in `_DTYPES`.
     """
     mapped = map_file(path)
     size = int.from_bytes(mapped[:8], "little")
@@ -46,13 +45,17 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         dtype, shape, (start, stop) = entry
         if dtype not in _DTYPES:
             raise UnsupportedModelError(f"{path.name}: tensor {name} has dtype {dtype[:32]}; known: {', '.join(_DTYPES)}")
-        stored = FORMATS[_DTYPES[dtype]]
+        stored = _DTYPES[dtype]
+        if 0 in shape:
+            raise FormatError(f"{path.name}: tensor {name} of {dtype} {list(shape)} is empty")
         if start != end or stop - start != math.prod(shape) * stored.nbytes:
             place = f"at bytes {start:,} to {stop:,}, expected from {end:,}"
             raise FormatError(f"{path.name}: tensor {name} of {dtype} {list(shape)} is {place}")
-        tensors[name] = StoredTensor(name, stored, shape, data[start:stop])
+        if stop > len(data):
+            raise FormatError(f"{path.name}: the tensors end at byte {stop:,} of the data or later, the file at {len(data):,}")
+        tensors[name] = StoredTensor.from_bytes(name, stored, shape, data[start:stop])
         end = stop
-    if end != len(data):
+    if end < len(data):
         raise FormatError(f"{path.name}: the tensors end at byte {end:,} of the data, the file at {len(data):,}")
     return tensors
 

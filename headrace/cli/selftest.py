@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from headrace.backend import Executable, compile_program, forward
 from headrace.batch import KvRows, RaggedBatch
 from headrace.config import KvConfig
-from headrace.model import trace_model
-from headrace.model.names import tensor_shapes
+from headrace.model import tensor_shapes, trace_model
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.quant.formats import FORMATS, StoredTensor
 
@@ -57,14 +56,11 @@ def _random_model(format_name: str) -> dict[str, StoredTensor]:
     """Weights of mean 0 and a spread that keeps activations near 1; vectors near 1 in F32."""
     rng = np.random.default_rng(0)
     tensors = {}
-    for template, shape in tensor_shapes(_SPEC).items():
-        for layer in range(_SPEC.num_layers if "{i}" in template else 1):
-            name = template.format(i=layer)
-            if len(shape) == 1:
-                data = rng.uniform(0.5, 1.5, shape).astype(np.float32).view(np.uint8)
-                tensors[name] = StoredTensor(name, FORMATS["F32"], shape, data)
-            else:
-                tensors[name] = StoredTensor(name, FORMATS[format_name], shape, _random_weights(rng, format_name, shape))
+    for name, shape in tensor_shapes(_SPEC).items():
+        if len(shape) == 1:
+            tensors[name] = StoredTensor.from_floats(name, rng.uniform(0.5, 1.5, shape).astype(np.float32))
+        else:
+            tensors[name] = StoredTensor.from_bytes(name, FORMATS[format_name], shape, _random_weights(rng, format_name, shape))
     return tensors
 
 

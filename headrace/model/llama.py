@@ -1,9 +1,14 @@
-"""The Llama family: Llama 2 and 3, Mistral, Qwen2, SmolLM2 (Touvron et al. 2023; Jiang et al. 2023; Yang et al. 2024).
+"""The Llama family: Llama 2 and 3, SmolLM2 (Touvron et al. 2023).
 
-The pre-norm decoder with rotary positions, grouped query heads and a gated MLP. Families differ only in what `ModelSpec`
-says: biases, window, rope scaling, tied embeddings.
+The pre-norm decoder with rotary positions, grouped query heads and a gated MLP. Other families share the equations, and differ in
+what `ModelSpec` says: biases, windows, rope scaling, tied embeddings.
 """
 
+from dataclasses import replace
+
+from headrace.model import from_config, from_gguf
+from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors, half_split, plain
+from headrace.model.fields import Fields
 from headrace.model.rope import inverse_frequencies
 from headrace.model.spec import ModelSpec
 from headrace.program.ops import Value, Weight
@@ -47,9 +52,81 @@ def _mlp(g: Tracer, spec: ModelSpec, layer: int, x: Value) -> Value:
 
 
 def _norm(g: Tracer, spec: ModelSpec, x: Value, name: str) -> Value:
-    return g.norm(x, g.weight(name, 1, spec.dim), spec.norm_eps)
+    return g.norm(x, g.vector(name, spec.dim), spec.norm_eps)
 
 
 def _linear(g: Tracer, x: Value, name: str, rows: int, bias: bool) -> Value:
-    has_bias: Weight | None = g.weight(f"{name}_bias", 1, rows) if bias else None
+    has_bias: Weight | None = g.vector(f"{name}_bias", rows) if bias else None
     return g.linear(x, g.weight(name, rows, x.width), has_bias)
+
+
+def _config_spec(config: Fields) -> ModelSpec:
+    bias = config.flag("attention_bias", False)
+    windows = from_config.sliding_windows(config, 0)
+    spec = from_config.decoder(config, "llama", max_context=2048, kv_heads=None, windows=windows)
+    return replace(spec, qkv_bias=bias, output_bias=bias, mlp_bias=config.flag("mlp_bias", False))
+
+
+def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
+    return from_gguf.decoder(fields, tensors, "llama")
+
+
+CONFIG_TENSORS = plain(
+    {
+        "embed": "model.embed_tokens.weight",
+        "head": "lm_head.weight",
+        "norm": "model.norm.weight",
+        "layers.{}.attn_norm": "model.layers.{}.input_layernorm.weight",
+        "layers.{}.q": "model.layers.{}.self_attn.q_proj.weight",
+        "layers.{}.k": "model.layers.{}.self_attn.k_proj.weight",
+        "layers.{}.v": "model.layers.{}.self_attn.v_proj.weight",
+        "layers.{}.o": "model.layers.{}.self_attn.o_proj.weight",
+        "layers.{}.mlp_norm": "model.layers.{}.post_attention_layernorm.weight",
+        "layers.{}.gate": "model.layers.{}.mlp.gate_proj.weight",
+        "layers.{}.up": "model.layers.{}.mlp.up_proj.weight",
+        "layers.{}.down": "model.layers.{}.mlp.down_proj.weight",
+        "layers.{}.q_bias": "model.layers.{}.self_attn.q_proj.bias",
+        "layers.{}.k_bias": "model.layers.{}.self_attn.k_proj.bias",
+        "layers.{}.v_bias": "model.layers.{}.self_attn.v_proj.bias",
+        "layers.{}.o_bias": "model.layers.{}.self_attn.o_proj.bias",
+        "layers.{}.gate_bias": "model.layers.{}.mlp.gate_proj.bias",
+        "layers.{}.up_bias": "model.layers.{}.mlp.up_proj.bias",
+        "layers.{}.down_bias": "model.layers.{}.mlp.down_proj.bias",
+    }
+)
+GGUF_TENSORS = plain(
+    {
+        "embed": "token_embd.weight",
+        "head": "output.weight",
+        "norm": "output_norm.weight",
+        "layers.{}.attn_norm": "blk.{}.attn_norm.weight",
+        "layers.{}.q": "blk.{}.attn_q.weight",
+        "layers.{}.k": "blk.{}.attn_k.weight",
+        "layers.{}.v": "blk.{}.attn_v.weight",
+        "layers.{}.o": "blk.{}.attn_output.weight",
+        "layers.{}.mlp_norm": "blk.{}.ffn_norm.weight",
+        "layers.{}.gate": "blk.{}.ffn_gate.weight",
+        "layers.{}.up": "blk.{}.ffn_up.weight",
+        "layers.{}.down": "blk.{}.ffn_down.weight",
+        "layers.{}.q_bias": "blk.{}.attn_q.bias",
+        "layers.{}.k_bias": "blk.{}.attn_k.bias",
+        "layers.{}.v_bias": "blk.{}.attn_v.bias",
+        "layers.{}.o_bias": "blk.{}.attn_output.bias",
+        "layers.{}.gate_bias": "blk.{}.ffn_gate.bias",
+        "layers.{}.up_bias": "blk.{}.ffn_up.bias",
+        "layers.{}.down_bias": "blk.{}.ffn_down.bias",
+    }
+)
+
+LLAMA = Family(
+    "llama",
+    forward,
+    config=ConfigLayout(
+        architectures=("LlamaForCausalLM", "llama"),
+        spec=_config_spec,
+        tensors=half_split(CONFIG_TENSORS),
+        ignored=from_config.IGNORED,
+    ),
+    # Converters permute the rows of queries and keys to interleaved pairs, for this architecture alone.
+    gguf=GgufLayout(architectures=("llama",), spec=_gguf_spec, tensors=GGUF_TENSORS, ignored=from_gguf.IGNORED),
+)

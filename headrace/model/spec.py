@@ -33,7 +33,6 @@ class ModelSpec:
     """Shape and constants of a decoder."""
 
     architecture: str
-    name: str
     num_layers: int
     dim: int
     num_heads: int
@@ -44,6 +43,8 @@ class ModelSpec:
     max_context: int
     norm_eps: float
     rope: RopeSpec
+    name: str = ""
+    """What the model is called, for people; whoever opens its files says so."""
     windows: tuple[int, ...] = ()
     """Sliding window of each layer (0: none): a row sees itself and the `window - 1` positions before it."""
     tied_embeddings: bool = False

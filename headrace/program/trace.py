@@ -84,6 +84,10 @@ class Tracer:
             raise FormatError(f"tensor {name!r} has shape {tensor.shape}, and the model needs {(rows, cols)}")
         return Weight(name, rows, cols, tensor.nbytes)
 
+    def vector(self, name: str, size: int) -> Weight:
+        """The named vector, as a weight of one row. Raises FormatError."""
+        return self.weight(name, 1, size)
+
     def _value(self, width: int, rows: Literal["step", "logit"]) -> Value:
         return Value(next(self._ids), width, rows)
 

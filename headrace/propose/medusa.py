@@ -31,7 +31,7 @@ _NEXT_RANK = 0.3
 def head_forward(index: int, dim: int, vocab: int, g: Tracer) -> Value:
     """The equations of a head: logits = W_out (x + silu(W x + b)) of each row x that the caller gives."""
     x = g.gather_rows(g.input(dim))  # all of them; what follows is as long as what has logits, not as a step may be
-    mixed = g.linear(x, g.weight(f"medusa.{index}.0.linear.weight", dim, dim), g.weight(f"medusa.{index}.0.linear.bias", 1, dim))
+    mixed = g.linear(x, g.weight(f"medusa.{index}.0.linear.weight", dim, dim), g.vector(f"medusa.{index}.0.linear.bias", dim))
     return g.linear(g.add(x, g.silu(mixed)), g.weight(f"medusa.{index}.1.weight", vocab, dim))
 
 

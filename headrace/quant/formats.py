@@ -2,69 +2,113 @@
 
 import math
 import mmap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
-from headrace.quant.dequantise import dequantise
+from headrace.quant import dequantise as dq
 
 
 @dataclass(frozen=True)
-class Format:
-    """A stored number format: `block` consecutive values of a row share `nbytes` bytes.
+class Part:
+    """One of the arrays that a stored tensor is made of.
 
-    With `row_scales` the bytes are codes alone, and each row has one float32 scale beside them.
+    With `by_row` its first axis is the stored rows of the tensor (as a transposed view, where the file has it otherwise); without, all
+    rows share it: a codebook, the group of each column, scales of scales.
+    """
+
+    dtype: str  # NumPy's
+    by_row: bool = True
+
+
+_CODES = {"codes": Part("u1")}
+
+
+@dataclass(frozen=True, eq=False)
+class Format:
+    """A stored number format.
+
+    Each has the part `codes`, uint8 [stored rows, blocks of a row, nbytes]: `block` consecutive values of a row share `nbytes` bytes.
+    What does not lie among these is a part of its own, named by what it is and what for: `row_scales`. `values` says what it all means.
     """
 
     name: str
     block: int
     nbytes: int
-    row_scales: bool = False
+    values: dq.Values
+    parts: Mapping[str, Part]
 
     @property
     def quantised(self) -> bool:
         """Whether values are codes with scales: such weights are multiplied with int8 activations."""
-        return self.block > 1 or self.row_scales
+        return self.block > 1 or len(self.parts) > 1
+
+
+def _blocks(name: str, block: int, nbytes: int, convert: Callable[[dq.Bytes], dq.Floats]) -> Format:
+    return Format(name, block, nbytes, dq.of_blocks(convert, block), _CODES)
 
 
 FORMATS: dict[str, Format] = {
-    name: Format(name, block, nbytes)
-    for name, block, nbytes in (
-        ("F32", 1, 4),
-        ("F16", 1, 2),
-        ("BF16", 1, 2),
-        ("Q4_0", 32, 18),
-        ("Q4_1", 32, 20),
-        ("Q5_0", 32, 22),
-        ("Q5_1", 32, 24),
-        ("Q8_0", 32, 34),
-        ("Q2_K", 256, 84),
-        ("Q3_K", 256, 110),
-        ("Q4_K", 256, 144),
-        ("Q5_K", 256, 176),
-        ("Q6_K", 256, 210),
+    stored.name: stored
+    for stored in (
+        _blocks("F32", 1, 4, dq.f32),
+        _blocks("F16", 1, 2, dq.f16),
+        _blocks("BF16", 1, 2, dq.bf16),
+        _blocks("Q4_0", 32, 18, dq.q4_0),
+        _blocks("Q4_1", 32, 20, dq.q4_1),
+        _blocks("Q5_0", 32, 22, dq.q5_0),
+        _blocks("Q5_1", 32, 24, dq.q5_1),
+        _blocks("Q8_0", 32, 34, dq.q8_0),
+        _blocks("Q2_K", 256, 84, dq.q2_k),
+        _blocks("Q3_K", 256, 110, dq.q3_k),
+        _blocks("Q4_K", 256, 144, dq.q4_k),
+        _blocks("Q5_K", 256, 176, dq.q5_k),
+        _blocks("Q6_K", 256, 210, dq.q6_k),
+        Format("I8_ROW", 1, 1, dq.row_scaled(dq.of_blocks(dq.i8, 1)), {**_CODES, "row_scales": Part("f4")}),
     )
-} | {"I8_ROW": Format("I8_ROW", 1, 1, row_scales=True)}
-"""Formats by name: those of GGUF files, block layouts as in ggml's `ggml-common.h`, and int8 with one scale a row (W8A8)."""
+}
+"""Formats of weights by name: those of GGUF files, block layouts as in ggml's `ggml-common.h`, and int8 with one scale a row."""
+
+RAW_FORMATS: dict[str, Format] = {"I8": _blocks("I8", 1, 1, dq.i8)}
+"""Plain numbers, by the name that safetensors has for them, which only a quantisation method can make weights of."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StoredTensor:
     """A tensor in its stored format, usually a view of a memory map: nothing is read until it is used.
 
-    `shape` is in NumPy order (rows first, columns last). Where `row_order` is given, row i of the tensor is stored row
-    `row_order[i]`; `data` and `row_scales` themselves stay as the file has them.
+    `shape` is in NumPy order (rows first, columns last) and `parts` has what the format says. Where `row_order` is given, row i of the
+    tensor is stored row `row_order[i]`; the parts themselves stay as the file has them.
     """
 
     name: str
     format: Format
     shape: tuple[int, ...]
-    data: NDArray[np.uint8]  # [nbytes]
+    parts: Mapping[str, NDArray[Any]]
     row_order: NDArray[np.int64] | None = None  # [rows]
-    row_scales: NDArray[np.float32] | None = None  # [rows], in formats that have them
+
+    def __post_init__(self) -> None:
+        found = {name: part.dtype for name, part in self.parts.items()}
+        assert found == {name: np.dtype(part.dtype) for name, part in self.format.parts.items()}, f"{self.name}: {found}"
+
+    @classmethod
+    def from_bytes(
+        cls, name: str, format: Format, shape: tuple[int, ...], data: NDArray[np.uint8], **parts: NDArray[Any]
+    ) -> "StoredTensor":
+        """A tensor whose codes lie in `data` row after row, with its other parts."""
+        rows = math.prod(shape[:-1])
+        codes = data.reshape(rows, (shape[-1] if shape else 1) // format.block, format.nbytes)
+        return cls(name, format, shape, {"codes": codes, **parts})
+
+    @classmethod
+    def from_floats(cls, name: str, values: NDArray[np.float32]) -> "StoredTensor":
+        """The values themselves, in the format F32."""
+        data = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8)
+        return cls.from_bytes(name, FORMATS["F32"], values.shape, data)
 
     @property
     def rows(self) -> int:
@@ -76,35 +120,50 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes + (0 if self.row_scales is None else self.row_scales.nbytes)
+        """Bytes of the tensor's rows in all parts, and of what they share."""
+        kinds = self.format.parts
+        return sum(part.nbytes // max(len(part), 1) * self.rows if kinds[name].by_row else part.nbytes for name, part in self.parts.items())
+
+    def take(self, name: str, rows: NDArray[np.int64]) -> "StoredTensor":
+        """The given stored rows as a matrix of its own: a view, of a part of the file where they lie together."""
+        first, last = int(rows.min()), int(rows.max()) + 1
+        parts = self.parts
+        if last - first == len(rows) and all(part.by_row for part in self.format.parts.values()):
+            parts, rows = {key: part[first:last] for key, part in parts.items()}, rows - first if first else rows
+        order = None if np.array_equal(rows, np.arange(len(rows))) else rows
+        return replace(self, name=name, shape=(len(rows), self.cols), parts=parts, row_order=order)
 
     def release(self) -> None:
         """Give the memory of the tensor's pages back where it is a view of a mapped file; reading it again brings them back.
 
         A packed copy beside pages that were read once would count twice in the memory of the process.
         """
-        owner: Any = self.data
-        while isinstance(owner, np.ndarray):
-            owner = owner.base
-        if isinstance(owner, memoryview):
-            owner = owner.obj
-        if not isinstance(owner, mmap.mmap) or not hasattr(owner, "madvise"):
-            return
-        first = self.data.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
-        begin, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, (first + self.data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if begin < end:  # pages shared with a neighbour stay
-            owner.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        for part in self.parts.values():
+            _release(part)
 
     def dequantise(self) -> NDArray[np.float32]:
         """The values as float32, exactly as ggml defines them, in the tensor's shape; int8 codes times their row's scale."""
-        return self._dequantise(slice(None) if self.row_order is None else self.row_order).reshape(self.shape)
+        return self._values(slice(None) if self.row_order is None else self.row_order).reshape(self.shape)
 
     def dequantise_rows(self, rows: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """The given rows as float32, [len(rows), cols]."""
         index = np.asarray(rows, dtype=np.int64)
-        return self._dequantise(index if self.row_order is None else self.row_order[index])
+        return self._values(index if self.row_order is None else self.row_order[index])
 
-    def _dequantise(self, stored: slice | NDArray[np.int64]) -> NDArray[np.float32]:  # [stored rows, cols]
-        codes = self.data.reshape(self.rows, -1)[stored]
-        values = dequantise(self.format.name, codes, self.format.block, self.format.nbytes).reshape(-1, self.cols)
-        return values if self.row_scales is None else values * self.row_scales[stored, None]
+    def _values(self, stored: slice | NDArray[np.int64]) -> NDArray[np.float32]:  # [stored rows, cols]
+        return self.format.values(self.parts, stored)
+
+
+def _release(array: NDArray[Any]) -> None:
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if isinstance(owner, memoryview):
+        owner = owner.obj
+    if not isinstance(owner, mmap.mmap) or not hasattr(owner, "madvise"):
+        return
+    start = np.frombuffer(owner, np.uint8).ctypes.data
+    first, last = (at - start for at in byte_bounds(array))
+    begin, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+    if begin < end:  # pages shared with a neighbour stay
+        owner.madvise(mmap.MADV_DONTNEED, begin, end - begin)

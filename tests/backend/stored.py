@@ -20,10 +20,10 @@ def random_stored(format_name: str, rows: int, cols: int, seed: int, name: str =
     """A [rows, cols] tensor of random codes and scales; values are of the order of `scale`."""
     rng = np.random.default_rng(seed)
     form = FORMATS[format_name]
-    if form.row_scales:
+    if "row_scales" in form.parts:
         codes = rng.integers(0, 256, rows * cols, dtype=np.uint8)
         row_scales = (rng.uniform(-1, 1, rows) * scale / 64).astype(np.float32)
-        return StoredTensor(name, form, (rows, cols), codes, row_scales=row_scales)
+        return StoredTensor.from_bytes(name, form, (rows, cols), codes, row_scales=row_scales)
     if format_name not in _SCALES:
         values = rng.standard_normal((rows, cols)).astype(np.float32) * np.float32(scale)
         if format_name == "F32":
@@ -32,12 +32,12 @@ def random_stored(format_name: str, rows: int, cols: int, seed: int, name: str =
             data = values.astype(np.float16).view(np.uint8)
         else:
             data = (round_bf16(values).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-        return StoredTensor(name, form, (rows, cols), data.reshape(-1))
+        return StoredTensor.from_bytes(name, form, (rows, cols), data.reshape(-1))
     blocks = rng.integers(0, 256, (rows * cols // form.block, form.nbytes), dtype=np.uint8)
     for at in _SCALES[format_name]:
         scales = (rng.uniform(-1, 1, len(blocks)) * scale / 16).astype(np.float16)
         blocks[:, at : at + 2] = scales[:, None].view(np.uint8)
-    return StoredTensor(name, form, (rows, cols), blocks.reshape(-1))
+    return StoredTensor.from_bytes(name, form, (rows, cols), blocks.reshape(-1))
 
 
 def quantised_rows(x: NDArray[np.float32], offset: bool, group: int = 32) -> NDArray[np.float64]:

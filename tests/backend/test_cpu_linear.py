@@ -30,7 +30,8 @@ def product(isa: str, stored: StoredTensor, x: Array, offset: bool = False, thre
     loose, packed, out = plan.add_buffer(cols, False, False), plan.add_buffer(cols, False, True), plan.add_buffer(stored.rows, False, False)
     plan.embed(loose, plan.add_weight("F32", num_rows, cols, x.astype(np.float32).view(np.uint8).reshape(-1), None))
     plan.pack(packed, loose)
-    plan.linear(out, packed, plan.add_weight(stored.format.name, stored.rows, cols, stored.data, order, stored.row_scales), -1, -1, offset)
+    weight = plan.add_weight(stored.format.name, stored.rows, cols, stored.parts["codes"], order, stored.parts.get("row_scales"))
+    plan.linear(out, packed, weight, -1, -1, offset)
     run_rows(plan, num_rows)
     return np.array(plan.floats(out, num_rows))
 
@@ -45,7 +46,7 @@ def run_rows(plan: _native.Plan, num_rows: int) -> None:
 def expected(isa: str, format_name: str, x: Array, rows: int, seed: int, offset: bool) -> tuple[Array, Array]:
     """The exact product over the activations as the kernel sees them, and the scale of its rounding error."""
     weight = random_stored(format_name, rows, x.shape[1], seed).dequantise().astype(np.float64)
-    if FORMATS[format_name].row_scales:
+    if "row_scales" in FORMATS[format_name].parts:
         x = quantised_rows(x, False, x.shape[1])
     elif FORMATS[format_name].quantised:
         x = quantised_rows(x, offset)
@@ -93,7 +94,7 @@ def test_the_longest_row_does_not_overflow(isa: str) -> None:
     cols = 1 << 17
     data = np.repeat(np.array([-128, 127], np.int8), cols).view(np.uint8)
     scales = np.array([1.0, 2.0], np.float32)
-    stored = StoredTensor("w", FORMATS["I8_ROW"], (2, cols), data, row_scales=scales)
+    stored = StoredTensor.from_bytes("w", FORMATS["I8_ROW"], (2, cols), data, row_scales=scales)
     x = np.ones((3, cols), np.float32) * np.array([[1], [-1], [0.5]], np.float32)
     want = quantised_rows(x, False, cols) @ stored.dequantise().astype(np.float64).T
     assert np.allclose(product(isa, stored, x), want, rtol=1e-6)
@@ -114,7 +115,7 @@ def test_what_is_written_in_pieces_has_no_scale_by_row() -> None:
     plan = _native.Plan("", 1)
     x, y, out = (plan.add_buffer(32, False, True) for _ in range(3))
     by_row, by_group = (
-        plan.add_weight(t.format.name, 32, 32, t.data, None, t.row_scales)
+        plan.add_weight(t.format.name, 32, 32, t.parts["codes"], None, t.parts.get("row_scales"))
         for t in (random_stored(f, 32, 32, 0) for f in ("I8_ROW", "Q8_0"))
     )
     plan.glu_linear(y, x, by_group, by_group, -1, -1)
@@ -133,12 +134,12 @@ def test_extreme_codes(isa: str, offset: bool) -> None:
     for format_name in ("Q8_0", "Q4_0", "Q5_1", "Q6_K"):
         stored = random_stored(format_name, 16, 256, 0)
         for fill in (0x00, 0xFF, 0x80, 0x7F):
-            data = stored.data.reshape(16, -1, stored.format.nbytes).copy()
+            data = stored.parts["codes"].copy()
             keep = {"Q8_0": slice(0, 2), "Q4_0": slice(0, 2), "Q5_1": slice(0, 4), "Q6_K": slice(208, 210)}[format_name]
             scales = data[:, :, keep].copy()
             data[:] = fill
             data[:, :, keep] = scales
-            stored.data[:] = data.reshape(-1)
+            stored.parts["codes"][:] = data
             for sign in (1, -1):
                 x = np.full((3, 256), sign, np.float32)
                 x[1, ::2] = -sign

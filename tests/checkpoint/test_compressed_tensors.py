@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace import _native
 from headrace.backend import cpu, forward, reference
-from headrace.checkpoint.hf_model import hf_spec
+from headrace.checkpoint.folder import open_folder
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.config import KvConfig
 from headrace.errors import FormatError, UnsupportedModelError
@@ -128,7 +128,7 @@ class TestConfigs:
         sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
         values = sizes | {"model_type": "llama", "quantization_config": W8A8 | change}
         (folder / "config.json").write_text(json.dumps(values))
-        hf_spec(folder)
+        open_folder(folder)
 
     @pytest.mark.parametrize(
         "change",

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from headrace.checkpoint.folder import chat_template, open_folder
 from headrace.checkpoint.gguf import read_gguf
-from headrace.checkpoint.hf_model import chat_template, hf_spec
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.errors import FormatError, ModelError, ModelNotFoundError, UnsupportedModelError
 from headrace.model.rope import inverse_frequencies
@@ -145,7 +145,7 @@ CONFIG = {**SIZES, "architectures": ["LlamaForCausalLM"], "model_type": "llama",
 
 def spec_of(folder: Path, change: dict[str, Any]) -> ModelSpec:
     (folder / "config.json").write_text(json.dumps({key: value for key, value in (CONFIG | change).items() if value != "absent"}))
-    return hf_spec(folder)
+    return open_folder(folder).spec
 
 
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [

@@ -91,6 +91,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "overflowing": (build({"a": entry([2**62, 8], 0, 16)}), "tensor a"),
     "backwards": (build({"a": entry([4], 16, 0)}), "tensor a"),
     "too short": (build({"a": entry([5], 0, 16)}), "tensor a"),
+    "nothing, and much of it": (build({"a": entry([4], 0, 16), "b": entry([2**62, 0, 2**62], 16, 16)}), "tensor b"),
     "a gap": (build({"a": entry([3], 4, 16)}), "expected from 0"),
     "overlap": (build({"a": entry([3], 0, 12), "b": entry([2], 8, 16)}), "tensor b"),
     "beyond the file": (build({"a": entry([5], 0, 20)}), "the tensors end"),

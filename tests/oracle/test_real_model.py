@@ -15,7 +15,7 @@ from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.config import KvConfig
 from headrace.model import trace_model
-from headrace.model.names import LLAMA_HF
+from headrace.model.llama import LLAMA
 from tests.backend.batches import Sequence, batch_of
 
 DATA = Path(__file__).parents[1] / "data"
@@ -53,13 +53,11 @@ def transformers_model(checkpoint: Checkpoint) -> LlamaForCausalLM:
     )
     state = {}
     for name, tensor in checkpoint.tensors.items():
-        layer = name.split(".")[1] if name.startswith("layers.") else ""
-        template = name.replace(f".{layer}.", ".{i}.", 1)
         values = tensor.dequantise()
-        if template.endswith((".q", ".k")):
+        if name.endswith((".q", ".k")):
             heads = values.reshape(-1, spec.head_dim // 2, 2, spec.dim)
             values = heads.transpose(0, 2, 1, 3).reshape(values.shape)
-        state[LLAMA_HF[template].format(i=layer)] = torch.from_numpy(np.ascontiguousarray(values))
+        state[LLAMA.config.locate(name)[0].name] = torch.from_numpy(np.ascontiguousarray(values))
     model = LlamaForCausalLM(config)
     num_uncomputed, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected and set(num_uncomputed) <= {"lm_head.weight"}

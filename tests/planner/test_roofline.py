@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace.model import trace_model
-from headrace.model.names import tensor_shapes
+from headrace.model import tensor_shapes, trace_model
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.planner import roofline
 from headrace.planner.fit import RUNTIME_BYTES, Fit
@@ -45,11 +44,10 @@ SMOLLM2 = model(30, 576, 9, 3, 1536, 49152, tied=True)
 def tensors(spec: ModelSpec, bytes_per_weight: float) -> dict[str, object]:
     """Everything of a tensor but its data; vectors are in float32."""
     found = {}
-    for template, shape in tensor_shapes(spec).items():
-        for layer in range(spec.num_layers if "{i}" in template else 1):
-            rows, cols = (1, *shape)[-2:]
-            nbytes = int(rows * cols * (4 if len(shape) == 1 else bytes_per_weight))
-            found[template.format(i=layer)] = SimpleNamespace(rows=rows, cols=cols, shape=shape, nbytes=nbytes)
+    for name, shape in tensor_shapes(spec).items():
+        rows, cols = (1, *shape)[-2:]
+        nbytes = int(rows * cols * (4 if len(shape) == 1 else bytes_per_weight))
+        found[name] = SimpleNamespace(rows=rows, cols=cols, shape=shape, nbytes=nbytes)
     return found
 
 

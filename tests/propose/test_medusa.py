@@ -14,7 +14,7 @@ from headrace.model import trace_model
 from headrace.program.trace import trace
 from headrace.propose.medusa import MedusaProposer, _input_rows, head_forward, static_tree
 from headrace.proposer import ProposerTraits
-from headrace.quant.formats import FORMATS, StoredTensor
+from headrace.quant.formats import StoredTensor
 from headrace.request import SamplingParams
 from tests.draft_engines import draft_engine, head_tensors, medusa_heads
 from tests.tiny import BLOCK_SIZE, run_all, tiny_engine, tiny_executable, tiny_model
@@ -67,8 +67,7 @@ def test_heads_that_fit_the_model_are_right() -> None:
         fitted = {"0.linear.weight": np.zeros((SPEC.dim, SPEC.dim)), "0.linear.bias": np.zeros(SPEC.dim), "1.weight": weights.T}
         for part, values in fitted.items():
             name = f"medusa.{i}.{part}"
-            data = np.ascontiguousarray(values, np.float32).view(np.uint8).reshape(-1)
-            tensors[name] = StoredTensor(name, FORMATS["F32"], values.shape, data)
+            tensors[name] = StoredTensor.from_floats(name, values.astype(np.float32))
     executable = target.attach(hidden_program, MODEL[1])
     heads = [executable.attach(trace(lambda g, i=i: head_forward(i, SPEC.dim, SPEC.vocab_size, g), tensors), tensors) for i in range(2)]
     engine = tiny_engine(MODEL, "cpu", proposer=MedusaProposer(heads, 2, 2), executable=executable, kv_dtype="f32")

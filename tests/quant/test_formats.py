@@ -6,7 +6,8 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace.checkpoint.files import map_file
-from headrace.quant.formats import FORMATS, StoredTensor
+from headrace.quant.dequantise import Floats, Parts, Rows
+from headrace.quant.formats import FORMATS, Format, Part, StoredTensor
 
 HALVES = {  # where a block keeps its float16 scales
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2),
@@ -14,7 +15,7 @@ HALVES = {  # where a block keeps its float16 scales
 }  # fmt: skip
 
 
-GGML = [name for name, stored in FORMATS.items() if not stored.row_scales]
+GGML = [name for name, stored in FORMATS.items() if len(stored.parts) == 1]
 
 
 def random_bytes(name: str, blocks: int, seed: int = 0) -> NDArray[np.uint8]:
@@ -49,7 +50,7 @@ def test_block_sizes_are_those_of_ggml() -> None:
 def test_values_are_bit_equal_to_ggml(name: str, blocks: int) -> None:
     data = random_bytes(name, blocks)
     cols = blocks * FORMATS[name].block
-    ours = StoredTensor("x", FORMATS[name], (1, cols), data).dequantise()
+    ours = StoredTensor.from_bytes("x", FORMATS[name], (1, cols), data).dequantise()
     assert ours.shape == (1, cols)
     np.testing.assert_array_equal(ours.reshape(-1).view(np.uint32), oracle(name, data).view(np.uint32))
 
@@ -58,7 +59,7 @@ def test_values_are_bit_equal_to_ggml(name: str, blocks: int) -> None:
 def test_what_gguf_quantises_comes_back(name: str) -> None:
     weights = np.random.default_rng(1).normal(size=(6, 64)).astype(np.float32)
     packed = gguf.quants.quantize(weights, gguf.GGMLQuantizationType[name])
-    tensor = StoredTensor("x", FORMATS[name], weights.shape, packed.view(np.uint8).reshape(-1))
+    tensor = StoredTensor.from_bytes("x", FORMATS[name], weights.shape, packed.view(np.uint8).reshape(-1))
     np.testing.assert_array_equal(tensor.dequantise(), oracle(name, packed.view(np.uint8)).reshape(weights.shape))
     assert np.abs(tensor.dequantise() - weights).max() < 0.4
 
@@ -66,10 +67,10 @@ def test_what_gguf_quantises_comes_back(name: str) -> None:
 @pytest.mark.parametrize("name", ["F16", "Q4_1", "Q6_K"])
 def test_rows(name: str) -> None:
     stored = FORMATS[name]
-    plain = StoredTensor("x", stored, (10, 512), random_bytes(name, 10 * 512 // stored.block))
+    plain = StoredTensor.from_bytes("x", stored, (10, 512), random_bytes(name, 10 * 512 // stored.block))
     assert (plain.rows, plain.cols, plain.nbytes) == (10, 512, 10 * 512 // stored.block * stored.nbytes)
     order = np.random.default_rng(2).permutation(10)
-    permuted = StoredTensor("x", stored, (10, 512), plain.data, order)
+    permuted = plain.take("x", order)
     np.testing.assert_array_equal(permuted.dequantise(), plain.dequantise()[order])
     np.testing.assert_array_equal(permuted.dequantise_rows([3, 3, 0]), permuted.dequantise()[[3, 3, 0]])
     np.testing.assert_array_equal(plain.dequantise_rows(np.array([9, 1])), plain.dequantise()[[9, 1]])
@@ -79,18 +80,18 @@ def test_a_scale_for_each_row() -> None:
     """The layout of int-quantized checkpoints: codes, and beside them a factor for each row of them."""
     rng = np.random.default_rng(3)
     codes, scales = rng.integers(-128, 128, (10, 70), np.int8), rng.normal(size=10).astype(np.float32)
-    plain = StoredTensor("x", FORMATS["I8_ROW"], (10, 70), codes.view(np.uint8).reshape(-1), row_scales=scales)
+    plain = StoredTensor.from_bytes("x", FORMATS["I8_ROW"], (10, 70), codes.view(np.uint8).reshape(-1), row_scales=scales)
     assert plain.nbytes == 10 * 70 + 10 * 4
     want = codes.astype(np.float32) * scales[:, None]
     np.testing.assert_array_equal(plain.dequantise(), want)
     order = rng.permutation(10)
-    permuted = StoredTensor("x", plain.format, plain.shape, plain.data, order, scales)
+    permuted = plain.take("x", order)
     np.testing.assert_array_equal(permuted.dequantise(), want[order])
     np.testing.assert_array_equal(permuted.dequantise_rows([3, 3, 0]), want[order][[3, 3, 0]])
 
 
 def test_one_dimension_is_one_row() -> None:
-    bias = StoredTensor("b", FORMATS["F32"], (5,), np.arange(5, dtype=np.float32).view(np.uint8))
+    bias = StoredTensor.from_floats("b", np.arange(5, dtype=np.float32))
     assert (bias.rows, bias.cols) == (1, 5)
     np.testing.assert_array_equal(bias.dequantise(), np.arange(5))
 
@@ -98,7 +99,7 @@ def test_one_dimension_is_one_row() -> None:
 def test_unaligned_data() -> None:
     data = np.zeros(4 * 6 + 1, np.uint8)[1:]
     data[:] = np.arange(6, dtype=np.float32).view(np.uint8)
-    np.testing.assert_array_equal(StoredTensor("x", FORMATS["F32"], (2, 3), data).dequantise(), np.arange(6).reshape(2, 3))
+    np.testing.assert_array_equal(StoredTensor.from_bytes("x", FORMATS["F32"], (2, 3), data).dequantise(), np.arange(6).reshape(2, 3))
 
 
 def test_a_released_tensor_reads_the_same_again(tmp_path: Path) -> None:
@@ -107,7 +108,74 @@ def test_a_released_tensor_reads_the_same_again(tmp_path: Path) -> None:
     (tmp_path / "tensor").write_bytes(b"head" + data.tobytes() + b"tail")
     mapped = np.frombuffer(map_file(tmp_path / "tensor"), np.uint8)[4:-4]
     for view in (mapped, data):
-        tensor = StoredTensor("t", FORMATS["Q8_0"], (32, 1024), view)
+        tensor = StoredTensor.from_bytes("t", FORMATS["Q8_0"], (32, 1024), view)
         before = tensor.dequantise()
         tensor.release()
         assert np.array_equal(tensor.dequantise(), before)
+
+
+def grouped_values(parts: Parts, rows: Rows) -> Floats:
+    """Codes of 4 columns in 4 bytes, a scale for each row and group, and the group of each column: as GPTQ stores them."""
+    codes = parts["codes"][rows]
+    codes = codes.reshape(len(codes), -1).astype(np.float32)
+    return codes * parts["group_scales"][rows][:, parts["group_of_column"]].astype(np.float32)
+
+
+class TestParts:
+    GROUPED = Format(
+        "GROUPED", 4, 4, grouped_values, {"codes": Part("u1"), "group_scales": Part("f2"), "group_of_column": Part("i4", by_row=False)}
+    )
+
+    def tensor(self) -> tuple[StoredTensor, NDArray[np.float32]]:
+        """Ten rows of 8 columns in 3 groups, all of which a file has the other way round."""
+        rng = np.random.default_rng(4)
+        codes, scales = rng.integers(0, 256, (8, 10), np.uint8), rng.normal(size=(3, 10)).astype(np.float16)
+        group = np.array([2, 0, 1, 1, 0, 2, 2, 0], np.int32)
+        parts = {"codes": codes.reshape(2, 4, 10).transpose(2, 0, 1), "group_scales": scales.T, "group_of_column": group}
+        return StoredTensor("x", self.GROUPED, (10, 8), parts), codes.T.astype(np.float32) * scales.T[:, group].astype(np.float32)
+
+    def test_values_come_from_all_parts(self) -> None:
+        tensor, want = self.tensor()
+        assert tensor.format.quantised
+        assert tensor.nbytes == 80 + 60 + 32
+        np.testing.assert_array_equal(tensor.dequantise(), want)
+        np.testing.assert_array_equal(tensor.dequantise_rows([7, 0, 7]), want[[7, 0, 7]])
+        tensor.release()
+        np.testing.assert_array_equal(tensor.dequantise(), want)
+
+    @pytest.mark.parametrize("rows", [range(3, 7), [6, 3, 5, 4], [9, 0, 4], range(10)])
+    def test_rows_of_a_tensor(self, rows: list[int]) -> None:
+        tensor, want = self.tensor()
+        index = np.array(rows)
+        taken = tensor.take("y", index)
+        assert (taken.name, taken.shape) == ("y", (len(index), 8))
+        assert taken.nbytes == len(index) * (8 + 6) + 32
+        np.testing.assert_array_equal(taken.dequantise(), want[index])
+        np.testing.assert_array_equal(taken.dequantise_rows([1, 1, 0]), want[index[[1, 1, 0]]])
+        assert np.shares_memory(taken.parts["codes"], tensor.parts["codes"])
+
+    @pytest.mark.parametrize("rows", [range(3, 7), [6, 3, 5, 4], [9, 0, 4], range(10)])
+    def test_rows_that_lie_together_are_cut_out(self, rows: list[int]) -> None:
+        rng = np.random.default_rng(5)
+        scales = rng.normal(size=10).astype(np.float32)
+        whole = StoredTensor.from_bytes("x", FORMATS["I8_ROW"], (10, 6), rng.integers(0, 256, 60, np.uint8), row_scales=scales)
+        taken = whole.take("y", np.array(rows))
+        np.testing.assert_array_equal(taken.dequantise(), whole.dequantise()[np.array(rows)])
+        assert taken.nbytes == len(rows) * 10
+        assert [len(part) for part in taken.parts.values()] == [10, 10] if len(rows) == 3 else [len(rows)] * 2
+        assert (taken.row_order is None) == (list(rows) == sorted(rows) and len(rows) > 3)
+
+    def test_a_transposed_matrix_is_a_view(self) -> None:
+        """As GPT-2 stores its weights: [columns, rows]."""
+        values = np.random.default_rng(6).normal(size=(5, 7)).astype(np.float32)
+        stored = StoredTensor.from_floats("x", values)
+        tensor = StoredTensor("y", stored.format, (7, 5), {"codes": stored.parts["codes"].transpose(1, 0, 2)})
+        np.testing.assert_array_equal(tensor.dequantise(), values.T)
+        np.testing.assert_array_equal(tensor.dequantise_rows([4, 2]), values.T[[4, 2]])
+
+    def test_parts_are_those_of_the_format(self) -> None:
+        tensor, _ = self.tensor()
+        codes = tensor.parts["codes"]
+        for parts in ({"codes": codes}, {**tensor.parts, "more": codes}, {**tensor.parts, "group_scales": codes}):
+            with pytest.raises(AssertionError, match="x: "):
+                StoredTensor("x", self.GROUPED, (10, 8), parts)

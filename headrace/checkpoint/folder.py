@@ -1,0 +1,72 @@
+"""What a Hugging Face folder says of its model: which family and how it is quantised, its specification, its chat template."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.checkpoint.files import member, read_json
+from headrace.checkpoint.quantisation import method_of
+from headrace.checkpoint.safetensors import read_folder
+from headrace.errors import FormatError
+from headrace.model import FAMILIES
+from headrace.model.family import ConfigLayout, layout_for
+from headrace.model.fields import JsonFields
+from headrace.model.spec import ModelSpec
+from headrace.quant.formats import StoredTensor
+
+_QUANTISATION = "quantization_config"
+
+
+@dataclass(frozen=True, eq=False)
+class Folder:
+    """A folder whose `config.json` has been read and checked; of its tensors nothing has been opened."""
+
+    path: Path
+    config: JsonFields
+    layout: ConfigLayout
+    spec: ModelSpec
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The tensors by the file's names, with the parts of quantised ones together. Raises as `read_folder` and the method do."""
+        tensors, quantisation = read_folder(self.path), self.config.get(_QUANTISATION)
+        return tensors if quantisation is None else method_of(quantisation).assemble(quantisation, tensors, self.path.name)
+
+
+def open_folder(path: Path) -> Folder:
+    """Read `config.json`. Raises UnsupportedModelError naming the field, FormatError for a missing or malformed one."""
+    config = JsonFields(read_json(member(path, "config.json")), "config.json")
+    layout = layout_for(_family_name(config), (family.config for family in FAMILIES.values()), config.where)
+    if (quantisation := config.get(_QUANTISATION)) is not None:
+        method_of(quantisation)
+    return Folder(path, config, layout, layout.spec(config))
+
+
+def chat_template(folder: Path) -> str | None:
+    """The default chat template: `chat_template.jinja`, else the one in `tokenizer_config.json`."""
+    if (folder / "chat_template.jinja").exists():
+        path = member(folder, "chat_template.jinja")
+        try:
+            return path.read_text("utf-8")
+        except (UnicodeDecodeError, OSError) as error:
+            raise FormatError(f"chat_template.jinja: {error}") from error
+    if not (folder / "tokenizer_config.json").exists():
+        return None
+    template = read_json(member(folder, "tokenizer_config.json")).get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise FormatError("tokenizer_config.json: chat_template must be a string or a list of named ones")
+    return template
+
+
+def model_name(folder: Path) -> str:
+    """The folder's name; for the Hugging Face cache (`models--ORG--NAME/snapshots/REVISION`) that of the repository."""
+    if folder.parent.name == "snapshots":
+        return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return folder.resolve().name
+
+
+def _family_name(config: JsonFields) -> str:
+    named: Any = config.get("architectures")
+    return named[0] if isinstance(named, list) and len(named) == 1 and isinstance(named[0], str) else str(config.get("model_type"))

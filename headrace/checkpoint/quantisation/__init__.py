@@ -1,0 +1,20 @@
+"""Quantisation methods of Hugging Face folders: which there are, and whose a checkpoint is."""
+
+from typing import Any
+
+from headrace.checkpoint.quantisation.compressed_tensors import CompressedTensors
+from headrace.checkpoint.quantisation.method import Method, refusal
+
+METHODS: tuple[Method, ...] = (CompressedTensors(),)
+
+
+def method_of(config: Any) -> Method:
+    """The method whose `quantization_config` this is, checked. Raises UnsupportedModelError, which names the field."""
+    supported = "; ".join(method.supported for method in METHODS)
+    if not isinstance(config, dict):
+        raise refusal("all of it", config, supported)
+    for method in METHODS:
+        if method.claims(config):
+            method.check(config)
+            return method
+    raise refusal("quant_method", config.get("quant_method"), supported)

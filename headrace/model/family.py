@@ -1,0 +1,139 @@
+"""What a model family is: its equations, and how files of either kind describe and store it."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.errors import UnsupportedModelError
+from headrace.model.fields import Fields
+from headrace.model.spec import ModelSpec
+from headrace.program.ops import Value
+from headrace.program.trace import Tracer
+from headrace.quant.formats import StoredTensor
+
+Tensors = Mapping[str, StoredTensor]
+Rows = NDArray[np.int64]
+Numbers = tuple[int, ...]
+"""The numbers in the name of a tensor: its layer, and its expert where it has one."""
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a file has one of our tensors.
+
+    `name` is the file's, with `{}` for each number. `rows` says which stored row is row i of ours (or which entry, of a vector), where
+    that is not simply row i: in another order, or some of the rows of a tensor that holds several of ours.
+    """
+
+    name: str
+    rows: Callable[[ModelSpec, Numbers], Rows] | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Layout:
+    """How one kind of file names and stores the tensors of a family.
+
+    `architectures` are the names by which such files call it, the usual one first. `tensors` goes from our names, with `{}` for each
+    number, to the file's; names that a model does not need may be among them. What ends in one of `ignored` is there without need: it
+    follows from the specification.
+    """
+
+    architectures: tuple[str, ...]
+    tensors: Mapping[str, Stored]
+    ignored: tuple[str, ...] = ()
+
+    def locate(self, name: str) -> tuple[Stored, Numbers]:
+        """Where the tensor `name` of ours is, under the file's full name, and the numbers in its name."""
+        numbers = tuple(int(number) for number in _NUMBER.findall(name))
+        stored = self.tensors[_NUMBER.sub("{}", name)]
+        return replace(stored, name=stored.name.format(*numbers)), numbers
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ConfigLayout(Layout):
+    """A Hugging Face folder: `config.json`, whose `architectures` or `model_type` name the family, and safetensors."""
+
+    spec: Callable[[Fields], ModelSpec]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GgufLayout(Layout):
+    """A GGUF file: metadata, whose `general.architecture` names the family, and tensors, some of which the specification follows from."""
+
+    spec: Callable[[Fields, Tensors], ModelSpec]
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """A model family, all of it in one file; a line in `model/__init__.py` makes it known.
+
+    The file of a new one has
+    * `forward`, its equations over the op vocabulary. They call their tensors by names of ours, such as `layers.3.q`, and each of these
+      is the smallest piece that any file has. Of a fused matrix every piece has an entry with the same file name, whose `Stored.rows`
+      are its share; together they take each stored row once. Experts are one by one, `layers.3.experts.7.up`, also where a file
+      stacks them: then `Stored.rows` goes by the second number;
+    * `spec` of each layout: what the fields of the file mean, with the defaults of the reference implementation. Most of it is
+      `from_config.decoder` and `from_gguf.decoder`; what the equations do not compute is refused by name;
+    * the tensor names of each layout. Which of them a model needs, and in what shape, follows from the equations. For a tensor that is
+      stored in a way that none was before (transposed, say), `Stored` gets a field and `checkpoint/assemble.py` the line that reads it.
+
+    A kind of file that the family does not come in has no layout.
+    """
+
+    name: str
+    forward: Callable[[ModelSpec, Tracer], Value]
+    config: ConfigLayout | None = None
+    gguf: GgufLayout | None = None
+
+
+_Layout = TypeVar("_Layout", bound=Layout)
+
+
+def layout_for(name: str, layouts: Iterable[_Layout | None], where: str) -> _Layout:
+    """The layout of the files that call their family `name`. Raises UnsupportedModelError, which names those that there are."""
+    known = [layout for layout in layouts if layout]
+    for layout in known:
+        if name in layout.architectures:
+            return layout
+    names = ", ".join(layout.architectures[0] for layout in known)
+    raise UnsupportedModelError(f"{where}: unknown architecture {name[:80]!r}; known: {names}")
+
+
+def plain(names: Mapping[str, str]) -> dict[str, Stored]:
+    """Tensors that are stored as we need them, by our names."""
+    return {ours: Stored(theirs) for ours, theirs in names.items()}
+
+
+def half_split(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The same tensors, in a file that has the rotary pairs of queries and keys half-split."""
+    orders = {"q": _query_rows, "k": _key_rows}
+    kinds = {ours: ours.rpartition(".")[2].removesuffix("_bias") for ours in tensors}
+    return {ours: replace(stored, rows=orders.get(kinds[ours])) for ours, stored in tensors.items()}
+
+
+@lru_cache(maxsize=16)  # a model's layers share the array
+def interleaved_rows(head_dim: int, rope_dim: int, num_heads: int) -> Rows:
+    """Where each row of an interleaved query or key matrix lies in a half-split one, [num_heads * head_dim].
+
+    Rotary pairs are rows (2i, 2i + 1) of a head for us, (i, i + rope_dim / 2) in the file; rows beyond rope_dim stay.
+    """
+    head = np.arange(head_dim)
+    head[:rope_dim] = head[:rope_dim].reshape(2, -1).T.reshape(-1)
+    rows: Rows = (np.arange(num_heads)[:, None] * head_dim + head).reshape(-1)
+    rows.setflags(write=False)
+    return rows
+
+
+def _query_rows(spec: ModelSpec, numbers: Numbers) -> Rows:
+    return interleaved_rows(spec.head_dim, spec.rope.dim, spec.num_heads)
+
+
+def _key_rows(spec: ModelSpec, numbers: Numbers) -> Rows:
+    return interleaved_rows(spec.head_dim, spec.rope.dim, spec.num_kv_heads)

@@ -1,0 +1,90 @@
+"""Named values of a model file, read with their types; nothing in the file is trusted."""
+
+import math
+import reprlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import FormatError, UnsupportedModelError
+
+_MOST = 1e30
+"""Largest number that a file may give: beyond it products of constants overflow."""
+
+
+class Fields(Mapping[str, Any]):
+    """Values by key. The typed getters raise FormatError for another type, and for a missing key without default; None is missing."""
+
+    where: str
+    """What messages call the file."""
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value: int = self._get(key, default, int, "an integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default, (int, float), "a number")
+        if not math.isfinite(value) or abs(value) > _MOST:
+            raise FormatError(f"{self.where}: {key} is {value}")
+        return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self.get(key) is None else self.number(key)
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        value: bool = self._get(key, default, bool, "true or false")
+        return value
+
+    def string(self, key: str, default: str | None = None) -> str:
+        value: str = self._get(key, default, str, "a string")
+        return value
+
+    def section(self, key: str) -> "JsonFields":
+        """The fields of the object `key`; none where it is missing."""
+        return JsonFields(self._get(key, {}, dict, "an object"), f"{self.where}: {key}")
+
+    def require_neutral(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+        """Refuse each of these keys whose value is none of those that leave the numbers alone, by UnsupportedModelError."""
+        for key, values in neutral.items():
+            value = self.get(key)
+            if value is not None and (isinstance(value, np.ndarray) or value not in values):
+                raise self.unsupported(key)
+
+    def unsupported(self, key: str, why: str = "") -> UnsupportedModelError:
+        """The error that refuses the value of `key`."""
+        return UnsupportedModelError(f"{self.where}: {key} = {shown(self.get(key))} is not supported{why}")
+
+    def _get(self, key: str, default: Any, kind: type | tuple[type, ...], what: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            if default is None:
+                raise FormatError(f"{self.where}: {key} is missing")
+            return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise FormatError(f"{self.where}: {key} must be {what}, found {shown(value)[:40]}")
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise FormatError(f"{self.where}: {key} is out of range")
+        return value
+
+
+class JsonFields(Fields):
+    """The fields of a JSON object."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self._values = values
+        self.where = where
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def shown(value: Any) -> str:
+    """A value of a file in a message: short, whatever it is."""
+    return (value if isinstance(value, str) else reprlib.repr(value))[:80]

@@ -1,0 +1,32 @@
+"""The Qwen2 family (Yang et al. 2024): Llama with biases on queries, keys and values, and windows in some of its layers."""
+
+from dataclasses import replace
+
+from headrace.model import from_config, from_gguf, llama
+from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors, half_split
+from headrace.model.fields import Fields
+from headrace.model.spec import ModelSpec
+
+
+def _config_spec(config: Fields) -> ModelSpec:
+    window = config.integer("sliding_window", 4096) if config.flag("use_sliding_window", False) else 0
+    windows = from_config.sliding_windows(config, window, config.integer("max_window_layers", 28), by_layer=True)
+    return replace(from_config.decoder(config, "qwen2", max_context=32_768, kv_heads=32, windows=windows), qkv_bias=True)
+
+
+def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
+    fields.require_neutral({"qwen2.attention.sliding_window": (0,)})  # it does not say for which layers
+    return from_gguf.decoder(fields, tensors, "qwen2")
+
+
+QWEN2 = Family(
+    "qwen2",
+    llama.forward,
+    config=ConfigLayout(
+        architectures=("Qwen2ForCausalLM", "qwen2"),
+        spec=_config_spec,
+        tensors=half_split(llama.CONFIG_TENSORS),
+        ignored=from_config.IGNORED,
+    ),
+    gguf=GgufLayout(architectures=("qwen2",), spec=_gguf_spec, tensors=half_split(llama.GGUF_TENSORS), ignored=from_gguf.IGNORED),
+)

@@ -1,0 +1,161 @@
+"""From the tensors of a file to ours, in the ways that files of other families store them."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headrace.checkpoint.assemble import assemble
+from headrace.errors import FormatError, UnsupportedModelError
+from headrace.model import FAMILIES, tensor_shapes
+from headrace.model.family import ConfigLayout, Family, Numbers, Stored, interleaved_rows
+from headrace.model.llama import CONFIG_TENSORS, LLAMA, forward
+from headrace.model.spec import ModelSpec, RopeSpec
+from headrace.program.ops import Value
+from headrace.program.trace import Tracer
+from headrace.quant.formats import RAW_FORMATS, StoredTensor
+from tests.backend.stored import random_stored
+
+SPEC = ModelSpec(
+    architecture="test",
+    num_layers=2,
+    dim=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_dim=32,
+    vocab_size=9,
+    max_context=16,
+    norm_eps=1e-5,
+    rope=RopeSpec(8),
+    qkv_bias=True,
+)
+Arrays = dict[str, NDArray[Any]]
+
+
+def family_of(tensors: dict[str, Stored], equations: Any = forward) -> Family:
+    layout = ConfigLayout(architectures=("Test",), spec=lambda config: SPEC, tensors=CONFIG_TENSORS | tensors, ignored=(".mask",))
+    return Family("test", equations, config=layout)
+
+
+def queries(spec: ModelSpec, numbers: Numbers) -> NDArray[np.int64]:
+    return interleaved_rows(spec.head_dim, spec.rope.dim, spec.num_heads)
+
+
+def keys(spec: ModelSpec, numbers: Numbers) -> NDArray[np.int64]:
+    return spec.num_heads * spec.head_dim + interleaved_rows(spec.head_dim, spec.rope.dim, spec.num_kv_heads)
+
+
+def values(spec: ModelSpec, numbers: Numbers) -> NDArray[np.int64]:
+    return (spec.num_heads + spec.num_kv_heads) * spec.head_dim + np.arange(spec.num_kv_heads * spec.head_dim)
+
+
+FUSED = {
+    f"layers.{{}}.{part}{bias}": Stored(f"h.{{}}.qkv.{kind}", rows)
+    for part, rows in (("q", queries), ("k", keys), ("v", values))
+    for bias, kind in (("", "weight"), ("_bias", "bias"))
+}
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> tuple[Family, dict[str, StoredTensor]]:
+    """A family whose files have queries, keys and values in one matrix (Q8_0) and one vector."""
+    family = family_of(FUSED)
+    monkeypatch.setitem(FAMILIES, "test", family)
+    stored = {}
+    for name, shape in tensor_shapes(SPEC).items():
+        place = family.config.locate(name)[0].name
+        if ".qkv." in place:
+            shape = (64, *shape[1:])
+        rng = np.random.default_rng(len(stored))
+        stored[place] = (
+            StoredTensor.from_floats(place, rng.normal(size=shape).astype(np.float32))
+            if len(shape) == 1
+            else random_stored("Q8_0", *shape, seed=len(stored), name=place)
+        )
+    return family, stored
+
+
+def test_a_fused_matrix_is_split_without_reading_it(fused: tuple[Family, dict[str, StoredTensor]]) -> None:
+    family, stored = fused
+    tensors = assemble(SPEC, family.config, stored, "x")
+    assert {name: tensor.shape for name, tensor in tensors.items()} == tensor_shapes(SPEC)
+    for layer in range(2):
+        for kind, suffix in (("weight", ""), ("bias", "_bias")):
+            whole = stored[f"h.{layer}.qkv.{kind}"].dequantise()
+            for part, rows in (("q", queries), ("k", keys), ("v", values)):
+                tensor = tensors[f"layers.{layer}.{part}{suffix}"]
+                np.testing.assert_array_equal(tensor.dequantise(), whole[rows(SPEC, ())])
+                if not suffix:
+                    assert np.shares_memory(tensor.parts["codes"], stored[f"h.{layer}.qkv.{kind}"].parts["codes"])
+                    assert tensor.nbytes == tensor.rows * 34
+    assert tensors["layers.0.v"].row_order is None
+
+
+def test_what_several_share_has_the_rows_of_all(fused: tuple[Family, dict[str, StoredTensor]]) -> None:
+    family, stored = fused
+    short = random_stored("Q8_0", 63, 32, 0)
+    with pytest.raises(FormatError, match=r"h\.1\.qkv\.weight has shape \[63, 32\], expected \[64, 32\]"):
+        assemble(SPEC, family.config, stored | {"h.1.qkv.weight": short}, "x")
+    del stored["h.0.qkv.bias"]
+    with pytest.raises(FormatError, match=r"h\.0\.qkv\.bias is missing; its shape would be \[64\]"):
+        assemble(SPEC, family.config, stored, "x")
+
+
+def test_what_is_left_over(fused: tuple[Family, dict[str, StoredTensor]]) -> None:
+    family, stored = fused
+    extra = StoredTensor.from_floats("e", np.zeros(3, np.float32))
+    assemble(SPEC, family.config, stored | {"h.0.attn.mask": extra}, "x")
+    with pytest.raises(UnsupportedModelError, match="extra has no place in a test model"):
+        assemble(SPEC, family.config, stored | {"extra": extra}, "x")
+    tied = replace(SPEC, tied_embeddings=True)
+    assert "head" not in assemble(tied, family.config, stored, "x")
+
+
+def test_plain_numbers_are_no_weights(fused: tuple[Family, dict[str, StoredTensor]]) -> None:
+    family, stored = fused
+    place = "model.layers.0.mlp.up_proj.weight"
+    numbers = StoredTensor.from_bytes(place, RAW_FORMATS["I8"], (32, 32), np.zeros(1024, np.uint8))
+    with pytest.raises(UnsupportedModelError, match=r"up_proj\.weight is stored as I8"):
+        assemble(SPEC, family.config, stored | {place: numbers}, "x")
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts(monkeypatch: pytest.MonkeyPatch, stacked: bool) -> None:
+    """One stored tensor for each, or all in one of three dimensions: ours are one by one."""
+
+    def equations(spec: ModelSpec, g: Tracer) -> Value:
+        x = g.embed(g.weight("embed", spec.vocab_size, spec.dim))
+        for layer in range(spec.num_layers):
+            for expert in range(3):
+                x = g.add(x, g.linear(x, g.weight(f"layers.{layer}.experts.{expert}.up", 32, 32)))
+        return x
+
+    def of_expert(spec: ModelSpec, numbers: Numbers) -> NDArray[np.int64]:
+        return numbers[1] * 32 + np.arange(32)
+
+    up = Stored("h.{}.up", of_expert) if stacked else Stored("h.{}.experts.{}.up")
+    family = family_of({"layers.{}.experts.{}.up": up}, equations)
+    monkeypatch.setitem(FAMILIES, "test", family)
+    rng = np.random.default_rng(0)
+    arrays: Arrays = {"model.embed_tokens.weight": rng.normal(size=(9, 32))}
+    experts = rng.normal(size=(2, 3, 32, 32)).astype(np.float32)
+    for layer in range(2):
+        arrays |= {f"h.{layer}.up": experts[layer]} if stacked else {f"h.{layer}.experts.{e}.up": experts[layer, e] for e in range(3)}
+    stored = {name: StoredTensor.from_floats(name, array) for name, array in arrays.items()}
+    tensors = assemble(SPEC, family.config, stored, "x")
+    for layer in range(2):
+        for expert in range(3):
+            tensor = tensors[f"layers.{layer}.experts.{expert}.up"]
+            np.testing.assert_array_equal(tensor.dequantise(), experts[layer, expert])
+            assert tensor.row_order is None and tensor.nbytes == 32 * 32 * 4
+
+
+def test_the_head_of_a_tied_model_may_be_there_twice() -> None:
+    spec = replace(SPEC, architecture="llama", tied_embeddings=True, qkv_bias=False)
+    arrays = {LLAMA.config.locate(name)[0].name: np.zeros(shape, np.float32) for name, shape in tensor_shapes(spec).items()}
+    stored = {name: StoredTensor.from_floats(name, array) for name, array in arrays.items()}
+    head = StoredTensor.from_floats("lm_head.weight", arrays["model.embed_tokens.weight"])
+    assert assemble(spec, LLAMA.config, stored | {"lm_head.weight": head}, "x").keys() == tensor_shapes(spec).keys()

@@ -1,0 +1,79 @@
+"""A quantisation method is found by its configuration, checks it, and gives the loader whole tensors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headrace.checkpoint import quantisation
+from headrace.checkpoint.load import open_checkpoint
+from headrace.checkpoint.quantisation.method import Config, Tensors, refusal
+from headrace.errors import UnsupportedModelError
+from headrace.quant.formats import FORMATS, StoredTensor
+
+NAME = "model.layers.0.mlp.up_proj"
+
+
+class Halves:
+    """A made-up method: a weight is the sum of two stored matrices, its sign reversed where the configuration says so."""
+
+    supported = "halves with any sign"
+
+    def claims(self, config: Config) -> bool:
+        return config.get("quant_method") == "halves"
+
+    def check(self, config: Config) -> None:
+        if config.get("sign") not in (1, -1):
+            raise refusal("sign", config.get("sign"), self.supported)
+
+    def assemble(self, config: Config, tensors: Tensors, where: str) -> dict[str, StoredTensor]:
+        result = {name: tensor for name, tensor in tensors.items() if not name.endswith((".left", ".right"))}
+        for name in (name.removesuffix(".left") for name in tensors if name.endswith(".left")):
+            values = config["sign"] * (tensors[f"{name}.left"].dequantise() + tensors[f"{name}.right"].dequantise())
+            result[f"{name}.weight"] = StoredTensor.from_floats(f"{name}.weight", values)
+        return result
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def configure(folder: Path, config: Any) -> None:
+    values = json.loads((folder / "config.json").read_text()) | {"quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def test_a_method_is_one_entry(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantisation, "METHODS", (*quantisation.METHODS, Halves()))
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    weight = state.pop(f"{NAME}.weight")
+    save_file(state | {f"{NAME}.left": weight / 4, f"{NAME}.right": weight * 3 / 4}, path)
+    configure(folder, {"quant_method": "halves", "sign": -1})
+    np.testing.assert_allclose(open_checkpoint(folder).tensors["layers.0.up"].dequantise(), -weight, rtol=1e-6)
+    configure(folder, {"quant_method": "halves", "sign": 0})
+    with pytest.raises(UnsupportedModelError, match="quantization_config: sign = 0 is not supported; what is: halves"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("config", [{"quant_method": "awq"}, {}, [], "int8", 3])
+def test_what_nobody_claims_is_refused_with_what_there_is(folder: Path, config: Any) -> None:
+    configure(folder, config)
+    with pytest.raises(UnsupportedModelError, match=r"quantization_config: .* is not supported; what is: compressed-tensors"):
+        open_checkpoint(folder)
+
+
+def test_codes_without_a_configuration_mean_nothing(folder: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    codes = np.ones((12, 8), np.int8)
+    save_file(state | {f"{NAME}.weight": codes}, folder / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"up_proj\.weight is stored as I8"):
+        open_checkpoint(folder)
+    assert "I8" not in FORMATS
