@@ -144,8 +144,21 @@ void bind_ops(nb::class_<Plan>& c) {
   c.def("embed", [](Plan& p, int out, int w) { p.add_op(make_embed(out, w)); })
       .def("input", [](Plan& p, int out) { p.add_input(out); })
       .def("silu", [](Plan& p, int out, int x) { p.add_op(make_silu(out, x)); })
-      .def("rope_angles", [](Plan& p, int out, std::vector<double> f, double scale,
-                             int head_dim) { p.add_op(make_rope_angles(out, std::move(f), scale, head_dim)); })
+      .def(
+          "rope_angles",
+          [](Plan& p, std::vector<double> f, double scale, int head_dim) {
+            require(head_dim > 0 && head_dim % 2 == 0, "a rope needs an even head size");
+            const int out = p.add_buffer(angles_width(head_dim), false, false);
+            p.add_op(make_rope_angles(out, std::move(f), scale, head_dim));
+            return out;
+          },
+          "The angles of one head for each row, in a buffer of their own.")
+      .def("rope",
+           [](Plan& p, int out, int x, int angles, int head_dim) {
+             require(p.buffer(angles).width == angles_width(head_dim), "angles are those of another head size");
+             require(p.buffer(x).width % head_dim == 0 && p.buffer(x).width == p.buffer(out).width, "a rope rotates whole heads");
+             p.add_op(make_rope(out, x, angles, head_dim));
+           })
       .def("norm", [](Plan& p, int out, int x, int w, float eps) { p.add_op(make_norm(out, x, w, eps)); })
       .def("pack", [](Plan& p, int out, int x) { p.add_op(make_pack(out, x)); })
       .def("gather_rows", [](Plan& p, int out, int x) { p.add_op(make_gather_rows(out, x)); })
@@ -166,10 +179,20 @@ void bind_ops(nb::class_<Plan>& c) {
       .def("qkv_rope_write",
            [](Plan& p, int out, int x, int angles, std::array<int, 3> weights, std::array<int, 3> biases, std::array<int, 2> layer) {
              const KvLayer at = kv_layer(p, layer);
+             require(p.buffer(angles).width == angles_width(p.kv(at.group).shape().head_dim), "angles are those of another head size");
              for (const int w : weights) p.reads(x, w, true);
-             const int kv = p.kv_buffer(at.group);
+             const auto kv = p.kv_buffers(at.group);
              p.add_op(make_qkv_rope_write({out, x, angles, weights, biases, at, kv}));
-             if (kv >= 0) p.add_op(make_kv_quantise(kv, at));
+             if (kv[0] >= 0) p.add_op(make_kv_write("qkv_rope_write", kv[0], kv[1], at));
+           })
+      .def("kv_write",
+           [](Plan& p, int k, int v, std::array<int, 2> layer) {
+             const KvLayer at = kv_layer(p, layer);
+             const KvCache& cache = p.kv(at.group);
+             for (const int x : {k, v})
+               require(p.buffer(x).width == cache.heads() * cache.shape().head_dim,
+                       "keys and values are as wide as the heads of the cache");
+             p.add_op(make_kv_write("kv_write", k, v, at));
            })
       .def("attention", [](Plan& p, int out, int q, std::array<int, 2> layer, int num_heads, float scale) {
         const KvLayer at = kv_layer(p, layer);
@@ -224,6 +247,7 @@ void bind_plan(nb::module_& m) {
           },
           nb::arg("format_a"), nb::arg("a"), nb::arg("scales_a").none(), nb::arg("format_b"), nb::arg("b"), nb::arg("scales_b").none(),
           nb::arg("rows"), nb::arg("cols"))
+      .def("reserve_weights", &Plan::reserve_weights, nb::arg("nbytes"), "Make room for the weights that come next, in one piece.")
       .def("add_vector", [](Plan& p, const Array<float>& data) { return p.add_vector(data.data(), static_cast<int>(data.size())); })
       .def("add_buffer", &Plan::add_buffer, nb::arg("width"), nb::arg("logit"), nb::arg("packed"))
       .def("add_program", &Plan::add_program, "Begin another program over the same weights, KV and buffers; returns its number.")
@@ -263,6 +287,9 @@ void bind_plan(nb::module_& m) {
   m.def(
       "kv_block_bytes", [](const std::string& dtype, int head_dim) { return kv_record(dtype, head_dim).bytes(); }, nb::arg("kv_dtype"),
       nb::arg("head_dim"), "Bytes of the keys and values of 32 tokens, of one layer and KV head.");
+  m.def("packed_bytes", &packed_bytes, nb::arg("format"), nb::arg("rows"), nb::arg("cols"),
+        "Bytes that a matrix in this stored format takes once it is packed.");
+  m.def("vector_bytes", &vector_bytes, nb::arg("n"), "Bytes that a vector of n floats takes.");
   m.def("isas", &available_isas, "Instruction sets of this machine, best last.");
   m.def("isa", [] { return available_isas().back(); }, "The best instruction set of this machine.");
   m.def("read_bandwidth", &read_bandwidth, nb::call_guard<nb::gil_scoped_release>(), nb::arg("threads"), nb::arg("nbytes"));

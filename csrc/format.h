@@ -108,9 +108,10 @@ constexpr int unit_columns(Format f) {
 constexpr int unit_bytes(Format f) {
   return is_grouped(f) ? unit_of(f).bytes() : f == Format::kI8Row ? kGroup * kTileRows : f == Format::kF16 ? 32 : 64;
 }
-// Bytes of a tile of so many units.
+// Bytes of a tile of so many units, in whole lines.
 constexpr size_t tile_bytes(Format f, int units) {
-  return static_cast<size_t>(units) * unit_bytes(f) + (f == Format::kI8Row ? kTileRows * sizeof(float) : 0);
+  const size_t bytes = static_cast<size_t>(units) * unit_bytes(f) + (f == Format::kI8Row ? kTileRows * sizeof(float) : 0);
+  return (bytes + 63) / 64 * 64;
 }
 
 // Columns of kI8Row that can be summed up in 32 bits: a product is at most 128 * 127.

@@ -115,6 +115,8 @@ struct Kernels {
   void (*silu_mul_tile)(const float* gate, const float* up, int rows, float* out, size_t stride);
   // Each row rotated pair by pair: x * cos + swapped x * sin, with the signs in `sin`.
   void (*rotate_tile)(float* x, int rows, const float* cos, const float* sin, size_t stride);
+  // The same for a whole row of heads, x[n]: `cos` and `sin` have the numbers of one head, and 16 more from its start.
+  void (*rotate_row)(const float* x, const float* cos, const float* sin, int head_dim, int n, float* out);
   void (*pack_query[2])(const float* q, int head_dim, uint8_t* out);
   void (*attend[2])(const AttendSplit&);
   // Turns a vector into a basis in which no dimension stands out, and back: it is its own inverse.

@@ -78,6 +78,13 @@ void rotate_tile(float* x, int rows, const float* cos, const float* sin, size_t 
   }
 }
 
+void rotate_row(const float* x, const float* cos, const float* sin, int head_dim, int n, float* out) {
+  each_line(n, [&](int i, int m) {
+    const Vf v = load_line(x + i, m);
+    store_line(out + i, fma(v, load(cos + i % head_dim), mul(swap_pairs(v), load(sin + i % head_dim))), m);
+  });
+}
+
 void scale(const float* x, float factor, float* out, int n) {
   each_line(n, [&](int i, int m) { store_line(out + i, mul(load_line(x + i, m), set1(factor)), m); });
 }

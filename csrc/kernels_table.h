@@ -28,6 +28,7 @@ const Kernels* make_table(const char* name) {
   k.finish_tile = finish_tile;
   k.silu_mul_tile = silu_mul_tile;
   k.rotate_tile = rotate_tile;
+  k.rotate_row = rotate_row;
   k.pack_query[0] = pack_query<KvBf16>;
   k.pack_query[1] = pack_query<KvF32>;
   k.attend[0] = attend<KvBf16>;

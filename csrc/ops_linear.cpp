@@ -149,10 +149,9 @@ class QkvRopeWrite : public Op {
       if (part == 0) {
         const Buffer& out = plan.buffer(a_.out);
         plan.kernels().finish_tile(tile, blocks.rows(b), n, nullptr, 0, out.row(row) + 16 * t, out.width);
-      } else if (a_.kv >= 0) {
-        const Buffer& kv = plan.buffer(a_.kv);
-        float* to = kv.row(row) + (part - 1) * kv.width / 2 + 16 * t;
-        plan.kernels().finish_tile(tile, blocks.rows(b), n, nullptr, 0, to, kv.width);
+      } else if (a_.kv[part - 1] >= 0) {
+        const Buffer& kv = plan.buffer(a_.kv[part - 1]);
+        plan.kernels().finish_tile(tile, blocks.rows(b), n, nullptr, 0, kv.row(row) + 16 * t, kv.width);
       } else {
         for (int m = 0; m < blocks.rows(b); m++) write(plan, step, part, row + m, 16 * t, n, tile + 16 * m);
       }
@@ -170,9 +169,9 @@ class QkvRopeWrite : public Op {
   void write(const Plan& plan, const Step& step, int part, int row, int first, int n, const float* y) const {
     const KvCache& cache = plan.kv(a_.layer.group);
     const KvRecord& shape = cache.shape();
-    const int32_t* slots = step.kv[a_.layer.group].slots;
-    const int slot = slots[row], lane = slot % kKvTile;
-    const bool last = row + 1 == step.rows || slots[row + 1] != slot + 1;
+    const KvRows& rows = step.kv[a_.layer.group];
+    const int slot = rows.slots[row], lane = slot % kKvTile;
+    const bool last = step.ends_run(rows, row);
     for (int i = 0; i < n;) {  // a tile of a small head reaches into the next
       const int head = (first + i) / shape.head_dim, d = (first + i) % shape.head_dim, run = std::min(n - i, shape.head_dim - d);
       uint8_t* record = cache.record(a_.layer.layer, head, slot / kKvTile);

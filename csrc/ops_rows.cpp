@@ -54,8 +54,6 @@ class Input : public RowOp {
   }
 };
 
-// A row holds cosines, then signed sines, one for each dimension of a head and 16 more from the start: whatever dimension a
-// tile of 16 outputs begins with, its angles are 16 adjacent numbers.
 class RopeAngles : public RowOp {
  public:
   RopeAngles(int out, std::vector<double> inverse_frequencies, double scale, int head_dim)
@@ -77,6 +75,19 @@ class RopeAngles : public RowOp {
   const std::vector<double> inverse_frequencies_;
   const double scale_;
   const int head_dim_;
+};
+
+class Rope : public RowOp {
+ public:
+  Rope(int out, int x, int angles, int head_dim) : RowOp("rope", out), x_(x), angles_(angles), head_dim_(head_dim) {}
+
+ protected:
+  void run_row(const Plan& plan, const Step&, int row) override {
+    const Buffer &out = plan.buffer(out_), &angles = plan.buffer(angles_);
+    const float* cos = angles.row(row);
+    plan.kernels().rotate_row(plan.buffer(x_).row(row), cos, cos + angles.width / 2, head_dim_, out.width, out.row(row));
+  }
+  const int x_, angles_, head_dim_;
 };
 
 class Norm : public RowOp {
@@ -166,6 +177,7 @@ std::unique_ptr<Op> make_input(int out) { return std::make_unique<Input>(out); }
 std::unique_ptr<Op> make_rope_angles(int out, std::vector<double> inverse_frequencies, double scale, int head_dim) {
   return std::make_unique<RopeAngles>(out, std::move(inverse_frequencies), scale, head_dim);
 }
+std::unique_ptr<Op> make_rope(int out, int x, int angles, int head_dim) { return std::make_unique<Rope>(out, x, angles, head_dim); }
 std::unique_ptr<Op> make_norm(int out, int x, int weight, float eps) { return std::make_unique<Norm>(out, x, weight, eps); }
 std::unique_ptr<Op> make_pack(int out, int x) { return std::make_unique<Pack>(out, x); }
 std::unique_ptr<Op> make_gather_rows(int out, int x) { return std::make_unique<GatherRows>(out, x); }

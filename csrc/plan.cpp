@@ -25,19 +25,20 @@ Plan::Plan(const Kernels* kernels, std::shared_ptr<Pool> pool)
 
 Plan::~Plan() = default;
 
+void Plan::reserve_weights(size_t bytes) {
+  arenas_.emplace_back(bytes);
+  arena_used_ = 0;
+}
+
 uint8_t* Plan::allocate(size_t bytes) {
-  bytes = (bytes + 63) / 64 * 64;
   weight_bytes_ += bytes;
-  if (arenas_.empty() || arena_used_ + bytes > arenas_.back().size()) {
-    arenas_.emplace_back(std::max(bytes, kArenaBytes));
-    arena_used_ = 0;
-  }
+  if (arenas_.empty() || arena_used_ + bytes > arenas_.back().size()) reserve_weights(std::max(bytes, kArenaBytes));
   arena_used_ += bytes;
   return arenas_.back().data() + arena_used_ - bytes;
 }
 
 int Plan::add_weight(const Stored& stored) {
-  const size_t bytes = packed_bytes(stored), tiles = (stored.rows + kTileRows - 1) / kTileRows;
+  const size_t bytes = packed_bytes(stored.format, stored.rows, stored.cols), tiles = (stored.rows + kTileRows - 1) / kTileRows;
   weights_.push_back(pack(stored, allocate(bytes), bytes / tiles, *pool_));
   return static_cast<int>(weights_.size()) - 1;
 }
@@ -47,7 +48,7 @@ std::pair<int, int> Plan::add_weight_pair(const Stored& a, const Stored& b) {
     const int first = add_weight(a);
     return {first, add_weight(b)};
   }
-  const size_t bytes = packed_bytes(a), tile = bytes / ((a.rows + kTileRows - 1) / kTileRows);
+  const size_t bytes = packed_bytes(a.format, a.rows, a.cols), tile = bytes / ((a.rows + kTileRows - 1) / kTileRows);
   uint8_t* to = allocate(2 * bytes);
   weights_.push_back(pack(a, to, 2 * tile, *pool_));
   weights_.push_back(pack(b, to + tile, 2 * tile, *pool_));
@@ -56,7 +57,8 @@ std::pair<int, int> Plan::add_weight_pair(const Stored& a, const Stored& b) {
 
 int Plan::add_vector(const float* data, int n) {
   std::vector<float> v(data, data + n);
-  v.resize((n + 15) / 16 * 16);  // kernels read whole lines
+  v.resize(vector_bytes(n) / sizeof(float));
+  weight_bytes_ += vector_bytes(n);
   vectors_.push_back(std::move(v));
   return static_cast<int>(vectors_.size()) - 1;
 }
@@ -136,12 +138,13 @@ void Plan::pack_columns(const Buffer& buffer, int row, int count, int first, con
   }
 }
 
-int Plan::kv_buffer(int group) {
+std::array<int, 2> Plan::kv_buffers(int group) {
   const KvCache& cache = kv(group);
-  if (!is_quantised(cache.shape().type)) return -1;
-  const int width = 2 * cache.heads() * cache.shape().head_dim;
-  const auto [at, is_new] = kv_buffers_.try_emplace(width, -1);
-  if (is_new) at->second = add_buffer(width, false, false);
+  if (!is_quantised(cache.shape().type)) return {-1, -1};
+  const int width = cache.heads() * cache.shape().head_dim;
+  const auto [at, is_new] = kv_buffers_.try_emplace(width);
+  if (is_new)
+    for (int& buffer : at->second) buffer = add_buffer(width, false, false);
   return at->second;
 }
 

@@ -28,6 +28,9 @@ struct Step {
   const uint64_t* ancestors;  // null: every draft tree is a chain
   const int32_t* logit_row;
   const float* inputs;  // [rows, as wide as the program reads]; null where it begins with tokens
+
+  // Whether the token after that of `row` is not written in this step: its half of a pair of values is then nobody's.
+  bool ends_run(const KvRows& at, int row) const { return row + 1 == rows || at.slots[row + 1] != at.slots[row] + 1; }
 };
 
 // `count` rows cut into blocks of at most max_rows whose sizes differ by one at most: no block is left with a slow tail.
@@ -105,6 +108,8 @@ class Plan {
   // Two matrices of one format, tile by tile in turn, so that a gated unit reads one stream.
   std::pair<int, int> add_weight_pair(const Stored& a, const Stored& b);
   int add_vector(const float* data, int n);
+  // Makes room for so many bytes of weights that come next, in one piece.
+  void reserve_weights(size_t bytes);
   int add_buffer(int width, bool logit, bool packed);
   // Begins another program; returns its number. Ops go to the last one.
   int add_program();
@@ -137,8 +142,8 @@ class Plan {
   // Writes x[count][n], `stride` apart, to columns `first`.. of rows `row`.. of a packed buffer, in all wanted forms; `first` is a
   // multiple of the group. What comes last in a row brings the zeros behind it.
   void pack_columns(const Buffer& buffer, int row, int count, int first, const float* x, size_t stride, int n) const;
-  // The buffer for keys and values that a group quantises, [rows][keys, then values]; -1 where its cache takes them as they are.
-  int kv_buffer(int group);
+  // The buffers for keys and for values that a group quantises; -1 where its cache takes them tile by tile.
+  std::array<int, 2> kv_buffers(int group);
   // The attention work of the running step, planned once for all layers of a group with so many heads.
   AttentionWork& attention_work(int group, int num_heads);
   int64_t step_number() const { return step_number_; }
@@ -150,7 +155,7 @@ class Plan {
   };
   void set_profiling(bool on);
   Profile profile() const;
-  size_t weight_bytes() const { return weight_bytes_; }
+  size_t weight_bytes() const { return weight_bytes_; }  // of packed matrices and of vectors
 
  private:
   uint8_t* allocate(size_t bytes);
@@ -166,7 +171,7 @@ class Plan {
   std::vector<Weight> weights_;
   std::vector<std::vector<float>> vectors_;
   std::vector<Buffer> buffers_;
-  std::map<int, int> kv_buffers_;  // by width
+  std::map<int, std::array<int, 2>> kv_buffers_;  // by width
   std::vector<Program> programs_;
   Blocks row_blocks_, logit_blocks_;
   Arena activations_;
@@ -182,7 +187,11 @@ class Plan {
 // The ops. Buffers, weights and vectors by id; -1 is none.
 std::unique_ptr<Op> make_embed(int out, int weight);
 std::unique_ptr<Op> make_input(int out);
+// A row of angles has cosines, then signed sines, one for each dimension of a head and 16 more from the start: whatever dimension a
+// tile of 16 outputs begins with, its angles are 16 adjacent numbers.
+constexpr int angles_width(int head_dim) { return 2 * (head_dim + kTileRows); }
 std::unique_ptr<Op> make_rope_angles(int out, std::vector<double> inverse_frequencies, double scale, int head_dim);
+std::unique_ptr<Op> make_rope(int out, int x, int angles, int head_dim);
 std::unique_ptr<Op> make_norm(int out, int x, int weight, float eps);
 std::unique_ptr<Op> make_pack(int out, int x);
 std::unique_ptr<Op> make_gather_rows(int out, int x);
@@ -195,11 +204,11 @@ struct QkvArgs {
   int out, x, angles;
   std::array<int, 3> weights, biases;
   KvLayer layer;
-  int kv;  // buffer that takes keys, then values, instead of the KV cache; -1: straight there
+  std::array<int, 2> kv;  // buffers that take keys and values instead of the KV cache; -1: straight there
 };
 std::unique_ptr<Op> make_qkv_rope_write(const QkvArgs& args);
-// Quantises such a buffer into the KV cache.
-std::unique_ptr<Op> make_kv_quantise(int x, KvLayer layer);
+// Keys and values from two buffers to the KV cache, in its number format. Its time is booked on `kind`.
+std::unique_ptr<Op> make_kv_write(std::string kind, int k, int v, KvLayer layer);
 // Attention, and the op after it that merges contexts split over threads.
 std::array<std::unique_ptr<Op>, 2> make_attention(int out, int q, int layer, float scale, AttentionWork& work);
 

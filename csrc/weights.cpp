@@ -248,9 +248,9 @@ float unpack_grouped(const Weight& w, const uint8_t* tile, int r, int k) {
 
 Format packed_format(const std::string& stored) { return source_of(stored).format; }
 
-size_t packed_bytes(const Stored& stored) {
-  const Format f = packed_format(stored.format);
-  return static_cast<size_t>((stored.rows + kTileRows - 1) / kTileRows) * tile_bytes(f, units_of(f, stored.cols));
+size_t packed_bytes(const std::string& format, int rows, int cols) {
+  const Format f = packed_format(format);
+  return static_cast<size_t>((rows + kTileRows - 1) / kTileRows) * tile_bytes(f, units_of(f, cols));
 }
 
 Weight pack(const Stored& stored, uint8_t* to, size_t stride, Pool& pool) {

@@ -36,8 +36,11 @@ struct Weight {
 // The packed format of a stored one. Throws std::invalid_argument for a name that is not known.
 Format packed_format(const std::string& stored);
 
-// Bytes that the packed tiles of a matrix take.
-size_t packed_bytes(const Stored& stored);
+// Bytes that the packed tiles of a matrix take. Throws as packed_format does.
+size_t packed_bytes(const std::string& format, int rows, int cols);
+
+// Bytes of a vector of n floats: kernels read whole lines.
+constexpr size_t vector_bytes(int n) { return static_cast<size_t>(n + 15) / 16 * 64; }
 
 // Repacks into `to` (zeroed, packed_bytes long when stride is the tile's own size), with all threads. Throws std::invalid_argument for
 // parts that do not fit together.

@@ -16,7 +16,6 @@ from native import VOCAB, AttentionPlan, ragged
 
 from headrace.batch import Ints, RaggedBatch
 from headrace.config import KvDtype
-from headrace.planner.hardware import Kind
 from headrace.program import ops
 from headrace.quant.kv import BLOCK_SIZE, block_bytes, number_bytes
 
@@ -100,7 +99,7 @@ def measure(bench: Bench, shape: Shape, contexts: tuple[int, ...], batches: tupl
     plan = AttentionPlan(bench.threads, shape.group * shape.kv_heads, shape.kv_heads, shape.head_dim, num_blocks, shape.kv_dtype)
     steps = {case: list(_steps(case, num_blocks, bench.cold_bytes // shape.token_bytes)) for case in cases}
     kernels = {case: bench.busy(lambda b=b: plan.seconds(b) / len(b)) for case, b in steps.items()}
-    kind: Kind = "f32" if shape.kv_dtype == "f32" else "bf16"
+    kind: ops.Kind = "f32" if shape.kv_dtype == "f32" else "bf16"
     rounds = bench.rounds({"bandwidth": bench.bandwidth(), "rate": bench.rate(kind)} | kernels)
     name = f"{shape.group} heads a KV head ({shape.kv_heads}), head_dim {shape.head_dim}, {shape.kv_dtype}"
     _report_decode(bench, name, shape, rounds, decode)

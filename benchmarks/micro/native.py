@@ -129,9 +129,9 @@ class AttentionPlan:
         self.plan = plan = _native.Plan("", threads)
         plan.add_kv_group(1, kv_heads, head_dim, 0, num_blocks, kv_dtype)
         x = embedded(plan, rng.standard_normal((VOCAB, BLOCK_SIZE), np.float32))
-        packed, angles = plan.add_buffer(BLOCK_SIZE, False, True), plan.add_buffer(2 * (head_dim + 16), False, False)
+        packed = plan.add_buffer(BLOCK_SIZE, False, True)
         plan.pack(packed, x)
-        plan.rope_angles(angles, [], 1.0, head_dim)  # rotates nothing
+        angles = plan.rope_angles([], 1.0, head_dim)  # rotates nothing
         q, out = plan.add_buffer(heads * head_dim, False, False), plan.add_buffer(heads * head_dim, False, False)
         weights = [self._weight(rng, h * head_dim) for h in (heads, kv_heads, kv_heads)]
         plan.qkv_rope_write(q, packed, angles, weights, [-1, -1, -1], (0, 0))

@@ -1,11 +1,11 @@
 """The models that draft for a model: found, checked and compiled."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from headrace.backend import Executable
+from headrace.backend import Executable, lower_program
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.safetensors import read_safetensors
 from headrace.checkpoint.source import resolve
@@ -31,10 +31,11 @@ class DraftCheckpoints:
     draft: Checkpoint | None = None
     heads: Mapping[str, StoredTensor] | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Of weights."""
-        return sum(t.nbytes for tensors in (self.draft.tensors if self.draft else {}, self.heads or {}) for t in tensors.values())
+    def weight_bytes(self, backend: str, target: ModelSpec) -> int:
+        """Bytes of the weights of a draft model and of heads, beside those of the target, in the memory of the named backend."""
+        programs = [(trace_model(self.draft.spec, self.draft.tensors), self.draft.tensors)] if self.draft else []
+        programs += [(program, self.heads) for program in _head_programs(target, self.heads)] if self.heads else []
+        return sum(lower_program(backend, program, tensors).weight_bytes for program, tensors in programs)
 
 
 def open_draft_checkpoints(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer) -> DraftCheckpoints:
@@ -75,10 +76,14 @@ def compile_draft_models(
     if "self_draft" in asked_for(config):
         draft_models = replace(draft_models, short=executable.attach(first_layers(target, config.draft_layers), target.tensors))
     if tensors := draft_checkpoints.heads:
-        spec, count = target.spec, len(tensors) // 3
-        programs = (trace(partial(head_forward, i, spec.dim, spec.vocab_size), tensors) for i in range(count))
+        programs = _head_programs(target.spec, tensors)
         draft_models = replace(draft_models, heads=[executable.attach(program, tensors) for program in programs])
     return draft_models
+
+
+def _head_programs(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Iterator[Program]:
+    """The program of each Medusa head."""
+    return (trace(partial(head_forward, i, spec.dim, spec.vocab_size), tensors) for i in range(len(tensors) // 3))
 
 
 def first_layers(target: Checkpoint, layers: int) -> Program:

@@ -1,4 +1,4 @@
-"""How much KV an engine keeps: of what memory has left beside the weights, as much as its sequences may need."""
+"""How much KV an engine keeps: of what the weights and the runtime leave of memory, as much as its sequences may need."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from headrace.config import EngineConfig, KvConfig
 from headrace.errors import MemoryLimitError
+from headrace.planner.fit import RUNTIME_BYTES
 from headrace.program.kv import KvGroup
 
 MOST_BLOCKS = 2**26
@@ -24,7 +25,7 @@ def size_kv(models: Sequence[KvUse], config: EngineConfig, max_model_len: int, w
 
     The layers that see furthest have as many blocks as asked for, else room for `max_num_seqs` sequences of full length. Where layers see
     less far a sequence needs as many blocks at most, and no more than its window touches: they have enough for all sequences. What is
-    not asked for takes no more than half of what the weights leave, unless one sequence needs more, and where that is so there are
+    not asked for takes no more than half of what weights and runtime leave, unless one sequence needs more, and where that is so there are
     windows for fewer sequences. Raises MemoryLimitError, with the arithmetic.
     """
     block_size = KvConfig.block_size
@@ -38,7 +39,7 @@ def size_kv(models: Sequence[KvUse], config: EngineConfig, max_model_len: int, w
         pairs = zip((group for model in models for group in model.groups), chain.from_iterable(num_blocks(blocks, seqs)), strict=True)
         return sum(count * group.block_bytes(config.kv_dtype, block_size) for group, count in pairs)
 
-    blocks, seqs, memory = config.kv_blocks, config.max_num_seqs, available - weights
+    blocks, seqs, memory = config.kv_blocks, config.max_num_seqs, available - weights - RUNTIME_BYTES
     if not blocks:
         in_half = bisect_right(range(1, MOST_BLOCKS), memory // 2, key=lambda n: num_bytes(n, seqs))
         blocks = max(widest, min(seqs * widest, in_half))
@@ -49,6 +50,7 @@ def size_kv(models: Sequence[KvUse], config: EngineConfig, max_model_len: int, w
     tokens, kv = blocks * block_size, num_bytes(blocks, seqs)
     advice = f"kv_blocks may be {fitting:,}" if config.kv_blocks else f"set max_model_len to {fitting * block_size:,} or less"
     raise MemoryLimitError(
-        f"{weights:,} bytes of weights and {kv:,} bytes of KV for {tokens:,} tokens are {weights + kv:,} bytes, "
-        f"and {available:,} are available: {advice if fitting else 'the model is too large for this machine'}"
+        f"{weights:,} bytes of weights, {kv:,} bytes of KV for {tokens:,} tokens and {RUNTIME_BYTES:,} bytes to run them are "
+        f"{weights + kv + RUNTIME_BYTES:,} bytes, and {available:,} are available: "
+        f"{advice if fitting else 'the model is too large for this machine'}"
     )

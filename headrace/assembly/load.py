@@ -3,13 +3,13 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from headrace.assembly.drafts import compile_draft_models, open_draft_checkpoints, target_program
+from headrace.assembly.drafts import DraftCheckpoints, compile_draft_models, open_draft_checkpoints, target_program
 from headrace.assembly.kv_size import KvUse, size_kv
-from headrace.backend import compile_program
+from headrace.backend import compile_program, lower_program
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.errors import RequestError
 from headrace.model import trace_model
@@ -40,17 +40,29 @@ def load_model(model: str, config: EngineConfig) -> LoadedModel:
     max_model_len = config.max_model_len or spec.max_context
     tokenizer = checkpoint.load_tokenizer()
     draft_checkpoints = open_draft_checkpoints(config, checkpoint, tokenizer)
-    weights = sum(tensor.nbytes for tensor in checkpoint.tensors.values()) + draft_checkpoints.nbytes
     program = target_program(config, checkpoint)
-    models = [KvUse(program.kv_groups, config.max_num_batched_tokens)]
-    if draft := draft_checkpoints.draft:
-        models.append(KvUse(trace_model(draft.spec, draft.tensors).kv_groups, max_rows(config.draft_depth)))
-    kv, *draft_kv = size_kv(models, config, max_model_len, weights, available_memory())
+    kv, draft_kv = fit_memory(config, checkpoint, draft_checkpoints, max_model_len)
     threads = config.threads or usable_cores()
     executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads)
-    draft_models = compile_draft_models(config, draft_checkpoints, checkpoint, executable, draft_kv[0] if draft_kv else None)
+    draft_models = compile_draft_models(config, draft_checkpoints, checkpoint, executable, draft_kv)
     limits = EngineLimits(spec.vocab_size, max_model_len, kv, program.kv_groups, program.attention_crossover)
     config = replace(config, threads=threads)
     engine = Engine(executable, tokenizer, limits, config, make_proposers(config, draft_models), name=model)
     prompts = PromptReader(model, tokenizer, checkpoint.chat_template, max_model_len)
     return LoadedModel(engine, prompts, tokenizer, checkpoint)
+
+
+def fit_memory(
+    config: EngineConfig, checkpoint: Checkpoint, draft_checkpoints: DraftCheckpoints, max_model_len: int
+) -> tuple[KvConfig, KvConfig | None]:
+    """The KV of a model, and of its draft model, beside the weights of all that runs, as the backend will hold them; none of them is read.
+
+    Raises MemoryLimitError where they do not fit in the memory that is available.
+    """
+    program = lower_program(config.backend, target_program(config, checkpoint), checkpoint.tensors)
+    weights = program.weight_bytes + draft_checkpoints.weight_bytes(config.backend, checkpoint.spec)
+    models = [KvUse(program.kv_groups, config.max_num_batched_tokens)]
+    if draft := draft_checkpoints.draft:
+        models.append(KvUse(trace_model(draft.spec, draft.tensors).kv_groups, max_rows(config.draft_depth)))
+    kv, *draft_kv = size_kv(models, config, max_model_len, weights, available_memory())
+    return kv, draft_kv[0] if draft_kv else None

@@ -1,7 +1,8 @@
-"""Backends by name. Each is a module with `compile(program, weights, kv, threads) -> Executable`."""
+"""Backends by name. Each is a module with `lower(program, weights)` and `compile(program, weights, kv, threads)`."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import Protocol
 
 from headrace.batch import Ints, RaggedBatch, StepTimes
@@ -19,7 +20,7 @@ class Executable(Protocol):
     """A compiled program with its weights and KV storage. Launches, moves and draws take effect in the order of their calls."""
 
     program: Program
-    """What runs, after fusing."""
+    """What runs: the program as `lower_program` gives it."""
     max_in_flight: int
     """Launches that may be outstanding before one is waited for: 1 where a launch runs at once."""
     kv_groups: tuple[KvGroup, ...]
@@ -47,14 +48,28 @@ class Executable(Protocol):
         """Give the memory back; the executable is not used afterwards."""
 
 
+def lower_program(backend: str, program: Program, weights: Mapping[str, StoredTensor]) -> Program:
+    """The program as the named backend runs it: in its ops, with the bytes that its weights take in its memory.
+
+    Nothing of the weights is read. Raises RequestError for a name that is not in BACKENDS, and UnsupportedModelError for weights in a
+    format that the backend has no kernel for.
+    """
+    lowered: Program = _module(backend).lower(program, weights)
+    return lowered
+
+
 def compile_program(backend: str, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int) -> Executable:
     """Compile for the named backend. Raises RequestError for a name that is not in BACKENDS."""
-    if backend not in BACKENDS:
-        raise RequestError(f"unknown backend {backend!r}; there are: {', '.join(BACKENDS)}")
-    executable: Executable = import_module(f"headrace.backend.{backend}").compile(program, weights, kv, threads)
+    executable: Executable = _module(backend).compile(program, weights, kv, threads)
     return executable
 
 
 def forward(executable: Executable, batch: RaggedBatch) -> StepResult:
     """One forward, waited for, with its logits and the hidden rows that the program keeps; valid until the next launch."""
     return executable.launch(batch, logits=True, hidden=True).wait()
+
+
+def _module(backend: str) -> ModuleType:
+    if backend not in BACKENDS:
+        raise RequestError(f"unknown backend {backend!r}; there are: {', '.join(BACKENDS)}")
+    return import_module(f"headrace.backend.{backend}")

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +24,12 @@ Floats = NDArray[np.float64]
 _DTYPE = np.float64
 
 
+def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
+    """The program op by op, with the bytes of weights in float64."""
+    size = np.dtype(_DTYPE).itemsize
+    return program.with_weights({w.name: replace(w, nbytes=size * w.rows * w.cols, kind="f32") for w in program.weights.values()})
+
+
 def compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int) -> "ReferenceExecutable":
     """Compile for NumPy; `threads` is NumPy's own affair."""
     return ReferenceExecutable(program, weights, kv)
@@ -34,7 +41,7 @@ class ReferenceExecutable:
     max_in_flight = 1
 
     def __init__(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig) -> None:
-        self.program = program
+        self.program = lower(program, weights)
         self.kv = kv
         self.weights = _floats(program, weights)
         self.kv_groups = program.kv_groups
@@ -56,7 +63,7 @@ class ReferenceExecutable:
         if kv is not None:
             return ReferenceExecutable(program, weights, kv)
         other = copy(self)
-        other.program = program
+        other.program = lower(program, weights)
         other.weights = _floats(program, weights, self.weights)
         return other
 
@@ -89,8 +96,7 @@ class _Store:
 
 
 def _floats(program: Program, weights: Mapping[str, StoredTensor], known: Mapping[str, Floats] = MappingProxyType({})) -> dict[str, Floats]:
-    names = {w.name for op in program.ops for w in op.weights()}
-    return {name: known[name] if name in known else weights[name].dequantise().astype(_DTYPE) for name in names}
+    return {name: known[name] if name in known else weights[name].dequantise().astype(_DTYPE) for name in program.weights}
 
 
 class _Step:

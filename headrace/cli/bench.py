@@ -129,7 +129,7 @@ def _measure(args: argparse.Namespace, settings: dict[str, Any]) -> "Iterator[Ro
         host.forget_peak_memory()
         _say("loading the model")
         with measure.Bench(args.model, config) as bench:
-            facts, limits = _facts(args, checkpoint, machine), measure.SpeedLimits(checkpoint, machine, config.kv_dtype)
+            facts, limits = _facts(args, checkpoint, machine), measure.SpeedLimits(checkpoint, machine, config)
             rows: Callable[..., Iterator[Row]] = measure.latency if args.kind == "latency" else measure.throughput
             for row in rows(bench, limits, _say, **settings):
                 _say("")

@@ -13,10 +13,11 @@ from headrace.cli.arguments import add_json, add_model, add_threads
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
+    from headrace.assembly.drafts import DraftCheckpoints
     from headrace.backend import Executable
     from headrace.checkpoint.load import Checkpoint
     from headrace.cli.calibration import Candidate
-    from headrace.config import EngineConfig
+    from headrace.config import EngineConfig, KvConfig
 
 _PROMPT = "Write a short story about a miller who builds a channel to bring water to the mill.\n\n"
 _EIGHTHS = (2, 3, 4, 5, 6, 7)
@@ -63,51 +64,51 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> "list[Candidate]":
+    from headrace.assembly.drafts import open_draft_checkpoints
+    from headrace.assembly.load import fit_memory
     from headrace.assembly.options import engine_config
     from headrace.backend import compile_program
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
     from headrace.cli.calibration import Calibration
-    from headrace.config import KvConfig
     from headrace.model import trace_model
     from headrace.planner.host import usable_cores
 
-    config = engine_config({"threads": args.threads})
+    draft = {"proposer": "draft_model", "draft_model": args.draft} if args.draft else {}
+    config = engine_config({"threads": args.threads, "max_num_seqs": 1, **draft})
     checkpoint = open_checkpoint(resolve(args.model))
-    prompt = checkpoint.load_tokenizer().encode(args.prompt)
+    tokenizer = checkpoint.load_tokenizer()
+    prompt = tokenizer.encode(args.prompt)
     length = len(prompt) + args.tokens + args.depth + 1
     if length > checkpoint.spec.max_context:
         raise RequestError(f"this needs {length:,} tokens, and the model's context ends at {checkpoint.spec.max_context:,}: lower --tokens")
+    draft_checkpoints = open_draft_checkpoints(config, checkpoint, tokenizer)
+    kv, draft_kv = fit_memory(config, checkpoint, draft_checkpoints, length)
     program = trace_model(checkpoint.spec, checkpoint.tensors)
-    blocks = -(-length // KvConfig.block_size)
-    kv = KvConfig((blocks,) * len(program.kv_groups))
     _tell("writing a text")
     target = compile_program(config.backend, program, checkpoint.tensors, kv, config.threads or usable_cores())
     try:
         calibration = Calibration(target, prompt, args.tokens, kv.block_size, args.depth)
-        return calibration.measure(dict(_drafts(args, checkpoint, target, config, blocks)), _tell)
+        return calibration.measure(dict(_drafts(args, checkpoint, target, draft_checkpoints, config, draft_kv)), _tell)
     finally:
         _tell("")
         target.close()
 
 
 def _drafts(
-    args: argparse.Namespace, checkpoint: "Checkpoint", target: "Executable", config: "EngineConfig", blocks: int
+    args: argparse.Namespace,
+    checkpoint: "Checkpoint",
+    target: "Executable",
+    draft_checkpoints: "DraftCheckpoints",
+    config: "EngineConfig",
+    kv: "KvConfig | None",
 ) -> "Iterator[tuple[str, Executable]]":
-    """The executables of the candidates, by name."""
-    from dataclasses import replace
-
-    from headrace.assembly.drafts import compile_draft_models, first_layers, open_draft_checkpoints
-    from headrace.config import KvConfig
-    from headrace.model import trace_model
+    """The executables of the candidates, by name; `kv` is that of a draft model."""
+    from headrace.assembly.drafts import compile_draft_models, first_layers
 
     if args.draft:
-        config = replace(config, proposer="draft_model", draft_model=args.draft)
-        draft_checkpoints = open_draft_checkpoints(config, checkpoint, checkpoint.load_tokenizer())
-        assert draft_checkpoints.draft is not None, "a draft model was asked for"
-        groups = trace_model(draft_checkpoints.draft.spec, draft_checkpoints.draft.tensors).kv_groups
-        draft = compile_draft_models(config, draft_checkpoints, checkpoint, target, KvConfig((blocks,) * len(groups))).draft
-        assert draft is not None
+        draft = compile_draft_models(config, draft_checkpoints, checkpoint, target, kv).draft
+        assert draft is not None, "a draft model was asked for"
         yield args.draft, draft.executable
     total = checkpoint.spec.num_layers
     for layers in args.layers or sorted({max(1, total * eighths // 8) for eighths in _EIGHTHS} - {total}):

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.assembly.load import load_model
+from headrace.backend import lower_program
 from headrace.checkpoint.load import Checkpoint
-from headrace.config import EngineConfig, KvDtype
+from headrace.config import EngineConfig
 from headrace.model import trace_model
 from headrace.planner import host, roofline
 from headrace.planner.hardware import Machine
-from headrace.program.fuse import fuse
 from headrace.program.kv import number_bytes
 from headrace.program.ops import Load
 from headrace.request import SamplingParams
@@ -80,12 +80,12 @@ class Bench:
 
 
 class SpeedLimits:
-    """Most tokens per second that the roofline allows a model on a machine."""
+    """Most tokens per second that the roofline allows a model on a machine, with the backend and the number format of KV in `config`."""
 
-    def __init__(self, checkpoint: Checkpoint, machine: Machine, kv_dtype: KvDtype) -> None:
-        self._program = fuse(trace_model(checkpoint.spec, checkpoint.tensors))
+    def __init__(self, checkpoint: Checkpoint, machine: Machine, config: EngineConfig) -> None:
+        self._program = lower_program(config.backend, trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors)
         self._machine = machine
-        self._kv_bytes = number_bytes(self._program.kv_groups, kv_dtype)
+        self._kv_bytes = number_bytes(self._program.kv_groups, config.kv_dtype)
 
     def prompt(self, tokens: int, depth: int) -> float:
         """Of a prompt, from token `depth` to `depth + tokens`."""

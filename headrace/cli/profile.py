@@ -73,33 +73,37 @@ def examine(args: argparse.Namespace) -> "Report":
     from headrace.model import trace_model
     from headrace.planner.profile import account, phases, typical
     from headrace.planner.report import Report
-    from headrace.program.kv import number_bytes, token_bytes
+    from headrace.program.kv import number_bytes
 
     config = engine_config({"threads": args.threads, "kv_dtype": args.kv_dtype})
     checkpoint = open_checkpoint(resolve(args.model))
     groups = trace_model(checkpoint.spec, checkpoint.tensors).kv_groups
     asked = phases(args.prefill, args.depth, args.batch, number_bytes(groups, config.kv_dtype))
-    fitting, skipped = _choose(asked, checkpoint, token_bytes(groups, config.kv_dtype))
+    fitting, skipped = _choose(asked, checkpoint, config)
     program, rounds, machines = _run(checkpoint, config, fitting, args.turns)
     machine = typical(machines)
     profiles = [account(phase, program, machine, times) for phase, times in zip(fitting, rounds, strict=True)]
     return Report(args.model, checkpoint.spec, args.kv_dtype, machines, machine, profiles, skipped)
 
 
-def _choose(asked: "Sequence[Phase]", checkpoint: "Checkpoint", kv_per_token: int) -> "tuple[list[Phase], dict[str, str]]":
-    """The phases that can run here with so many bytes of KV for a token, and why the others cannot, by name."""
+def _choose(asked: "Sequence[Phase]", checkpoint: "Checkpoint", config: EngineConfig) -> "tuple[list[Phase], dict[str, str]]":
+    """The phases that can run here, and why the others cannot, by name."""
+    from headrace.backend import lower_program
     from headrace.cli.stopwatch import BLOCK_SIZE, num_blocks
+    from headrace.model import trace_model
     from headrace.planner import host
     from headrace.planner.fit import Fit
     from headrace.planner.hardware import READ_BYTES
+    from headrace.program.kv import token_bytes
 
     spec = checkpoint.spec
-    weights = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    fit = Fit(host.available_memory(), weights, spec.max_context * kv_per_token, spec.max_context)
+    program = lower_program(config.backend, trace_model(spec, checkpoint.tensors), checkpoint.tensors)
+    kv_per_token = token_bytes(program.kv_groups, config.kv_dtype)
+    fit = Fit(host.available_memory(), program.weight_bytes, spec.max_context * kv_per_token, spec.max_context)
     budget = fit.kv_budget - READ_BYTES
     if budget <= 0:
         raise MemoryLimitError(
-            f"{weights:,} bytes of weights leave too little of the {fit.memory:,} bytes that are available: "
+            f"{program.weight_bytes:,} bytes of weights leave too little of the {fit.memory:,} bytes that are available: "
             "the model is too large for this machine"
         )
     fitting, skipped, short = [], {}, 0

@@ -7,10 +7,10 @@ from threading import Event
 from types import TracebackType
 
 from headrace.assembly.load import load_model
+from headrace.backend import lower_program
 from headrace.config import EngineConfig
 from headrace.model import trace_model
 from headrace.planner import hardware, roofline
-from headrace.program.fuse import fuse
 from headrace.program.kv import number_bytes
 from headrace.prompts import Message, Prompt
 from headrace.request import RequestOutput, SamplingParams
@@ -69,7 +69,8 @@ class Session:
 
     def _decode_limit(self, depth: int, speed: float) -> float:
         """For plain decoding. A measurement that the answer has just beaten was taken on a busy machine, and is taken again."""
-        program = fuse(trace_model(self._checkpoint.spec, self._checkpoint.tensors))
+        traced = trace_model(self._checkpoint.spec, self._checkpoint.tensors)
+        program = lower_program(self.config.backend, traced, self._checkpoint.tensors)
         threads, kv_bytes = self.config.threads, number_bytes(program.kv_groups, self.config.kv_dtype)
         limit = roofline.decode_limit(program, hardware.this_machine(threads), depth, kv_bytes)
         if speed > limit and self.result and not self.result.drafts:

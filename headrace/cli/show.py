@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.program.kv import KvGroup
+    from headrace.program.trace import Program
 
 _DEPTHS = (0, 2048)
 
@@ -35,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(model: str) -> dict[str, Any]:
     """All facts, as they go to JSON: bytes, counts and tokens per second."""
+    from headrace.backend import lower_program
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
     from headrace.model import trace_model
@@ -44,12 +46,12 @@ def describe(model: str) -> dict[str, Any]:
 
     checkpoint = open_checkpoint(resolve(model))
     spec, tensors = checkpoint.spec, checkpoint.tensors.values()
+    program = lower_program(EngineConfig.backend, trace_model(spec, checkpoint.tensors), checkpoint.tensors)
     formats: Counter[str] = Counter()
     for tensor in tensors:
         formats[tensor.format.name] += tensor.nbytes
-    weights = formats.total()
     memory = host.available_memory()
-    groups = trace_model(spec, checkpoint.tensors).kv_groups
+    groups, weights = program.kv_groups, program.weight_bytes
     kv = {dtype: token_bytes(groups, dtype) for dtype in get_args(KvDtype)}
     fits = {dtype: Fit(memory, weights, _sequence_bytes(groups, dtype, spec.max_context), spec.max_context) for dtype in kv}
     return {
@@ -68,7 +70,8 @@ def describe(model: str) -> dict[str, Any]:
         "context": spec.max_context,
         "chat_template": checkpoint.chat_template is not None,
         "bytes_by_type": dict(formats.most_common()),
-        "bytes": weights,
+        "bytes": formats.total(),
+        "bytes_in_memory": weights,
         "kv_bytes_per_token": kv,
         "kv_groups": [
             {
@@ -80,7 +83,7 @@ def describe(model: str) -> dict[str, Any]:
         ],
         "memory_available": memory,
         "fits": {dtype: {"tokens": fit.tokens, "full_sequences": fit.sequences} for dtype, fit in fits.items()},
-        "limits": _limits(checkpoint),
+        "limits": _limits(program),
     }
 
 
@@ -90,17 +93,14 @@ def _sequence_bytes(groups: "Sequence[KvGroup]", dtype: KvDtype, context: int) -
     return sum(group.num_blocks(context, rows, size) * group.block_bytes(dtype, size) for group in groups)
 
 
-def _limits(checkpoint: Any) -> dict[str, float] | None:
+def _limits(program: "Program") -> dict[str, float] | None:
     """Most tokens per second with bf16 KV, where this machine has been measured."""
-    from headrace.model import trace_model
     from headrace.planner import hardware, roofline
-    from headrace.program.fuse import fuse
     from headrace.program.kv import number_bytes
 
     machine = hardware.remembered()
     if machine is None:
         return None
-    program = fuse(trace_model(checkpoint.spec, checkpoint.tensors))
     kv_bytes = number_bytes(program.kv_groups, "bf16")
     decode = {f"decode_at_{depth}": roofline.decode_limit(program, machine, depth, kv_bytes) for depth in _DEPTHS}
     return decode | {"prefill_512": roofline.prefill_limit(program, machine, 512, kv_bytes)}
@@ -138,6 +138,7 @@ def _print(facts: dict[str, Any]) -> None:
             "context": f"{facts['context']:,} tokens",
             "chat template": "yes" if facts["chat_template"] else "no",
             "weights": size(facts["bytes"]) + ": " + ", ".join(f"{n} {size(b)}" for n, b in facts["bytes_by_type"].items()),
+            "weights in memory": size(facts["bytes_in_memory"]),
             "KV per token": _token_sizes(facts["kv_bytes_per_token"]),
             **_group_sizes(facts["kv_groups"]),
         },

@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from headrace.planner import host
-
-Kind = Literal["int8", "bf16", "f32"]
-"""Number formats of the multiply-adds: VNNI and its like, BF16 dot products, float32 FMA."""
+from headrace.program.ops import Kind
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 READ_BYTES = 256 << 20

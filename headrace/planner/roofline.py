@@ -3,8 +3,8 @@
 The figures are limits: they leave out barriers, activations and everything else that a perfect kernel would hide.
 """
 
-from headrace.planner.hardware import Kind, Machine
-from headrace.program.ops import Attention, Load, Op, Weight
+from headrace.planner.hardware import KINDS, Machine
+from headrace.program.ops import Attention, Kind, Load, Op
 from headrace.program.trace import Program
 
 PREFILL_CHUNK = 512
@@ -15,12 +15,7 @@ def op_kind(op: Op, load: Load) -> Kind:
     """The multiply-adds that an op is made of: those of its narrowest format, weights for linear ops, KV for attention."""
     if isinstance(op, Attention):
         return "f32" if load.kv_bytes >= 4 else "bf16"
-    return min((_weight_kind(w) for w in op.weights() if w.rows > 1), key=("int8", "bf16", "f32").index, default="f32")
-
-
-def _weight_kind(weight: Weight) -> Kind:
-    bytes_per_weight = weight.nbytes / (weight.rows * weight.cols)
-    return "f32" if bytes_per_weight >= 4 else "bf16" if bytes_per_weight >= 2 else "int8"
+    return min((w.kind for w in op.matrices()), key=KINDS.index, default="f32")
 
 
 def op_seconds(op: Op, load: Load, machine: Machine) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from headrace.program.ops import Add, Glu, GluLinear, KvWrite, Linear, LinearAdd, Op, QkvRopeWrite, Rope, Value
+from headrace.program.ops import Add, Attention, Glu, GluLinear, KvWrite, Linear, LinearAdd, Op, QkvRopeWrite, Rope, Value
 from headrace.program.trace import Program
 
 LINEAR_OPS = (Linear, LinearAdd, QkvRopeWrite, GluLinear)
@@ -45,6 +45,14 @@ class _Flow:
         op = self.writer[value.id]
         return op if isinstance(op, Linear) and self.reads[value.id] == 1 else None
 
+    def sole_rope(self, value: Value) -> tuple[Rope, Linear] | None:
+        """The rope that writes a value which is read only once, and the linear op that the rope alone reads."""
+        op = self.writer[value.id]
+        if not isinstance(op, Rope) or self.reads[value.id] != 1:
+            return None
+        linear = self.sole_linear(op.x)
+        return (op, linear) if linear else None
+
 
 def _apply(ops: list[Op], rewrites: Iterable[_Rewrite]) -> list[Op]:
     found = list(rewrites)
@@ -54,18 +62,18 @@ def _apply(ops: list[Op], rewrites: Iterable[_Rewrite]) -> list[Op]:
 
 
 def _qkv(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
-    ropes: dict[int, list[tuple[Rope, Linear]]] = {}  # by the input of the linear op before the rope
-    for op in ops:
-        if isinstance(op, Rope) and (linear := flow.sole_linear(op.x)):
-            ropes.setdefault(linear.x.id, []).append((op, linear))
+    attention = {op.layer: op for op in ops if isinstance(op, Attention)}
     for write in ops:
-        if not isinstance(write, KvWrite) or not (v := flow.sole_linear(write.v)):
+        if not isinstance(write, KvWrite) or not (reader := attention.get(write.layer)):
             continue
-        k = next((pair for pair in ropes.get(v.x.id, []) if pair[0].out == write.k), None)
-        q = next((pair for pair in ropes.get(v.x.id, []) if pair[0].out != write.k), None)
-        if k and q and flow.reads[write.k.id] == 1 and q[0].angles == k[0].angles:
-            weights = (q[1].weight, k[1].weight, v.weight, q[1].bias, k[1].bias, v.bias)
-            fused = QkvRopeWrite(q[0].out, v.x, q[0].angles, *weights, write.layer, q[0].head_dim)
+        q, k, v = flow.sole_rope(reader.q), flow.sole_rope(write.k), flow.sole_linear(write.v)
+        if not (q and k and v):
+            continue
+        (q_rope, q_linear), (k_rope, k_linear) = q, k
+        same_input = q_linear.x == k_linear.x == v.x and q_rope.angles == k_rope.angles
+        if same_input and q_rope.head_dim == k_rope.head_dim == reader.head_dim:
+            weights = (q_linear.weight, k_linear.weight, v.weight, q_linear.bias, k_linear.bias, v.bias)
+            fused = QkvRopeWrite(q_rope.out, v.x, q_rope.angles, *weights, write.layer, q_rope.head_dim)
             yield _Rewrite(write, fused, [*q, *k, v])
 
 

@@ -6,8 +6,12 @@ The planner, the profiler and the benchmarks read these figures; there is no oth
 """
 
 import re
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Self
+
+Kind = Literal["int8", "bf16", "f32"]
+"""Number formats of multiply-adds: VNNI and its like, BF16 dot products, float32 FMA."""
 
 
 class Load(NamedTuple):
@@ -45,6 +49,9 @@ class Weight:
     rows: int
     cols: int
     nbytes: int
+    """Bytes as stored; in a program that a backend has lowered, bytes in that backend's memory."""
+    kind: Kind = "f32"
+    """Number format of the multiply-adds with this weight."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +70,44 @@ class Op:
         return vars(self).get("out")
 
     def weights(self) -> list[Weight]:
-        return [v for v in vars(self).values() if isinstance(v, Weight)]
+        return [*self.matrices(), *self.vectors()]
+
+    def matrices(self) -> list[Weight]:
+        """The weights that rows are multiplied with or taken from."""
+        return [w for name, value in vars(self).items() if not _is_bias(name) for w in _weights_in(value)]
+
+    def vectors(self) -> list[Weight]:
+        """The weights that are added to or multiplied with whole rows, number by number."""
+        return [w for name, value in vars(self).items() if _is_bias(name) for w in _weights_in(value)]
+
+    def with_weights(self, new: Mapping[str, Weight]) -> Self:
+        """The same op with each of its weights replaced by the new one of that name."""
+        return replace(self, **{name: _replaced(value, new) for name, value in vars(self).items()})
 
     def flops(self, load: Load) -> int:
         return 0
 
     def bytes(self, load: Load) -> int:
         return sum(w.nbytes for w in self.weights())
+
+
+def _is_bias(field: str) -> bool:
+    return field.endswith("bias")
+
+
+def _weights_in(value: object) -> Iterator[Weight]:
+    """The weights that a field of an op holds: none, one, or those of a tuple."""
+    if isinstance(value, Weight):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _weights_in(part)
+
+
+def _replaced(value: Any, new: Mapping[str, Weight]) -> Any:
+    if isinstance(value, Weight):
+        return new[value.name]
+    return tuple(_replaced(part, new) for part in value) if isinstance(value, tuple) else value
 
 
 def _matmul_flops(rows: int, *weights: Weight) -> int:
@@ -111,6 +149,12 @@ class Norm(Op):
     x: Value
     weight: Weight
     eps: float
+
+    def matrices(self) -> list[Weight]:
+        return []
+
+    def vectors(self) -> list[Weight]:
+        return [self.weight]
 
     def flops(self, load: Load) -> int:
         return 4 * self.x.num_rows(load) * self.x.width

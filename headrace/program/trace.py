@@ -14,6 +14,7 @@ from headrace.program.ops import (
     GatherRows,
     Glu,
     Input,
+    Kind,
     KvWrite,
     Linear,
     Load,
@@ -25,7 +26,7 @@ from headrace.program.ops import (
     Value,
     Weight,
 )
-from headrace.quant.formats import StoredTensor
+from headrace.quant.formats import Format, StoredTensor
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,20 @@ class Program:
         rest = sum(op.flops(row) for op in self.ops) - attention
         return rest / (2 * attention)
 
+    @property
+    def weights(self) -> dict[str, Weight]:
+        """All weights by name."""
+        return {weight.name: weight for op in self.ops for weight in op.weights()}
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, each counted once."""
+        return sum(weight.nbytes for weight in self.weights.values())
+
+    def with_weights(self, new: Mapping[str, Weight]) -> "Program":
+        """The same program with each weight replaced by the new one of that name."""
+        return replace(self, ops=tuple(op.with_weights(new) for op in self.ops))
+
     def last_use(self) -> dict[int, int]:
         """Index of the last op that reads each value (by id); what the program gives back outlives all ops."""
         last = {value.id: i for i, op in enumerate(self.ops) for value in op.inputs()}
@@ -82,7 +97,7 @@ class Tracer:
         tensor = self._tensors[name]
         if (tensor.rows, tensor.cols) != (rows, cols):
             raise FormatError(f"tensor {name!r} has shape {tensor.shape}, and the model needs {(rows, cols)}")
-        return Weight(name, rows, cols, tensor.nbytes)
+        return Weight(name, rows, cols, tensor.nbytes, _kind(tensor.format))
 
     def vector(self, name: str, size: int) -> Weight:
         """The named vector, as a weight of one row. Raises FormatError."""
@@ -148,6 +163,10 @@ class Tracer:
         out = self._value(x.width, "logit")
         self.ops.append(GatherRows(out, x))
         return out
+
+
+def _kind(stored: Format) -> Kind:
+    return "int8" if stored.quantised else "bf16" if stored.name == "BF16" else "f32"
 
 
 def trace(forward: Callable[[Tracer], Value], tensors: Mapping[str, StoredTensor]) -> Program:

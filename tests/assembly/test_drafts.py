@@ -10,9 +10,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from headrace import LLM, SamplingParams
-from headrace.assembly.drafts import read_heads
+from headrace.assembly.drafts import compile_draft_models, open_draft_checkpoints, read_heads, target_program
+from headrace.assembly.options import engine_config
+from headrace.backend import compile_program, lower_program
+from headrace.backend.cpu import CpuExecutable
 from headrace.checkpoint.load import open_checkpoint
+from headrace.config import KvConfig
 from headrace.errors import FormatError, MemoryLimitError, RequestError
+from headrace.model import trace_model
+from headrace.planner.fit import RUNTIME_BYTES
 from tests.checkpoint.conftest import SHAPE, SPECIAL, metadata, write_gguf  # noqa: F401 - a fixture
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -67,11 +73,26 @@ def test_closing_gives_everything_back(model: Path, how: str) -> None:
 
 
 def test_the_memory_of_a_draft_counts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = sum(t.nbytes for t in open_checkpoint(model).tensors.values())
-    monkeypatch.setattr("headrace.assembly.load.available_memory", lambda: int(1.9 * weights))
+    target = open_checkpoint(model)
+    weights = lower_program("cpu", trace_model(target.spec, target.tensors), target.tensors).weight_bytes
+    monkeypatch.setattr("headrace.assembly.load.available_memory", lambda: RUNTIME_BYTES + int(1.9 * weights))
     LLM(str(model), max_model_len=32).close()
     with pytest.raises(MemoryLimitError, match="the model is too large"):
         LLM(str(model), max_model_len=32, proposer="draft_model", draft_model=str(model))
+
+
+def test_the_memory_of_heads_is_that_of_their_weights(model: Path) -> None:
+    """As the executables beside the target's hold them, to the byte."""
+    config = engine_config({"proposer": "medusa"} | options_for("medusa", model))
+    target = open_checkpoint(model)
+    kv = KvConfig((2,))
+    draft_checkpoints = open_draft_checkpoints(config, target, target.load_tokenizer())
+    executable = compile_program("cpu", target_program(config, target), target.tensors, kv, 1)
+    assert isinstance(executable, CpuExecutable)
+    before = executable.plan.weight_bytes
+    assert before == executable.program.weight_bytes
+    compile_draft_models(config, draft_checkpoints, target, executable, kv)
+    assert executable.plan.weight_bytes - before == draft_checkpoints.weight_bytes("cpu", target.spec) > 0
 
 
 def test_another_vocabulary_is_refused(model: Path, write_gguf: Any) -> None:  # noqa: F811

@@ -9,6 +9,7 @@ from headrace.assembly.options import engine_config
 from headrace.config import KvConfig
 from headrace.errors import MemoryLimitError
 from headrace.model import trace_model
+from headrace.planner.fit import RUNTIME_BYTES
 from tests.tiny import tiny_model
 
 
@@ -18,9 +19,9 @@ class TestKvSize:
     WEIGHTS = 10_000
 
     def size(self, blocks: float, **options: Any) -> KvConfig:
-        """With memory for so many blocks beside the weights."""
+        """With memory for so many blocks beside the weights and what it takes to run them."""
         models = [KvUse(trace_model(*self.MODEL).kv_groups, 512)]
-        (kv,) = size_kv(models, engine_config(options), 1000, self.WEIGHTS, self.WEIGHTS + int(blocks * self.BLOCK))
+        (kv,) = size_kv(models, engine_config(options), 1000, self.WEIGHTS, self.WEIGHTS + RUNTIME_BYTES + int(blocks * self.BLOCK))
         return kv
 
     def test_enough_for_all_sequences(self) -> None:
@@ -43,7 +44,7 @@ class TestKvSize:
         of_sequence = [128 * self.BLOCK, 19 * 2 * self.BLOCK]
 
         def sizes(memory: int, **options: Any) -> tuple[int, ...]:
-            (kv,) = size_kv([KvUse(groups, 512)], engine_config(options), 4096, self.WEIGHTS, self.WEIGHTS + memory)
+            (kv,) = size_kv([KvUse(groups, 512)], engine_config(options), 4096, self.WEIGHTS, self.WEIGHTS + RUNTIME_BYTES + memory)
             return kv.num_blocks
 
         assert sizes(10**9, max_num_seqs=3) == (3 * 128, 3 * 19)
@@ -61,7 +62,8 @@ class TestKvSize:
     @pytest.mark.parametrize(
         ("blocks", "options", "message"),
         [
-            (20.5, {}, "10,000 bytes of weights and 196,608 bytes of KV for 1,024 tokens are 206,608 bytes, and 135,952 are available"),
+            (20.5, {}, "10,000 bytes of weights, 196,608 bytes of KV for 1,024 tokens and 157,286,400 bytes to run them"),
+            (20.5, {}, "are 157,493,008 bytes, and 157,422,352 are available"),
             (20.5, {}, "set max_model_len to 640 or less"),
             (20.5, {"kv_blocks": 21}, "kv_blocks may be 20"),
             (-1, {}, "the model is too large for this machine"),

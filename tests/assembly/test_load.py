@@ -5,10 +5,15 @@ from typing import Any
 
 import pytest
 
+from headrace import LLM, SamplingParams
 from headrace.assembly.load import load_model
 from headrace.assembly.options import engine_config
+from headrace.backend import BACKENDS, lower_program
+from headrace.checkpoint.load import open_checkpoint
 from headrace.config import OFFLINE
-from headrace.errors import ModelNotFoundError, RequestError
+from headrace.errors import MemoryLimitError, ModelNotFoundError, RequestError
+from headrace.model import trace_model
+from headrace.planner.fit import RUNTIME_BYTES
 from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
 
 
@@ -53,3 +58,26 @@ def test_options_that_the_model_cannot_have(model: str, options: dict[str, Any],
 def test_no_such_model() -> None:
     with pytest.raises(ModelNotFoundError):
         load_model("/no/such/model.gguf", engine_config({}))
+
+
+class TestMemory:
+    """A model that does not fit is refused by what it takes in memory, and nothing of it is loaded."""
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize("kind", ["F32", "Q5_0"])  # Q5_0 is widened on cpu
+    def test_a_byte_decides(self, backend: str, kind: str, write_gguf: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        model = write_gguf(kind=kind)
+        checkpoint = open_checkpoint(model)
+        program = lower_program(backend, trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors)
+        weights = program.weight_bytes
+        assert weights > sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        (group,) = program.kv_groups
+        needed = RUNTIME_BYTES + weights + 2 * group.block_bytes("bf16", 32)
+        options: dict[str, Any] = {"backend": backend, "max_model_len": 64, "kv_blocks": 2}
+        monkeypatch.setattr("headrace.assembly.load.available_memory", lambda: needed)
+        with LLM(str(model), **options) as llm:
+            assert len(llm.generate("hello", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0].outputs[0].token_ids) == 8
+        monkeypatch.setattr("headrace.assembly.load.available_memory", lambda: needed - 1)
+        monkeypatch.setattr("headrace.assembly.load.compile_program", lambda *arguments: pytest.fail("compiled"))
+        with pytest.raises(MemoryLimitError, match=f"{weights:,} bytes of weights, .* {needed:,} bytes, and {needed - 1:,} are available"):
+            LLM(str(model), **options)

@@ -30,6 +30,7 @@ def test_weights_are_in_memory_once() -> None:
 
 MAP = """
 import re
+import sys
 from pathlib import Path
 from headrace.config import KvConfig
 from headrace.model import trace_model
@@ -51,11 +52,12 @@ def mapped():
             found.append((size, resident))
     return found
 
-model = tiny_model(0, dim=64, layers=5, heads=4, kv_heads=2, window=(0, 100, 0))  # heads of 16 numbers
+head_dim, dtype = int(sys.argv[1]), sys.argv[2]
+model = tiny_model(0, dim=4 * head_dim, layers=5, heads=4, kv_heads=2, window=(0, 100, 0))
 groups = trace_model(*model).kv_groups
-kv = KvConfig((1021, 4099), 32, "DTYPE")
+kv = KvConfig(tuple(map(int, sys.argv[3:])), 32, dtype)
 executable = tiny_executable(model, "cpu", kv)
-predicted = [count * group.block_bytes("DTYPE", 32) for count, group in zip(kv.num_blocks, groups, strict=True)]
+predicted = [count * group.block_bytes(dtype, 32) for count, group in zip(kv.num_blocks, groups, strict=True)]
 print(predicted, executable.plan.kv_bytes, [resident for size, resident in mapped() if size in map(pages, predicted)])
 executable.close()
 del executable
@@ -64,12 +66,16 @@ print([size for size, _ in mapped() if size in map(pages, predicted)])
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads the maps of the process as Linux shows them")
-@pytest.mark.parametrize(("dtype", "width"), [("bf16", 2), ("f32", 4)])
-def test_kv_takes_what_is_predicted_to_the_byte(dtype: str, width: int) -> None:
-    """In each group of layers, and nothing of it is in memory before it is used."""
-    code = MAP.replace("DTYPE", dtype)
+@pytest.mark.parametrize("blocks", [(4096, 10240), (4099, 9997)])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "vector"),  # bytes of a token's key and value in one head
+    [(16, "bf16", 64), (16, "f32", 128), (16, "int8", 40), (16, "int4", 32), (24, "bf16", 48 + 64), (6, "f32", 24 + 64)],
+)
+def test_kv_takes_what_is_predicted_to_the_byte(head_dim: int, dtype: str, vector: int, blocks: tuple[int, int]) -> None:
+    """In each group of layers: whole pages are mapped for it, and nothing of it is in memory before it is used."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    words = [sys.executable, "-c", MAP, str(head_dim), dtype, *map(str, blocks)]
+    child = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert child.returncode == 0, child.stderr
-    predicted = [blocks * 32 * layers * 2 * 2 * 16 * width for blocks, layers in ((1021, 3), (4099, 2))]
+    predicted = [count * layers * 2 * 32 * vector for count, layers in zip(blocks, (3, 2), strict=True)]  # 2 KV heads, 32 tokens
     assert child.stdout.splitlines() == [f"{predicted} {predicted} [0, 0]", "[]"]

@@ -85,7 +85,7 @@ def test_ops_that_do_not_fuse(isa: str) -> None:
         g.kv_write(g.rope(k, angles, spec.head_dim), v, 0)
         return g.add(x, g.attention(g.rope(q, angles, spec.head_dim), 0, 1, spec.head_dim))
 
-    def forward(g: Tracer) -> Value:
+    def equations(g: Tracer) -> Value:
         x = g.gather_rows(attended(g))
         gate = g.linear(x, g.weight("layers.0.gate", spec.ffn_dim, spec.dim))
         up = g.linear(x, g.weight("layers.0.up", spec.ffn_dim, spec.dim))
@@ -94,7 +94,7 @@ def test_ops_that_do_not_fuse(isa: str) -> None:
         z = g.add(y, x)
         return g.linear(g.add(g.add(z, y), z), g.weight("head", spec.vocab_size, spec.dim))
 
-    program, kv = trace(forward, tensors), KvConfig((BLOCKS,), 32, "f32")
+    program, kv = trace(equations, tensors), KvConfig((BLOCKS,), 32, "f32")
     truth, fast = reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, 2, isa)
     kinds = {type(op) for op in fast.program.ops}
     assert {Add, Glu, Linear} <= kinds

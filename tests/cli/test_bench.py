@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.backend import lower_program
 from headrace.cli import bench as verb
 from headrace.cli import main as cli
 from headrace.cli.measure import Bench, Run, SpeedLimits
@@ -14,7 +15,6 @@ from headrace.config import EngineConfig
 from headrace.model import trace_model
 from headrace.planner.hardware import Machine
 from headrace.planner.roofline import step_seconds
-from headrace.program.fuse import fuse
 from headrace.program.ops import Load
 from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
 
@@ -182,8 +182,8 @@ class TestRuns:
 
     def test_limits(self, model: str) -> None:
         with Bench(model, EngineConfig(max_model_len=64, threads=1)) as bench:
-            limits, checkpoint = SpeedLimits(bench.checkpoint, MACHINE, "f32"), bench.checkpoint
-        program = fuse(trace_model(checkpoint.spec, checkpoint.tensors))
+            limits, checkpoint = SpeedLimits(bench.checkpoint, MACHINE, EngineConfig(kv_dtype="f32")), bench.checkpoint
+        program = lower_program("cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors)
         step = {rows: step_seconds(program, Load(((20, 1),) * rows, rows, 4), MACHINE) for rows in (1, 3)}
         assert limits.decode(8, 16) == pytest.approx(1 / step[1])
         assert limits.decode(8, 16, 3) == pytest.approx(3 / step[3])

@@ -7,7 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.backend import lower_program
+from headrace.checkpoint.load import open_checkpoint
 from headrace.cli.main import main
+from headrace.model import trace_model
+from headrace.planner.fit import RUNTIME_BYTES
 from tests.checkpoint.conftest import SHAPE, write_gguf  # noqa: F401 - a fixture
 
 
@@ -61,6 +65,22 @@ def test_refused(model: Path, words: tuple[str, ...], message: str, capsys: pyte
     except SystemExit as exit:
         code = int(exit.code or 0)
     assert code == 2 and message in capsys.readouterr().err
+
+
+def test_what_does_not_fit_in_memory_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The draft's weights and KV count beside the model's."""
+    checkpoint = open_checkpoint(model)
+    program = lower_program("cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors)
+    weights, (group,) = program.weight_bytes, program.kv_groups
+    enough = RUNTIME_BYTES + weights + 2 * group.block_bytes("bf16", 32)  # of 54 tokens
+    monkeypatch.setattr("headrace.assembly.load.available_memory", lambda: enough)
+    monkeypatch.setattr("headrace.cli.calibrate._LEAST_GAIN", 99)
+    assert main(["calibrate", str(model), "--layers", "1", *QUICK]) == 0
+    monkeypatch.setattr("headrace.backend.compile_program", lambda *arguments: pytest.fail("compiled"))
+    assert main(["calibrate", str(model), "--draft", str(model), *QUICK]) == 4
+    monkeypatch.setattr("headrace.assembly.load.available_memory", lambda: enough - 1)
+    assert main(["calibrate", str(model), "--layers", "1", *QUICK]) == 4
+    assert f"{weights:,} bytes of weights" in capsys.readouterr().err
 
 
 def test_the_trial_runs(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

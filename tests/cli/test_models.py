@@ -2,9 +2,16 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
+
+from headrace.backend import compile_program
+from headrace.checkpoint.load import open_checkpoint
+from headrace.config import KvConfig
+from headrace.model import trace_model
+from headrace.planner.fit import RUNTIME_BYTES
 
 
 def test_pull_prints_the_path_and_nothing_else(headrace, smollm2: Path) -> None:
@@ -33,11 +40,17 @@ class TestShow:
             dtype: 30 * 3 * token for dtype, token in (("bf16", 256), ("f32", 512), ("int8", 136), ("int4", 72))
         }
         assert facts["bytes"] == sum(facts["bytes_by_type"].values()) < smollm2.stat().st_size
+        checkpoint = open_checkpoint(smollm2)
+        executable = compile_program("cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors, KvConfig(1), 1)
+        assert facts["bytes_in_memory"] == executable.plan.weight_bytes  # type: ignore[attr-defined]
         assert facts["fits"]["bf16"]["full_sequences"] == facts["fits"]["bf16"]["tokens"] // facts["context"]
+        budget = facts["memory_available"] - facts["bytes_in_memory"] - RUNTIME_BYTES
+        assert facts["fits"]["bf16"]["tokens"] == budget // facts["kv_bytes_per_token"]["bf16"]
 
     def test_table(self, headrace, smollm2: Path) -> None:
         text = headrace("show", str(smollm2)).stdout
         assert "134.5 M" in text and "Q4_1" in text and "8,192 tokens" in text and "23.0 kB in bf16" in text
+        assert re.search(r"weights in memory +\d+\.\d MB", text)
 
     def test_limits_only_where_the_machine_was_measured(self, headrace, smollm2: Path, tmp_path: Path) -> None:
         (tmp_path / "link.gguf").symlink_to(smollm2)

@@ -9,17 +9,19 @@ from xml.etree import ElementTree
 
 import pytest
 
+from headrace.backend import lower_program
 from headrace.checkpoint.load import Checkpoint
 from headrace.cli.main import main
 from headrace.model import trace_model
 from headrace.planner.fit import RUNTIME_BYTES
 from headrace.planner.hardware import READ_BYTES, Machine
 from headrace.planner.profile import phases
-from headrace.program.fuse import fuse
+from headrace.program.kv import token_bytes
 from tests.tiny import tiny_model
 
 HERE = Machine("Zen 4", "avx512", 2, 36e9, {"int8": 940e9, "bf16": 470e9, "f32": 235e9})
 SPEC, TENSORS = tiny_model(4, dim=64, ffn=96, format="Q8_0", context=700)
+PROGRAM = lower_program("cpu", trace_model(SPEC, TENSORS), TENSORS)
 QUICK = ("--prefill", "40,600", "--depth", "8,600", "--batch", "1,3", "--turns", "1")
 NAMES = [
     "prefill 40",
@@ -54,14 +56,13 @@ class TestTiny:
         assert facts["threads"] == 1 and facts["kv_dtype"] == "bf16" and facts["layers"] == SPEC.num_layers
         assert [machine["bandwidth"] for machine in facts["measurements"]] == [36e9, 18e9]
         assert facts["machine"] == {"bandwidth": 27e9, "rates": dict(HERE.rates)}
-        program = fuse(trace_model(SPEC, TENSORS))
         for phase, asked in zip(facts["phases"], phases((40, 600), (8, 600), (1, 3), 2), strict=True):
             assert phase["steps"] == len(asked.steps) and phase["rounds"] >= 1
             assert phase["wall"]["min"] <= phase["wall"]["median"] <= phase["wall"]["max"]
             assert phase["tokens_per_second"] == pytest.approx(phase["tokens"] / phase["wall"]["median"])
             assert phase["barriers"] == pytest.approx(phase["barriers_per_layer"] * phase["steps"] * SPEC.num_layers)
             for key, cost in (("bytes", "bytes"), ("operations", "flops")):
-                own = sum(getattr(op, cost)(load) for op in program.ops for load in asked.steps)
+                own = sum(getattr(op, cost)(load) for op in PROGRAM.ops for load in asked.steps)
                 assert sum(op[key] for op in phase["ops"]) == own
             total = sum(op["seconds"] for op in phase["ops"]) + phase["outside_ops"]
             assert sum(op["share"] for op in phase["ops"]) + phase["outside_ops"] / total == pytest.approx(1)
@@ -93,9 +94,8 @@ class TestTiny:
         assert "Left out\n" in capsys.readouterr().out
 
     def test_what_does_not_fit_in_memory_is_left_out(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        weights = sum(tensor.nbytes for tensor in TENSORS.values())
-        free = 3 * 32 * SPEC.kv_bytes_per_token(2) + 4 * SPEC.vocab_size * 3  # three blocks, and the logits of three rows
-        monkeypatch.setattr("headrace.planner.host.available_memory", lambda: weights + RUNTIME_BYTES + READ_BYTES + free)
+        free = 3 * 32 * token_bytes(PROGRAM.kv_groups, "bf16") + 4 * SPEC.vocab_size * 3  # three blocks, and the logits of three rows
+        monkeypatch.setattr("headrace.planner.host.available_memory", lambda: PROGRAM.weight_bytes + RUNTIME_BYTES + READ_BYTES + free)
         words = ("--prefill", "none", "--depth", "8", "--batch", "3,4", "--turns", "1")
         facts = facts_of(capsys, *words)
         assert [phase["name"] for phase in facts["phases"]] == ["decode, depth 8, batch 3"]
@@ -137,8 +137,7 @@ class TestRefusals:
         assert "too large for this machine" in self.refused(capsys, 4)
 
     def test_no_phase_within_memory(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        weights = sum(tensor.nbytes for tensor in TENSORS.values())
-        monkeypatch.setattr("headrace.planner.host.available_memory", lambda: weights + RUNTIME_BYTES + READ_BYTES + 100)
+        monkeypatch.setattr("headrace.planner.host.available_memory", lambda: PROGRAM.weight_bytes + RUNTIME_BYTES + READ_BYTES + 100)
         assert "100 are left beside the weights" in self.refused(capsys, 4, "--prefill", "40", "--depth", "none")
 
     def test_a_picture_that_cannot_be_written(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

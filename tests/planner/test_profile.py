@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from headrace.backend import lower_program
 from headrace.batch import StepTimes
 from headrace.checkpoint.load import Checkpoint
 from headrace.cli.stopwatch import Stopwatch, num_blocks
@@ -16,14 +17,13 @@ from headrace.planner import roofline
 from headrace.planner.hardware import Machine
 from headrace.planner.picture import roofline_svg
 from headrace.planner.profile import OpProfile, PhaseProfile, account, decode_phase, phases, prefill_phase, typical
-from headrace.program.fuse import fuse
 from headrace.program.ops import Op
 from headrace.program.trace import Program
 from tests.tiny import tiny_model
 
 HERE = Machine("Zen 4", "avx512", 2, 36e9, {"int8": 940e9, "bf16": 470e9, "f32": 235e9})
 SPEC, TENSORS = tiny_model(3, layers=3, dim=64, ffn=96, format="Q8_0", context=2048)
-PROGRAM = fuse(trace_model(SPEC, TENSORS))
+PROGRAM = lower_program("cpu", trace_model(SPEC, TENSORS), TENSORS)
 SVG = "{http://www.w3.org/2000/svg}"
 
 

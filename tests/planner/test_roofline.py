@@ -4,14 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from headrace.backend import lower_program
 from headrace.model import tensor_shapes, trace_model
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.planner import roofline
 from headrace.planner.fit import RUNTIME_BYTES, Fit
 from headrace.planner.hardware import Machine
 from headrace.program.fuse import fuse
-from headrace.program.ops import Attention, GatherRows, Linear, Load, Norm, Value, Weight
-from headrace.program.trace import Program
+from headrace.program.ops import Attention, GatherRows, GluLinear, Linear, Load, Norm, Value, Weight
+from headrace.program.trace import Program, trace
+from headrace.quant.formats import FORMATS
+from tests.backend.stored import random_stored
 
 GIB = 1 << 30
 HERE = Machine("Zen 4", "avx512", 2, 36e9, {"int8": 940e9, "bf16": 470e9, "f32": 235e9})
@@ -47,16 +50,13 @@ def tensors(spec: ModelSpec, bytes_per_weight: float) -> dict[str, object]:
     for name, shape in tensor_shapes(spec).items():
         rows, cols = (1, *shape)[-2:]
         nbytes = int(rows * cols * (4 if len(shape) == 1 else bytes_per_weight))
-        found[name] = SimpleNamespace(rows=rows, cols=cols, shape=shape, nbytes=nbytes)
+        stored = FORMATS["F32" if len(shape) == 1 else "BF16" if bytes_per_weight == 2 else "Q4_1"]
+        found[name] = SimpleNamespace(rows=rows, cols=cols, shape=shape, nbytes=nbytes, format=stored)
     return found
 
 
 def program(spec: ModelSpec, bytes_per_weight: float) -> Program:
     return fuse(trace_model(spec, tensors(spec, bytes_per_weight)))
-
-
-def weight_bytes(p: Program) -> int:
-    return sum({w.name: w.nbytes for op in p.ops for w in op.weights()}.values())
 
 
 def kv_bytes(spec: ModelSpec, bytes_per_number: int = 2) -> int:
@@ -96,10 +96,19 @@ class TestOps:
     x = Value(0, 64, "step")
     load = Load(((0, 1),), 1, 2)
 
-    @pytest.mark.parametrize(("width", "kind"), [(0.5, "int8"), (0.5625, "int8"), (1.0625, "int8"), (2, "bf16"), (4, "f32")])
-    def test_kind_by_weight_width(self, width: float, kind: str) -> None:
-        op = Linear(Value(1, 32, "step"), self.x, Weight("w", 32, 64, int(32 * 64 * width)))
+    @pytest.mark.parametrize(
+        ("format_name", "kind"), [("Q4_0", "int8"), ("Q2_K", "int8"), ("I8_ROW", "int8"), ("BF16", "bf16"), ("F16", "f32"), ("F32", "f32")]
+    )
+    def test_kind_is_that_of_the_weight(self, format_name: str, kind: str) -> None:
+        """However much padding its few columns bring in memory."""
+        tensors = {"w": random_stored(format_name, 3, 256, 0)}
+        op = lower_program("cpu", trace(lambda g: g.linear(g.input(256), g.weight("w", 3, 256)), tensors), tensors).ops[-1]
         assert roofline.op_kind(op, self.load) == kind
+        assert roofline.op_kind(lower_program("reference", Program((op,), op.out), tensors).ops[0], self.load) == "f32"
+
+    def test_kind_is_that_of_the_narrowest_weight(self) -> None:
+        gate, up = Weight("gate", 32, 64, 1, "bf16"), Weight("up", 32, 64, 1, "int8")
+        assert roofline.op_kind(GluLinear(Value(1, 32, "step"), self.x, gate, up), self.load) == "int8"
 
     def test_kind_of_attention_is_that_of_the_kv(self) -> None:
         op = Attention(Value(1, 64, "step"), self.x, 0, 4, 2, 16, 0.25)
@@ -110,7 +119,7 @@ class TestOps:
         assert roofline.op_kind(Norm(Value(1, 64, "step"), self.x, Weight("n", 1, 64, 256), 1e-5), self.load) == "f32"
 
     def test_one_row_is_bound_by_memory_and_many_by_arithmetic(self) -> None:
-        op = Linear(Value(1, 4096, "step"), Value(0, 4096, "step"), Weight("w", 4096, 4096, 4096 * 4096 // 2))
+        op = Linear(Value(1, 4096, "step"), Value(0, 4096, "step"), Weight("w", 4096, 4096, 4096 * 4096 // 2, "int8"))
         assert roofline.op_seconds(op, self.load, HERE) == pytest.approx(4096 * 4096 / 2 / 36e9)
         many = Load(((0, 512),), 1, 2)
         assert roofline.op_seconds(op, many, HERE) == pytest.approx(2 * 512 * 4096 * 4096 / 940e9)
@@ -121,11 +130,11 @@ class TestOps:
 
 class TestLimits:
     def test_weights_of_7b_in_fp16(self) -> None:
-        assert weight_bytes(program(LLAMA2_7B, 2)) == pytest.approx(13.5e9, rel=0.01)
+        assert program(LLAMA2_7B, 2).weight_bytes == pytest.approx(13.5e9, rel=0.01)
 
     def test_decode_reads_every_weight_once(self) -> None:
         p = program(LLAMA2_7B, 2)
-        read = weight_bytes(p) - 32000 * 4096 * 2  # of the untied embedding one row is read
+        read = p.weight_bytes - 32000 * 4096 * 2  # of the untied embedding one row is read
         limit = roofline.decode_limit(p, A100, depth=0, kv_bytes=2)
         assert limit == pytest.approx(2.04e12 / read, rel=0.005)
 

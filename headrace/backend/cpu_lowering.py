@@ -1,0 +1,261 @@
+"""From the ops of a program to the native ops of a plan, its values to buffers, its weights to packed ones."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from headrace import _native
+from headrace.errors import UnsupportedModelError
+from headrace.program import ops
+from headrace.program.fuse import LINEAR_OPS
+from headrace.program.trace import Program
+from headrace.quant.formats import FORMATS, StoredTensor
+
+GROUP = 32
+"""Columns that share a scale in packed activations."""
+
+_Readers = frozenset[tuple[str, bool]]
+_Shape = tuple[int, str, bool, _Readers]
+
+
+class Lowering:
+    """Fills a plan: with native ops, buffers that are reused once their value is dead, and packed weights."""
+
+    def __init__(
+        self,
+        plan: _native.Plan,
+        program: Program,
+        weights: Mapping[str, StoredTensor],
+        places: Mapping[int, tuple[int, int]],
+        earlier: "Lowering | None",
+    ) -> None:
+        self.plan = plan
+        self.program = program
+        self.places = places  # (group, place in it) of each layer that keeps something
+        self.tensors = weights
+        self.packed: dict[str, int] = earlier.packed if earlier else {}
+        self.vectors: dict[str, int] = earlier.vectors if earlier else {}
+        self.buffers: dict[int, int] = {}  # of values that are alive
+        self.free: dict[_Shape, list[int]] = {}
+        if earlier:  # not the packed ones: they would be packed in the forms that either program reads
+            self.free = {shape: list(buffers) for shape, buffers in earlier.free.items() if not shape[2]}
+        self.offset_products = _offset_products(program)
+        self.readers = self._readers()
+        self.angles: dict[tuple[int, int], int] = {}  # by value and head size: buffers of their own, never reused
+
+    def lower(self) -> None:
+        """Fills the plan; in the end `buffers` has what the program gives back."""
+        new = {w.name: w.nbytes for op in self.program.ops for w in op.matrices() if w.name not in self.packed}
+        self.plan.reserve_weights(sum(new.values()))
+        last_use = self.program.last_use()
+        for index, op in enumerate(self.program.ops):
+            LOWER[type(op)](self, op)
+            for value in {v.id: v for v in op.inputs()}.values():
+                if last_use[value.id] == index:
+                    self.release(value)
+
+    def buffer(self, value: ops.Value) -> int:
+        """The buffer of a value, a free one of the same shape if it has none yet."""
+        if value.id not in self.buffers:
+            free = self.free.get(self.shape(value))
+            self.buffers[value.id] = free.pop() if free else self.plan.add_buffer(value.width, value.rows == "logit", value.packed)
+        return self.buffers[value.id]
+
+    def shape(self, value: ops.Value) -> _Shape:
+        """What two values must share to share a buffer: with the same readers it is packed in the forms that they read, and no others."""
+        return value.width, value.rows, value.packed, self.readers.get(value.id, frozenset()) if value.packed else frozenset()
+
+    def release(self, value: ops.Value) -> None:
+        for v in (value, _packed_copy(value)):
+            if v.id in self.buffers:
+                self.free.setdefault(self.shape(v), []).append(self.buffers.pop(v.id))
+
+    def write(self, out: ops.Value, lower: Callable[[int], None], packs_groups: bool = False) -> None:
+        """Lowers an op that writes float32; where the value is to be packed, packs the result.
+
+        `packs_groups`: the op can itself pack a row piece by piece, which does where the scales are those of groups.
+        """
+        whole_rows = any("row_scales" in FORMATS[name].parts for name, _ in self.readers.get(out.id, ()))
+        if not out.packed or (packs_groups and not whole_rows):
+            return lower(self.buffer(out))
+        loose = replace(out, id=-1, packed=False)
+        lower(self.buffer(loose))
+        self.plan.pack(self.buffer(out), self.buffer(loose))
+        self.release(loose)
+        return None
+
+    def packed_input(self, x: ops.Value) -> int:
+        """The packed form of a linear op's input; a value that others read as float32 too is packed here."""
+        if x.packed:
+            return self.buffer(x)
+        packed = _packed_copy(x)
+        if packed.id not in self.buffers:
+            self.plan.pack(self.buffer(packed), self.buffer(x))
+        return self.buffers[packed.id]
+
+    def weight(self, weight: ops.Weight) -> int:
+        if weight.name not in self.packed:
+            t = self.tensors[weight.name]
+            with named_in_errors(t.name):
+                parts = t.parts["codes"], t.row_order, t.parts.get("row_scales")
+                self.packed[weight.name] = self.plan.add_weight(t.format.name, t.rows, t.cols, *parts)
+            t.release()
+        return self.packed[weight.name]
+
+    def weight_pair(self, a: ops.Weight, b: ops.Weight) -> tuple[int, int]:
+        """Two matrices of one shape, packed together where neither is packed yet and both are in order, since they are read in turns."""
+        s, t = self.tensors[a.name], self.tensors[b.name]
+        if not {a.name, b.name} & self.packed.keys() and a != b and s.row_order is None and t.row_order is None:
+            with named_in_errors(f"{s.name} or {t.name}"):
+                self.packed[a.name], self.packed[b.name] = self.plan.add_weight_pair(
+                    *(s.format.name, s.parts["codes"], s.parts.get("row_scales")),
+                    *(t.format.name, t.parts["codes"], t.parts.get("row_scales")),
+                    *(s.rows, s.cols),
+                )
+            s.release()
+            t.release()
+        return self.weight(a), self.weight(b)
+
+    def vector(self, weight: ops.Weight | None) -> int:
+        if weight is None:
+            return -1
+        if weight.name not in self.vectors:
+            self.vectors[weight.name] = self.plan.add_vector(self.tensors[weight.name].dequantise().reshape(-1))
+        return self.vectors[weight.name]
+
+    def reads_offset(self, op: ops.Op) -> bool:
+        """Whether an op reads int8 activations around the middle of their range.
+
+        Queries, keys, values and logits are worth the finer activations: together they make half of what int8 activations cost in
+        KL, for a sixth of a prefill's arithmetic.
+        """
+        return isinstance(op, ops.QkvRopeWrite) or (isinstance(op, ops.Linear) and op.out.id in self.offset_products)
+
+    def _readers(self) -> dict[int, _Readers]:
+        """By id, for values and their packed copies: the weights that they are multiplied with, and whether with offset."""
+        readers: dict[int, _Readers] = {}
+        for op in self.program.ops:
+            if isinstance(op, LINEAR_OPS):
+                read = frozenset((self.tensors[w.name].format.name, self.reads_offset(op)) for w in op.matrices())
+                for value in (op.x, _packed_copy(op.x)):
+                    readers[value.id] = readers.get(value.id, frozenset()) | read
+        return readers
+
+
+def _packed_copy(value: ops.Value) -> ops.Value:
+    return replace(value, id=-2 - value.id, packed=True)
+
+
+def _offset_products(program: Program) -> set[int]:
+    """The values, by id, that become queries, keys, values or logits without another product on the way."""
+    found = {program.logits.id}
+    for op in reversed(program.ops):
+        if isinstance(op, ops.Attention):
+            found.add(op.q.id)
+        elif isinstance(op, ops.KvWrite):
+            found |= {op.k.id, op.v.id}
+        elif isinstance(op, ops.Norm | ops.Rope) and op.out.id in found:
+            found.add(op.x.id)
+    return found
+
+
+@contextmanager
+def named_in_errors(tensor: str) -> Iterator[None]:
+    """Raises UnsupportedModelError, which names the tensor, for a weight that the kernels refuse."""
+    try:
+        yield
+    except ValueError as error:
+        raise UnsupportedModelError(f"tensor {tensor}: {error}") from None
+
+
+def _embed(lo: Lowering, op: ops.Embed) -> None:
+    lo.write(op.out, lambda out: lo.plan.embed(out, lo.weight(op.weight)))
+
+
+def _input(lo: Lowering, op: ops.Input) -> None:
+    lo.write(op.out, lambda out: lo.plan.input(out))
+
+
+def _rope_angles(lo: Lowering, op: ops.RopeAngles) -> None:
+    readers = (r for r in lo.program.ops if isinstance(r, ops.Rope | ops.QkvRopeWrite) and r.angles == op.out)
+    for head_dim in dict.fromkeys(reader.head_dim for reader in readers):
+        lo.angles[op.out.id, head_dim] = lo.plan.rope_angles(list(op.inverse_frequencies), op.scale, head_dim)
+
+
+def _norm(lo: Lowering, op: ops.Norm) -> None:
+    lo.plan.norm(lo.buffer(op.out), lo.buffer(op.x), lo.vector(op.weight), op.eps)
+
+
+def _linear(lo: Lowering, op: ops.Linear) -> None:
+    x, weight, bias = lo.packed_input(op.x), lo.weight(op.weight), lo.vector(op.bias)
+    lo.write(op.out, lambda out: lo.plan.linear(out, x, weight, bias, -1, lo.reads_offset(op)))
+
+
+def _linear_add(lo: Lowering, op: ops.LinearAdd) -> None:
+    x, weight, bias, residual = lo.packed_input(op.x), lo.weight(op.weight), lo.vector(op.bias), lo.buffer(op.residual)
+    lo.write(op.out, lambda out: lo.plan.linear(out, x, weight, bias, residual, False))
+
+
+def _rope(lo: Lowering, op: ops.Rope) -> None:
+    angles = lo.angles[op.angles.id, op.head_dim]
+    lo.write(op.out, lambda out: lo.plan.rope(out, lo.buffer(op.x), angles, op.head_dim))
+
+
+def _kv_write(lo: Lowering, op: ops.KvWrite) -> None:
+    lo.plan.kv_write(lo.buffer(op.k), lo.buffer(op.v), lo.places[op.layer])
+
+
+def _qkv_rope_write(lo: Lowering, op: ops.QkvRopeWrite) -> None:
+    angles = lo.angles[op.angles.id, op.head_dim]
+    weights = [lo.weight(w) for w in (op.q, op.k, op.v)]
+    biases = [lo.vector(b) for b in (op.q_bias, op.k_bias, op.v_bias)]
+    lo.write(op.out, lambda out: lo.plan.qkv_rope_write(out, lo.packed_input(op.x), angles, weights, biases, lo.places[op.layer]))
+
+
+def _glu_linear(lo: Lowering, op: ops.GluLinear) -> None:
+    gate, up = lo.weight_pair(op.gate, op.up)
+    x, gate_bias, up_bias = lo.packed_input(op.x), lo.vector(op.gate_bias), lo.vector(op.up_bias)
+    lo.write(op.out, lambda out: lo.plan.glu_linear(out, x, gate, up, gate_bias, up_bias), packs_groups=True)
+
+
+def _attention(lo: Lowering, op: ops.Attention) -> None:
+    def lower(out: int) -> None:
+        lo.plan.attention(out, lo.buffer(op.q), lo.places[op.layer], op.num_heads, op.scale)
+
+    lo.write(op.out, lower, packs_groups=op.head_dim % GROUP == 0)  # a head is then whole groups
+
+
+def _gather_rows(lo: Lowering, op: ops.GatherRows) -> None:
+    lo.plan.gather_rows(lo.buffer(op.out), lo.buffer(op.x))
+
+
+def _add(lo: Lowering, op: ops.Add) -> None:
+    lo.write(op.out, lambda out: lo.plan.add(out, lo.buffer(op.x), lo.buffer(op.y)))
+
+
+def _glu(lo: Lowering, op: ops.Glu) -> None:
+    lo.write(op.out, lambda out: lo.plan.glu(out, lo.buffer(op.gate), lo.buffer(op.up)))
+
+
+def _silu(lo: Lowering, op: ops.Silu) -> None:
+    lo.write(op.out, lambda out: lo.plan.silu(out, lo.buffer(op.x)))
+
+
+LOWER: dict[type[ops.Op], Callable[[Lowering, Any], None]] = {
+    ops.Embed: _embed,
+    ops.Input: _input,
+    ops.RopeAngles: _rope_angles,
+    ops.Norm: _norm,
+    ops.Linear: _linear,
+    ops.LinearAdd: _linear_add,
+    ops.Rope: _rope,
+    ops.KvWrite: _kv_write,
+    ops.QkvRopeWrite: _qkv_rope_write,
+    ops.GluLinear: _glu_linear,
+    ops.Attention: _attention,
+    ops.GatherRows: _gather_rows,
+    ops.Add: _add,
+    ops.Glu: _glu,
+    ops.Silu: _silu,
+}

@@ -1,0 +1,158 @@
+"""What a backend says that weights take in its memory, before any is read, against what they take there."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace import _native
+from headrace.backend import cpu, lower_program, reference
+from headrace.config import KvConfig
+from headrace.errors import RequestError, UnsupportedModelError
+from headrace.model import trace_model
+from headrace.program.ops import GluLinear, Value
+from headrace.program.trace import Program, Tracer, trace
+from headrace.quant.formats import FORMATS
+from tests.backend.stored import random_stored
+from tests.tiny import Tensors, tiny_model
+
+KV = KvConfig((2,), 32, "bf16")
+BITS = {  # of a packed number, scales included, where nothing is padded
+    **{"F32": 32, "F16": 16, "BF16": 16, "I8_ROW": 8.0625},
+    **{"Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q8_0": 8.5},
+    **{"Q5_0": 8.5, "Q5_1": 9, "Q2_K": 5.125, "Q3_K": 4.625, "Q5_K": 8.625, "Q6_K": 8.625},  # widened
+}
+Lower = Callable[[Program, Tensors], Program]
+
+
+def unread(tensors: Tensors) -> Tensors:
+    """The tensors without their data."""
+    return {name: replace(t, parts={part: data[:0] for part, data in t.parts.items()}) for name, t in tensors.items()}
+
+
+def odd_model(format_name: str) -> tuple[Program, Tensors]:
+    """A model whose rows and columns fill no tile and no unit, as far as the format goes."""
+    block = FORMATS[format_name].block
+    heads, head_dim, ffn = {1: (2, 6, 37), 32: (2, 48, 160), 256: (2, 128, 768)}[block]
+    spec, tensors = tiny_model(1, dim=heads * head_dim, heads=heads, kv_heads=1, ffn=ffn, vocab=61, format=format_name)
+    return trace_model(spec, tensors), tensors
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("lower", [cpu.lower, cpu.sized], ids=["fused", "op-by-op"])
+def test_cpu_takes_what_it_says_to_the_byte(format_name: str, lower: Lower) -> None:
+    program, tensors = odd_model(format_name)
+    predicted = lower(program, unread(tensors))
+    executable = cpu.CpuExecutable(program, tensors, KV, 1, "", lower=lower)
+    assert executable.plan.weight_bytes == predicted.weight_bytes > program.weight_bytes
+    assert executable.program == predicted
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_bits_of_a_packed_number(format_name: str) -> None:
+    stored = random_stored(format_name, 32, 512, 0)
+    packed = _native.packed_bytes(format_name, 32, 512)
+    assert 8 * packed / (32 * 512) == BITS[format_name]
+    plan = _native.Plan("", 1)
+    plan.add_weight(format_name, 32, 512, stored.parts["codes"], None, stored.parts.get("row_scales"))
+    assert plan.weight_bytes == packed
+
+
+def test_biases_and_a_weight_that_is_read_by_itself_and_in_a_pair() -> None:
+    shapes = {"gate": (20, 33), "up": (20, 33), "head": (61, 33)}
+    tensors = {name: random_stored("F16", *shape, i, name) for i, (name, shape) in enumerate(shapes.items())}
+    tensors |= {name: replace(random_stored("F32", 1, n, 7, name), shape=(n,)) for name, n in (("gate_bias", 20), ("head_bias", 61))}
+
+    def forward(g: Tracer) -> Value:
+        x = g.input(33)
+        gate, up = (g.weight(name, 20, 33) for name in ("gate", "up"))
+        bias = g.weight("gate_bias", 1, 20)
+        g.glu(g.linear(x, gate, bias), g.linear(x, up, bias))
+        g.glu(g.linear(x, up), g.linear(x, gate))
+        g.silu(g.linear(x, up))
+        q = g.linear(x, gate)
+        g.kv_write(q, q, 0)
+        g.attention(q, 0, 1, 20)
+        return g.linear(x, g.weight("head", 61, 33), g.weight("head_bias", 1, 61))
+
+    executable = cpu.CpuExecutable(trace(forward, tensors), tensors, KV, 1, "")
+    assert sum(isinstance(op, GluLinear) for op in executable.program.ops) == 2
+    assert executable.plan.weight_bytes == executable.program.weight_bytes
+
+
+def test_a_weight_that_both_programs_name_counts_once() -> None:
+    program, tensors = odd_model("Q4_0")
+    whole = cpu.CpuExecutable(program, tensors, KV, 1, "")
+    before = whole.plan.weight_bytes
+    extra = random_stored("Q5_0", 61, 96, 3, "extra")
+
+    def head(g: Tracer) -> Value:
+        x = g.input(96)
+        return g.add(g.linear(x, g.weight("head", 61, 96)), g.linear(x, g.weight("extra", 61, 96)))
+
+    attach = whole.attach(trace(head, tensors | {"extra": extra}), {"extra": extra})
+    assert whole.plan.weight_bytes - before == attach.program.weights["extra"].nbytes
+
+
+def test_reference_has_float64() -> None:
+    program, tensors = odd_model("Q4_0")
+    executable = reference.compile(program, tensors, KV, 1)
+    assert lower_program("reference", program, unread(tensors)) == executable.program
+    assert executable.program.weight_bytes == sum(array.nbytes for array in executable.weights.values())
+
+
+def test_what_no_kernel_reads_is_refused_before_anything_is_read() -> None:
+    program, tensors = odd_model("F32")
+    tensors = unread(tensors) | {"layers.1.up": replace(unread(tensors)["layers.1.up"], format=replace(FORMATS["Q2_K"], name="IQ1_S"))}
+    with pytest.raises(UnsupportedModelError, match=r"tensor layers.1.up: no kernel reads weights stored as IQ1_S"):
+        lower_program("cpu", program, tensors)
+    with pytest.raises(RequestError, match="unknown backend 'tpu'; there are: cpu, reference"):
+        lower_program("tpu", program, tensors)
+
+
+LOAD = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from headrace.config import KvConfig
+from headrace.model import tensor_shapes
+from headrace.quant.formats import FORMATS, StoredTensor
+from tests.tiny import tiny_executable, tiny_model
+
+def private_bytes():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    return 1024 * int(dict(line.split(":") for line in lines)["Private_Dirty"].split()[0])
+
+def zeros(name, shape):
+    stored = FORMATS[sys.argv[1] if len(shape) == 2 else "F32"]
+    nbytes = int(np.prod(shape)) // stored.block * stored.nbytes
+    return StoredTensor.from_bytes(name, stored, shape, np.zeros(nbytes, np.uint8))  # pages that are only read are nobody's
+
+spec = tiny_model(0)[0]
+spec = replace(spec, dim=2048, num_heads=16, num_kv_heads=8, head_dim=128, ffn_dim=5632, vocab_size=16000, num_layers=int(sys.argv[2]))
+tensors = {name: zeros(name, shape) for name, shape in tensor_shapes(spec).items()}
+tiny_executable(tiny_model(0), "cpu", KvConfig((1,)), 2).close()  # what is imported and allocated once
+before = private_bytes()
+executable = tiny_executable((spec, tensors), "cpu", KvConfig((1,)), 2)
+print(private_bytes() - before, executable.program.weight_bytes, executable.plan.weight_bytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="reads what Linux says of the process")
+@pytest.mark.parametrize(("format_name", "layers"), [("Q4_0", "5"), ("Q2_K", "4")])
+def test_what_becomes_resident_is_what_it_says(format_name: str, layers: str) -> None:
+    """Within 1 %; the sizes are such that the last huge page of the weights is mostly full."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    child = subprocess.run([sys.executable, "-c", LOAD, format_name, layers], capture_output=True, text=True, env=environment)
+    assert child.returncode == 0, child.stderr
+    resident, predicted, packed = map(int, child.stdout.split())
+    assert predicted == packed and 160e6 < predicted < 170e6
+    np.testing.assert_allclose(resident, predicted, rtol=0.01)

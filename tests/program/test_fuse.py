@@ -1,0 +1,127 @@
+"""Which ops become one, and which must not."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from headrace.program.fuse import fuse
+from headrace.program.ops import KvWrite, LinearAdd, Op, QkvRopeWrite, Rope, Value
+from headrace.program.trace import Tracer, trace
+from tests.backend.stored import random_stored
+
+DIM, HEAD = 32, 16
+TENSORS = {name: random_stored("F32", DIM, DIM, i, name) for i, name in enumerate(("q", "k", "v", "o"))}
+TENSORS["n"] = random_stored("F32", 1, DIM, 9, "n")
+
+
+class Parts(NamedTuple):
+    """What a layer writes and attends with."""
+
+    q: Value
+    k: Value
+    v: Value
+    extra: Value | None = None
+
+
+def fused(layer: Callable[[Tracer, Value], Parts], layers: int = 1) -> list[type[Op]]:
+    """The kinds of ops of a program whose layers write and read the KV of these parts."""
+
+    def forward(g: Tracer) -> Value:
+        x = g.input(DIM)
+        for i in range(layers):
+            parts = layer(g, x)
+            g.kv_write(parts.k, parts.v, i)
+            x = g.add(x, g.linear(g.attention(parts.q, i, DIM // HEAD, HEAD), g.weight("o", DIM, DIM)))
+            x = g.add(x, parts.extra) if parts.extra else x
+        return x
+
+    return [type(op) for op in fuse(trace(forward, TENSORS)).ops]
+
+
+def linear(g: Tracer, x: Value, name: str) -> Value:
+    return g.linear(x, g.weight(name, DIM, DIM))
+
+
+def plain(g: Tracer, x: Value) -> Parts:
+    angles = g.rope_angles((1.0,), 1.0)
+    q, k = (g.rope(linear(g, x, name), angles, HEAD) for name in ("q", "k"))
+    return Parts(q, k, linear(g, x, "v"))
+
+
+def keys_first(g: Tracer, x: Value) -> Parts:
+    angles = g.rope_angles((1.0,), 1.0)
+    k, q = (g.rope(linear(g, x, name), angles, HEAD) for name in ("k", "q"))
+    return Parts(q, k, linear(g, x, "v"))
+
+
+def test_queries_keys_and_values_become_one() -> None:
+    for layer in (plain, keys_first):
+        assert fused(layer, layers=2)[1:] == 2 * [*fused(layer)[1:]]
+        assert [kind for kind in fused(layer) if kind in (QkvRopeWrite, Rope, KvWrite)] == [QkvRopeWrite]
+        assert LinearAdd in fused(layer)
+
+
+def no_rope(g: Tracer, x: Value) -> Parts:
+    return Parts(*(linear(g, x, name) for name in ("q", "k", "v")))
+
+
+def norm_between(g: Tracer, x: Value) -> Parts:
+    angles, weight = g.rope_angles((1.0,), 1.0), g.weight("n", 1, DIM)
+    q, k = (g.rope(g.norm(linear(g, x, name), weight, 1e-5), angles, HEAD) for name in ("q", "k"))
+    return Parts(q, k, linear(g, x, "v"))
+
+
+def keys_without_rope(g: Tracer, x: Value) -> Parts:
+    parts = plain(g, x)
+    return parts._replace(k=linear(g, x, "k"))
+
+
+def two_bases(g: Tracer, x: Value) -> Parts:
+    q, k = (g.rope(linear(g, x, name), g.rope_angles((base,), 1.0), HEAD) for name, base in (("q", 1.0), ("k", 0.5)))
+    return Parts(q, k, linear(g, x, "v"))
+
+
+def other_heads(g: Tracer, x: Value) -> Parts:
+    """Ropes over heads of another size than those that attention sees."""
+    angles = g.rope_angles((1.0,), 1.0)
+    q, k = (g.rope(linear(g, x, name), angles, HEAD // 2) for name in ("q", "k"))
+    return Parts(q, k, linear(g, x, "v"))
+
+
+def values_from_elsewhere(g: Tracer, x: Value) -> Parts:
+    return plain(g, x)._replace(v=linear(g, g.norm(x, g.weight("n", 1, DIM), 1e-5), "v"))
+
+
+def values_read_twice(g: Tracer, x: Value) -> Parts:
+    parts = plain(g, x)
+    return parts._replace(extra=parts.v)
+
+
+def queries_read_twice(g: Tracer, x: Value) -> Parts:
+    parts = plain(g, x)
+    return parts._replace(extra=parts.q)
+
+
+def keys_read_twice(g: Tracer, x: Value) -> Parts:
+    parts = plain(g, x)
+    return parts._replace(extra=parts.k)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        no_rope,
+        norm_between,
+        keys_without_rope,
+        two_bases,
+        other_heads,
+        values_from_elsewhere,
+        values_read_twice,
+        queries_read_twice,
+        keys_read_twice,
+    ],
+)
+def test_what_must_stay_apart(layer: Callable[[Tracer, Value], Parts]) -> None:
+    kinds = fused(layer)
+    assert KvWrite in kinds and QkvRopeWrite not in kinds
