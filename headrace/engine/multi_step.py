@@ -62,7 +62,7 @@ class MultiStep:
         """
         begun = perf_counter()
         until = begun + min(self._seconds, rest)
-        positions, kv = self._places(batch, most)
+        positions, slots = self._places(batch, most)
         seqs = [item.seq for item in scheduled]
         samplers = [(seq.sampler, len(seq.known), seq.num_logprobs) for seq in seqs]
         ends = [seq.output.end_ids for seq in seqs]
@@ -72,7 +72,8 @@ class MultiStep:
             step += 1
             if step:
                 tokens = ints([line[-1][0] for line in lines])
-                batch = batch._replace(tokens=tokens, positions=positions[step], context_len=positions[step], kv=kv[step])
+                kv = tuple(KvRows(of[step], group.block_table) for of, group in zip(slots, batch.kv, strict=True))
+                batch = batch._replace(tokens=tokens, positions=positions[step], context_len=positions[step], kv=kv)
             rows = self._executable.run(batch)
             draws = [(sampler, row, known + step, count) for row, (sampler, known, count) in enumerate(samplers)]
             over = step == most - 1 or perf_counter() >= until
@@ -85,13 +86,12 @@ class MultiStep:
         self._step_seconds = (perf_counter() - begun) / (step + 1)
         return Result(rows, [_commit(source, line) if line else None for source, line in enumerate(lines)], step + 1)
 
-    def _places(self, batch: RaggedBatch, most: int) -> tuple[Ints, list[tuple[KvRows, ...]]]:
-        """Positions [steps, sequences] of the rows of all steps, and where each step keeps KV."""
+    def _places(self, batch: RaggedBatch, most: int) -> tuple[Ints, list[Ints]]:  # [steps, sequences] all
+        """Positions of the rows of all steps, and their slots in each group of layers."""
         positions = batch.positions + np.arange(most, dtype=np.int32)[:, None]
         blocks, index = np.divmod(positions, self._block_size)
         seqs = np.arange(len(batch.positions))
-        slots = [kv.block_table[seqs, blocks] * self._block_size + index for kv in batch.kv]
-        return positions, [tuple(KvRows(of[step], kv.block_table) for of, kv in zip(slots, batch.kv, strict=True)) for step in range(most)]
+        return positions, [kv.block_table[seqs, blocks] * self._block_size + index for kv in batch.kv]
 
 
 def _commit(source: int, line: list[Drawn]) -> Commit:
