@@ -1,10 +1,4 @@
-"""The vocabulary of one step: records only, no behaviour.
-
-Every step, whatever it is made of (prompt chunks, plain decoding, draft trees, recomputations), is one ragged batch of rows.
-Each scheduled sequence contributes `forced` rows, decided tokens that have no KV yet, and below the last of them a tree of
-`draft` rows. Rows of a sequence are adjacent: scheduled rows first, then draft rows, parents before children.
-Shapes: T rows, B sequences, R rows that need logits.
-"""
+"""The vocabulary of one step: records only, no behaviour. A step has T rows of B sequences, of which R need logits."""
 
 from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
@@ -36,7 +30,7 @@ class KvRows(NamedTuple):
 
 
 class RaggedBatch(NamedTuple):
-    """All that a program ever sees of a step."""
+    """All that a program ever sees of a step. A sequence's rows are adjacent: scheduled ones, then drafts, parents before children."""
 
     tokens: Ints  # [T]
     positions: Ints  # [T] position in the sequence: computed + depth
@@ -119,7 +113,7 @@ class Proposer(Protocol):
     max_nodes: int
 
     def propose(self, seqs: list[SequenceView], budget: list[int]) -> list[DraftTree]:
-        """A tree of at most `room[i]` nodes below the end of each sequence."""
+        """A tree of at most `budget[i]` nodes below the end of each sequence."""
 
     def observe(self, seqs: list[SequenceView], commits: list[Commit], rows: StepRows) -> None:
-        """See what became of a step that it was asked for, or the last before; `sequences[commit.source]` has the new tokens."""
+        """See what became of a step that it was asked for, or the last before; `seqs[commit.source]` has the new tokens."""

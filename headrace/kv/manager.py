@@ -127,10 +127,7 @@ class KvManager:
     @property
     def is_overdrawn(self) -> bool:
         """Whether sequences must give way because there are not enough blocks for all of the forks."""
-        for _, pool in self._windowed:  # where there are none, this is asked at every step for nothing
-            if pool.num_available < 0:
-                return True
-        return False
+        return bool(self._windowed) and any(pool.num_available < 0 for _, pool in self._windowed)
 
     def check(self, tables: Sequence[Tables]) -> None:
         """Assert that the pools and these tables, which are all there are, agree on every block."""

@@ -50,9 +50,9 @@ def executables() -> Iterator[dict[int, Executable]]:
         executable.close()
 
 
-def engine_on(executable: Executable, trees: Proposer | None = None, num_blocks: int = KV.num_blocks, **config: Any) -> Engine:
+def engine_on(executable: Executable, trees: Proposer | None = None, num_blocks: int = 128, **config: Any) -> Engine:
     model, tokenizer = checkpoint()
-    limits = EngineLimits(model.spec.vocab_size, 1024, replace(KV, num_blocks=num_blocks))
+    limits = EngineLimits(model.spec.vocab_size, 1024, replace(KV, num_blocks=(num_blocks,)), executable.kv_groups)
     options = EngineConfig(**config)
     return Engine(executable, tokenizer, limits, options, {"trees": trees} if trees else make_proposers(options))
 

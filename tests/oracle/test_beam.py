@@ -66,7 +66,7 @@ def test_equal_to_transformers(
     checkpoint = open_checkpoint(path)
     program = trace_model(checkpoint.spec, checkpoint.tensors)
     executable = compile_program("reference", program, checkpoint.tensors, KV, 1)
-    engine = Engine(executable, TinyVocabulary(VOCAB, ends), EngineLimits(VOCAB, 128, KV), EngineConfig())
+    engine = Engine(executable, TinyVocabulary(VOCAB, ends), EngineLimits(VOCAB, 128, KV, program.kv_groups), EngineConfig())
     (result,) = run_all(engine, [(prompt, params)])
     assert len(result.outputs) == params.n
     for output, sequence, score in zip(result.outputs, generated.sequences, generated.sequences_scores, strict=True):
