@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from headrace.batch import DraftTree, Ints, RaggedBatch
 from headrace.engine.scheduled import ScheduledSequence
-from headrace.kv.rows import Span, ints, kv_rows
+from headrace.kv.rows import ints, kv_rows
 
 WORD_BITS = 64
 """Draft rows for which a word of `ancestors` has bits."""
@@ -17,7 +17,7 @@ def build(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBatch:
     """One batch of all rows; notes in each item where the logits that score its prompt, and those that it draws from, will be."""
     tokens: list[int] = []
     positions: list[int] = []
-    spans: list[Span] = []
+    written: list[range] = []
     row_start = [0]
     logit_rows: list[int] = []
     seq_of: list[int] = []
@@ -29,7 +29,7 @@ def build(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBatch:
         if draft.tokens:
             tokens += draft.tokens
             positions += (end - 1 + depth for depth in _depths(draft))
-        spans.append(Span(seq.tables, first, end + len(draft.tokens)))
+        written.append(range(first, end + len(draft.tokens)))
         row_start.append(len(tokens))
         item.scored, item.first_score = seq.prompt_rows(item.num_scheduled), len(logit_rows)
         logit_rows += [start + position - first for position in item.scored]
@@ -43,7 +43,7 @@ def build(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBatch:
         row_start=ints(row_start),
         context_len=ints([item.seq.computed for item in scheduled]),
         scheduled_len=ints([item.num_scheduled for item in scheduled]),
-        kv=kv_rows(spans, block_size),
+        kv=kv_rows([item.seq.tables for item in scheduled], written, block_size),
         ancestors=_ancestors(scheduled, row_start),
         logit_rows=ints(logit_rows),
         seq_of=ints(seq_of),

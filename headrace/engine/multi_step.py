@@ -58,13 +58,14 @@ class MultiStep:
         begun = self._clock()
         until = begun + min(self._seconds, rest)
         tickets = [self._executable.launch(batch, ops, **wanted)]
-        positions, kv = self._places(batch, most)
+        positions, slots = self._places(batch, most)
         source = np.arange(len(ops), dtype=np.int32)
         ends = [item.seq.output.end_ids for item in scheduled]
         draws = [op for op in ops if isinstance(op, Draw)]
         while len(tickets) < most and self._clock() < until and not _any_ended(tickets[-1], ends):
             step = len(tickets)
-            batch = batch._replace(token_source=source, positions=positions[step], context_len=positions[step], kv=kv[step])
+            kv = tuple(KvRows(of[step], group.block_table) for of, group in zip(slots, batch.kv, strict=True))
+            batch = batch._replace(token_source=source, positions=positions[step], context_len=positions[step], kv=kv)
             again = [Draw(op.row, op.position + step, op.sampler, NO_DRAFT, op.num_logprobs, op.method) for op in draws]
             tickets.append(self._executable.launch(batch, again, **wanted))
         self._step_seconds = (self._clock() - begun) / len(tickets)
@@ -74,13 +75,12 @@ class MultiStep:
             item.seq.num_pending += len(tickets) - 1
         return tickets
 
-    def _places(self, batch: RaggedBatch, most: int) -> tuple[Ints, list[tuple[KvRows, ...]]]:
-        """Positions [launches, sequences] of the rows of all launches, and where each launch keeps KV."""
+    def _places(self, batch: RaggedBatch, most: int) -> tuple[Ints, list[Ints]]:  # [launches, sequences] all
+        """Positions of the rows of all launches, and their slots in each group of layers."""
         positions = batch.positions + np.arange(most, dtype=np.int32)[:, None]
         blocks, index = np.divmod(positions, self._block_size)
         seqs = np.arange(len(batch.positions))
-        slots = [kv.block_table[seqs, blocks] * self._block_size + index for kv in batch.kv]
-        return positions, [tuple(KvRows(of[step], kv.block_table) for of, kv in zip(slots, batch.kv, strict=True)) for step in range(most)]
+        return positions, [kv.block_table[seqs, blocks] * self._block_size + index for kv in batch.kv]
 
 
 def _any_ended(ticket: Ticket, ends: list[frozenset[int]]) -> bool:

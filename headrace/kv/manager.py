@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from headrace.config import KvConfig
-from headrace.kv.blocks import NOTHING_TO_DO, BlockPool, Table
+from headrace.kv.blocks import NOTHING_TO_DO, BlockPool, Reservation, Table
 from headrace.kv.window import WindowPool
 from headrace.program.kv import KvGroup
 
@@ -52,14 +52,14 @@ class KvManager:
 
         Returns the blocks to copy before the next step writes anything, or None, with nothing changed, when there are not enough.
         """
-        plans = [pool.plan(table, computed, length) for pool, table in zip(self.pools, tables, strict=True)]
-        copies: list[Copy] = []
-        if None in plans:
-            return None
-        for group, plan in enumerate(plans):
-            if plan and plan is not NOTHING_TO_DO:
-                copies += (Copy(group, *copy) for copy in self.pools[group].carry_out(tables[group], plan))
-        return copies
+        plans: list[tuple[int, Reservation]] = []
+        for group, table in enumerate(tables):
+            plan = self.pools[group].plan(table, computed, length)
+            if plan is None:
+                return None
+            if plan is not NOTHING_TO_DO:
+                plans.append((group, plan))
+        return [Copy(group, *copy) for group, plan in plans for copy in self.pools[group].carry_out(tables[group], plan)]
 
     def advance(self, tables: Tables, computed: int, num_known: int) -> None:
         """Release what no row from `computed` on sees; with what it gets back a group with a window prepares for known tokens."""
@@ -71,8 +71,7 @@ class KvManager:
 
         Returns the slots to move before anything else is written.
         """
-        pairs = enumerate(zip(self.pools, tables, strict=True))
-        return [Copy(group, *move) for group, (pool, table) in pairs for move in pool.keep(table, end, path)]
+        return [Copy(group, *move) for group, table in enumerate(tables) for move in self.pools[group].keep(table, end, path)]
 
     def fork(self, tables: Tables) -> Tables:
         """Second tables of the same blocks."""
@@ -138,7 +137,7 @@ class KvManager:
     @property
     def is_overdrawn(self) -> bool:
         """Whether sequences must give way because there are not enough blocks for all of the forks."""
-        return any(pool.num_available < 0 for _, pool in self._windowed)
+        return bool(self._windowed) and any(pool.num_available < 0 for _, pool in self._windowed)
 
     def check(self, tables: Sequence[Tables]) -> None:
         """Assert that the pools and these tables, which are all there are, agree on every block."""

@@ -18,24 +18,16 @@ def ints(values: list[int]) -> Ints:
     return np.frombuffer(array("i", values), np.int32)
 
 
-class Span(NamedTuple):
-    """The tokens of a sequence that write KV in a step."""
-
-    tables: Tables
-    first: int
-    end: int
+def kv_rows(tables: Sequence[Tables], written: Sequence[range], block_size: int) -> tuple[KvRows, ...]:
+    """Slots and block table of each group for sequences that write these of their tokens."""
+    return tuple(_rows_of(group, written, block_size) for group in zip(*tables, strict=True))
 
 
-def kv_rows(spans: Sequence[Span], block_size: int) -> tuple[KvRows, ...]:
-    """Slots and block table of each group for sequences that write these tokens."""
-    rows = []
-    for group in range(len(spans[0].tables)):
-        slots: list[int] = []
-        for tables, first, end in spans:
-            table = tables[group]
-            slots += [table[index // block_size] * block_size + index % block_size for index in range(first, end)]
-        rows.append(KvRows(ints(slots), block_table([span.tables[group] for span in spans])))
-    return tuple(rows)
+def _rows_of(tables: Sequence[Table], written: Sequence[range], block_size: int) -> KvRows:
+    slots: list[int] = []
+    for table, indices in zip(tables, written, strict=True):
+        slots += [table[index // block_size] * block_size + index % block_size for index in indices]
+    return KvRows(ints(slots), block_table(tables))
 
 
 def block_table(tables: Sequence[Table]) -> Ints:  # [sequences, max_blocks]
@@ -67,7 +59,7 @@ def batch_of_runs(runs: Sequence[TokenRun], block_size: int, *, logits: bool) ->
         row_start=ints([0, *ends]),
         context_len=ints([run.computed for run in runs]),
         scheduled_len=ints([len(run.tokens) for run in runs]),
-        kv=kv_rows([Span(run.tables, run.computed, run.computed + len(run.tokens)) for run in runs], block_size),
+        kv=kv_rows([run.tables for run in runs], [range(run.computed, run.computed + len(run.tokens)) for run in runs], block_size),
         ancestors=None,
         logit_rows=ints([end - 1 for end in ends] if logits else []),
         seq_of=ints(list(range(len(runs))) if logits else []),
@@ -76,6 +68,6 @@ def batch_of_runs(runs: Sequence[TokenRun], block_size: int, *, logits: bool) ->
 
 def move_slots(executable: Executable, moves: Sequence[Copy]) -> None:
     """Copy KV from slot to slot, in order."""
-    for group in {move.group for move in moves}:
+    for group in {move.group for move in moves} if moves else ():
         pairs = [(source, target) for at, source, target in moves if at == group]
         executable.move_slots(group, *np.array(pairs, np.int32).T)

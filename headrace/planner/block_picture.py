@@ -15,8 +15,8 @@ from headrace.stats import BlockMap, GroupMap, Holding
 
 WIDTH = 1000
 _LEFT, _TOP, _GRID_WIDTH, _LEGEND = 40, 84, 688, 758
-_SPACING = 44
-"""Between two grids, with words above the second."""
+_SPACING = 64
+"""Between two grids, with two lines of words above the second."""
 _MOST_NAMES = 26
 _GOLDEN = 0.381966
 """Of a turn: the angle whose multiples lie furthest apart."""
@@ -57,24 +57,31 @@ def block_map_svg(title: str, blocks: BlockMap) -> str:
     names = list(dict.fromkeys(holding.request for group in blocks.groups for holding in group.holdings))
     colours = {name: _colour(i) for i, name in enumerate(names)}
     body = [_HATCH, text(_LEFT, 34, title, size=18, weight="bold")]
-    bottom = float(_TOP - _SPACING)
+    bottom = float(_TOP - _SPACING + (8 if len(blocks.groups) > 1 else 0))
     for group in blocks.groups:
         grid = _Grid(group.num_blocks, bottom + _SPACING)
-        seen = f"the last {group.window:,}" if group.window else "all"
-        which = f"{group.layers} layers that see {seen} tokens: " if len(blocks.groups) > 1 else ""
-        body += _section(group, blocks.block_size, grid, which, colours)
+        body += _section(group, blocks.block_size, grid, len(blocks.groups) == 1, colours)
         bottom = grid.bottom
     body += _legend(blocks, colours)
     height = max(bottom, _legend_bottom(len(names))) + 24
     return document(title, WIDTH, round(height), body)
 
 
-def _section(group: GroupMap, block_size: int, grid: _Grid, which: str, colours: dict[str, str]) -> Iterator[str]:
+def _section(group: GroupMap, block_size: int, grid: _Grid, is_only: bool, colours: dict[str, str]) -> Iterator[str]:
     """The blocks of a group, and above them in words how they are used."""
     owned = _owners(group, block_size)
     cached = set(group.cached).difference(owned)
     free = [block for block in range(group.num_blocks) if block not in owned]
-    yield text(_LEFT, grid.top - _SPACING / 2 - 6, which + _subtitle(group, block_size, owned, cached), fill=FAINT)
+    in_use, *others = _words(group, block_size, owned, cached)
+    lines = ["; ".join([in_use, *others])]
+    if not is_only:  # in two lines, which leave the legend its place
+        seen = f"the last {group.window:,}" if group.window else "all"
+        lines = [
+            f"{group.layers} layer{'s' * (group.layers > 1)} that see{'s' * (group.layers == 1)} {seen} tokens: {in_use}",
+            "; ".join(others),
+        ]
+    for i, words in enumerate(reversed(lines)):
+        yield text(_LEFT, grid.top - (28 if is_only else 14 + 18 * i), words, fill=FAINT)
     yield f'<path class="free" d="{_cells(grid, free)}" fill="#f6f8fa" stroke="#c4ccd4" stroke-width="{min(0.8, grid.cell / 8):.2f}"/>'
     if cached:
         yield f'<path class="cached" d="{_cells(grid, sorted(cached))}" fill="url(#hatch)"/>'
@@ -95,14 +102,14 @@ def _owners(group: GroupMap, block_size: int) -> dict[int, _Owned]:
     return owned
 
 
-def _subtitle(group: GroupMap, block_size: int, owned: dict[int, _Owned], cached: set[int]) -> str:
+def _words(group: GroupMap, block_size: int, owned: dict[int, _Owned], cached: set[int]) -> list[str]:
     slots, filled = len(owned) * block_size, sum(owner.filled for owner in owned.values())
     shared = sum(owner.holders > 1 for owner in owned.values())
     words = [f"{len(owned):,} of {group.num_blocks:,} blocks of {block_size} tokens in use"]
     words += [f"{filled:,} of their {slots:,} slots hold KV ({100 * (slots - filled) / slots:.1f} % empty)"] if slots else []
     words += [f"{shared:,} shared"] if shared else []
     words += [f"{len(cached):,} free but cached"] if cached else []
-    return "; ".join(words)
+    return words
 
 
 def _cell(x: float, y: float, side: float, size: int, owner: _Owned, colours: dict[str, str]) -> Iterator[str]:
@@ -143,11 +150,11 @@ def _legend(blocks: BlockMap, colours: dict[str, str]) -> Iterator[str]:
     for name, colour in list(colours.items())[:_MOST_NAMES]:
         y += 21
         own = [[holding for holding in group.holdings if holding.request == name] for group in blocks.groups]
-        held = (len({block for holding in holdings for block in holding.blocks if block >= 0}) for holdings in own)
+        held = sum(len({block for holding in holdings for block in holding.blocks if block >= 0}) for holdings in own)
         yield f'<rect x="{_LEGEND}" y="{y - 10}" width="14" height="12" rx="2" fill="{colour}"/>'
         yield text(_LEGEND + 24, y, _label(name, own[0]))
         yield text(WIDTH - 90, y, f"{max(holding.computed for holding in own[0]):,}", anchor="end")
-        yield text(WIDTH - 30, y, " + ".join(f"{count:,}" for count in held), anchor="end")
+        yield text(WIDTH - 30, y, f"{held:,}", anchor="end")
     if len(colours) > _MOST_NAMES:
         y += 21
         yield text(_LEGEND + 24, y, f"and {len(colours) - _MOST_NAMES:,} more", fill=FAINT)

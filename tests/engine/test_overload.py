@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -43,11 +44,11 @@ def requests(rng: random.Random, count: int) -> list[tuple[list[int], SamplingPa
     return made
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_a_thousand_requests_in_64_blocks(prefix_cache: bool) -> None:
-    engine = toy_engine(
-        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=LONGEST, max_num_seqs=32, threads=1, prefix_cache=prefix_cache
-    )
+@pytest.mark.parametrize(("windows", "prefix_cache"), [((0,), True), ((0,), False), ((0, 9), True)])
+def test_a_thousand_requests_in_64_blocks(windows: tuple[int, ...], prefix_cache: bool) -> None:
+    """Of each group of layers."""
+    pools: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "windows": windows}
+    engine = toy_engine(**pools, max_model_len=LONGEST, max_num_seqs=32, threads=1, prefix_cache=prefix_cache)
     counts = Preemptions(engine)
     admitted: dict[str, tuple[list[int], SamplingParams, int]] = {}
     for prompt, params, priority in requests(random.Random(3), 1000):
@@ -78,13 +79,15 @@ def test_a_thousand_requests_in_64_blocks(prefix_cache: bool) -> None:
     stats = engine.stats()
     assert stats.preemptions == counts.all.total() > 100
     assert counts.vain.total() <= num_tokens / BLOCK_SIZE
-    assert (stats.blocks_free, stats.running, stats.waiting) == (NUM_BLOCKS, 0, 0)
+    assert (stats.blocks_free, stats.running, stats.waiting) == (NUM_BLOCKS * len(windows), 0, 0)
     assert (stats.cached_tokens > 0) == prefix_cache
 
 
-def test_a_sequence_draws_before_it_gives_way() -> None:
+@pytest.mark.parametrize("windows", [(0,), (0, 4)])
+def test_a_sequence_draws_before_it_gives_way(windows: tuple[int, ...]) -> None:
     """A prompt that takes many steps beside others that grow: they give way among themselves, though they came before it."""
-    engine = toy_engine(num_blocks=25, block_size=2, max_model_len=40, chunked_prefill_size=1, attention_crossover=0.01, prefix_cache=False)
+    chunks: dict[str, Any] = {"chunked_prefill_size": 1, "attention_crossover": 0.01}
+    engine = toy_engine(num_blocks=25, block_size=2, max_model_len=40, windows=windows, prefix_cache=False, **chunks)
     counts = Preemptions(engine)
     for i, length in enumerate([2, 2, 2, 26, 2, 2]):
         engine.add_request([i] * length, SamplingParams(seed=i, max_tokens=14))

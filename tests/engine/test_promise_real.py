@@ -52,8 +52,7 @@ def executables() -> Iterator[dict[int, Executable]]:
 
 def engine_on(executable: Executable, trees: Proposer | None = None, num_blocks: int = 128, **config: Any) -> Engine:
     model, tokenizer = checkpoint()
-    groups = trace_model(model.spec, model.tensors).kv_groups
-    limits = EngineLimits(model.spec.vocab_size, 1024, replace(KV, num_blocks=(num_blocks,)), groups)
+    limits = EngineLimits(model.spec.vocab_size, 1024, replace(KV, num_blocks=(num_blocks,)), executable.kv_groups)
     options = EngineConfig(**config)
     return Engine(executable, tokenizer, limits, options, {"trees": trees} if trees else make_proposers(options))
 

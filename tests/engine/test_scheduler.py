@@ -5,8 +5,9 @@ from typing import Any
 from headrace.engine.engine import Engine
 from headrace.engine.scheduled import SchedulerOutput
 from headrace.request import SamplingParams
-from tests.engine.toy import VOCAB, toy_engine
+from tests.engine.toy import VOCAB, plain_decoding, toy_engine
 from tests.random_trees import RandomTrees
+from tests.tiny import drain
 
 GREEDY = {"temperature": 0.0, "max_tokens": 20}
 
@@ -88,6 +89,34 @@ def test_the_youngest_gives_way_and_is_the_next_to_come_back() -> None:
     while engine.has_work:
         engine.step()
     assert engine.stats().preemptions == 1  # it came back only when it could stay
+
+
+def test_prompts_far_longer_than_their_windows_run_beside_each_other() -> None:
+    """Each needs four blocks at once, of 25: what a step of eight rows, and the three tokens before it, can touch."""
+    engine = toy_engine(num_blocks=10, block_size=4, windows=(4,), max_num_batched_tokens=8, max_model_len=200)
+    for _ in range(2):
+        add(engine, 100, max_tokens=9)
+    seen = [step(engine) for _ in range(14)]
+    assert seen[0] == [(0, 8, 0)] and [part[0] for part in seen[13]] == [0, 1]
+    most = 0
+    while engine.has_work:
+        most = max(most, engine.stats().blocks_used)
+        step(engine)
+    assert engine.stats().preemptions == 0 and most <= 2 * 4
+
+
+def test_siblings_for_whom_a_window_has_no_blocks_give_way_at_once() -> None:
+    engine = toy_engine(num_blocks=10, block_size=4, windows=(12,), max_num_batched_tokens=8, max_model_len=60)
+    add(engine, 30, n=4, seed=1, temperature=1.0)
+    for _ in range(4):
+        step(engine)
+    assert len(engine._scheduler.running) == 4 and engine._kv.is_overdrawn  # each has the blocks in front of the window
+    step(engine)
+    assert len(engine._scheduler.running) == engine.stats().preemptions == 2 and not engine._kv.is_overdrawn
+    (result,) = [update.result for update in drain(engine) if update.result]
+    for output in result.outputs:
+        known = plain_decoding([0] * 30, SamplingParams(n=4, seed=1, temperature=1.0, max_tokens=20), output.index, 60)
+        assert output.token_ids == known[30:]
 
 
 def test_drafts_take_only_what_is_free() -> None:
