@@ -107,7 +107,7 @@ def requests(count: int) -> str:
 
 
 def say(what: str) -> None:
-    """Tell who waits at a terminal; elsewhere a line each."""
+    """Show a message of progress: in place at a terminal, elsewhere on a line of its own."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{what}")
         sys.stderr.flush()

@@ -1,6 +1,6 @@
 """The inside of one process of `peers.py`: loads one engine, runs its workloads, prints what it found as two JSON lines.
 
-The first line comes with the first token, so that whoever started the process can tell how long that took; the second one has
+The first line comes with the first token, so that the process that started this one can tell how long that took; the second one has
 the engine's version, the figures and the peak memory of the process. Standard library only: every engine's interpreter runs this.
 """
 

@@ -55,8 +55,8 @@ void check_sequences(const Step& s) {
       const int drafts = rows - s.scheduled_len[b];
       for (int w = 0; s.ancestors && w < s.ancestor_words; w++) {
         const uint64_t bits = s.ancestors[static_cast<size_t>(row) * s.ancestor_words + w];
-        const int room = std::clamp(drafts - 64 * w, 0, 64);
-        require(room == 64 || bits >> room == 0, "an ancestor lies outside its sequence");
+        const int num_bits = std::clamp(drafts - 64 * w, 0, 64);
+        require(num_bits == 64 || bits >> num_bits == 0, "an ancestor lies outside its sequence");
       }
     }
   }

@@ -122,7 +122,7 @@ struct Kernels {
   // Turns a vector into a basis in which no dimension stands out, and back: it is its own inverse.
   void (*rotate_head)(float* x, int n);
   void (*quantise_kv)(const float* x, int n, int bits, KvCodes& out);
-  // A quantised block in the form that attention computes with. `ahead` is fetched meanwhile: a block as long, wanted soon.
+  // A quantised block in the form that attention computes with. `upcoming` is fetched meanwhile: a block as long, wanted soon.
   void (*expand_kv)(const uint8_t* record, const KvRecord& shape, const uint8_t* upcoming, uint8_t* out);
   // Folds one softmax state into another: a over the context before, b over what follows.
   void (*merge)(float* max, float* sum, float* out, float max_b, float sum_b, const float* out_b, int n);

@@ -3,7 +3,7 @@
 // Included inside the namespace of an instruction set.
 //
 // Lanes are tokens for the scores and dimensions for the weighted sum. A query's numbers go through the same operations in the
-// same order whoever shares the split, so a row in a prefill tile equals the row alone (promise 1).
+// same order whatever other queries share the split, so a row in a prefill tile equals the row alone (promise 1).
 
 struct KvBf16 {
   static constexpr int kPer = 2;

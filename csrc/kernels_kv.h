@@ -63,7 +63,7 @@ void quantise_kv(const float* x, int n, int bits, KvCodes& out) {
     const Vf v = load_partial(x + i, n - i), known = keep_lanes(v, 0, n - i, x[0]);
     high = max(high, known);
     low = max(low, sub(zero(), known));
-    finite = fma(v, zero(), finite);  // or NaN, which must reach whoever attends to this token
+    finite = fma(v, zero(), finite);  // or NaN, which must reach every query that attends to this token
   }
   const float top = reduce_max(high);
   out.least = bf16_below(reduce_add(finite) - reduce_max(low));

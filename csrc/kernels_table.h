@@ -1,6 +1,6 @@
 // The source of every kernel, compiled once per instruction set: a unit names its vector header as HR_SIMD and includes this file
 // inside its own namespace. Nothing from the standard library is called here: an inline function of it compiled for AVX-512 might be the
-// copy that the linker keeps for everybody.
+// copy that the linker keeps for all units.
 // clang-format off: each of these needs those before it.
 #include HR_SIMD
 #include "kernels_rows.h"

@@ -39,7 +39,7 @@ class Attention : public Op {
   void merge(const Plan& plan, int i) const {
     const AttentionItem& item = work_.merges[i];
     const int queries = num_queries(item), splits = item.last_split - item.first_split;
-    SoftmaxStates& total = work_.partial;  // the first split's, where nobody else writes
+    SoftmaxStates& total = work_.partial;  // the first split's, where no other thread writes
     for (int s = 1; s < splits; s++) merge_states(plan, total, item.partial, work_.partial, item.partial + s * queries, queries);
     finish(plan, item, total, item.partial);
   }
@@ -161,7 +161,7 @@ class Attention : public Op {
     return copy;
   }
 
-  // Query vectors [begin, end) of the item. `next` is fetched ahead by the first of them, who finds nothing in the caches.
+  // Query vectors [begin, end) of the item. `next` is fetched ahead by the first of them, for which nothing is in the caches.
   void attend(const Plan& plan, const SplitRecords& records, const SplitRecords* next, int begin, int end, SoftmaxStates& states,
               Scratch& s) const {
     const KvRecord shape = cache(plan).shape().computed();

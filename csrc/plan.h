@@ -29,7 +29,7 @@ struct Step {
   const int32_t* logit_row;
   const float* inputs;  // [rows, as wide as the program reads]; null where it begins with tokens
 
-  // Whether the token after that of `row` is not written in this step: its half of a pair of values is then nobody's.
+  // Whether the token after that of `row` is not written in this step: the other half of its pair of values is then unset.
   bool ends_run(const KvRows& at, int row) const { return row + 1 == rows || at.slots[row + 1] != at.slots[row] + 1; }
 };
 

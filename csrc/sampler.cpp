@@ -113,15 +113,15 @@ Cut Row::best(Cut cut, int n) const {
 }
 
 Cut Row::nucleus(Cut cut, double temperature, double p) const {
-  double missing = p * weigh(cut, temperature);
+  double needed = p * weigh(cut, temperature);
   const auto lowest = static_cast<float>(row_.top - kFarthest * temperature);
   if (cut.logit < lowest) cut = down_to(lowest);
   const auto measure = [this](Cut at) { return kernels_.share(row_, at, scratch_.weights.data()); };
-  const Bracket b = bracket(cut, 2 * temperature, measure, [missing](Share share) { return share.mass >= missing; });
+  const Bracket b = bracket(cut, 2 * temperature, measure, [needed](Share share) { return share.mass >= needed; });
   const std::span<const int> ids = sorted(b.narrower, b.wider);
-  missing -= b.inside.mass;
+  needed -= b.inside.mass;
   size_t last = 0;
-  while (last + 1 < ids.size() && (missing -= static_cast<double>(weight(ids[last]))) > 0) last++;
+  while (last + 1 < ids.size() && (needed -= static_cast<double>(weight(ids[last]))) > 0) last++;
   return ids.empty() ? b.wider : Cut{row_.logits[ids[last]], ids[last]};
 }
 

@@ -1,8 +1,8 @@
-"""The records of one step: the ragged batch that a program sees, the draft trees in it, and what each sequence keeps of it.
+"""The records of one step: the ragged batch that a program runs, the draft trees in it, and what each sequence keeps of it.
 
-Every step, whatever it is made of (prompt chunks, plain decoding, draft trees, recomputation), is one ragged batch of rows. Each
-sequence contributes the rows of its scheduled known tokens, which have no KV yet, and below the last of them a tree of draft rows.
-The rows of a sequence are adjacent: known tokens first, then drafts, parents before children.
+Every step is one ragged batch of rows, of prompt chunks, plain decoding, draft trees or recomputation alike. Each sequence has the
+rows of its scheduled known tokens, which have no KV yet, and below the last of them a tree of draft rows. The rows of a sequence are
+adjacent: known tokens first, then drafts, parents before children.
 Shapes: T rows, B sequences, R rows whose logits are computed.
 """
 
@@ -19,9 +19,9 @@ class DraftTree(NamedTuple):
 
     tokens: list[int]
     parents: list[int]
-    confidence: int = 0  # the proposer's own class of this tree: acceptance is measured for each class, and a higher one should be better
-    indivisible: bool = False  # the tree runs with all its nodes or not at all: the proposer learns from rows that are rarely accepted
-    probabilities: NDArray[np.float64] | None = None  # [nodes, vocab] that each token was drawn from, where the acceptance method asks
+    confidence: int = 0  # a class, from 0 on, that the proposer gives the tree: acceptance is measured for each, and should rise with it
+    indivisible: bool = False  # whether it runs with all its nodes or not at all, as the proposer learns from its rows
+    probabilities: NDArray[np.float64] | None = None  # [nodes, vocab] that the tokens were drawn from, for rejection sampling
 
 
 NO_DRAFT = DraftTree([], [])
@@ -35,7 +35,7 @@ class KvRows(NamedTuple):
 
 
 class RaggedBatch(NamedTuple):
-    """The rows of one step, as a program sees them."""
+    """The rows of one step, as a program runs them."""
 
     tokens: Ints  # [T]
     positions: Ints  # [T] position in the sequence: context + depth
@@ -43,23 +43,23 @@ class RaggedBatch(NamedTuple):
     context_len: Ints  # [B] tokens with KV before this step
     scheduled_len: Ints  # [B] rows of known tokens, at least 1
     kv: tuple[KvRows, ...]  # of each group of layers; empty for a program that keeps nothing
-    ancestors: NDArray[np.uint64] | None  # [T, words] bits over the sequence's draft rows, itself included; None: all trees are chains
+    ancestors: NDArray[np.uint64] | None  # [T, words] bits of the draft rows it sees, its own included; None: all are chains
     logit_rows: Ints  # [R] rows whose logits are computed, ascending
     seq_of: Ints  # [R] sequence of each of them
-    token_source: Ints | None = None  # [T] index of the logit op of the launch before that draws the row's token; -1: it is in `tokens`
-    inputs: NDArray[np.float32] | None = None  # [T, width] rows from the caller, for a program that begins with rows, not with tokens
+    token_source: Ints | None = None  # [T] logit op of the launch before that draws the row's token; -1: it is in `tokens`
+    inputs: NDArray[np.float32] | None = None  # [T, width] the first rows of a program that does not begin with tokens
 
 
 class StepTimes(NamedTuple):
-    """Where the time of a step went, in seconds."""
+    """The time of a step and of its parts, in seconds."""
 
     wall: float  # from the call to its return
-    ops: dict[str, float]  # of each op by name, all its calls together; a backend may have ops that the program does not name
-    barriers: int  # how often all threads waited for each other; an op's time ends with its barrier
+    ops: dict[str, float]  # total of each op, by name; a backend may add ops of its own
+    barriers: int  # number of barriers, at which all threads wait for each other; the time of an op ends with its barrier
 
 
 class TokenLogprobs(NamedTuple):
-    """Raw-distribution log-probabilities at one position: the token's own, its rank (1 = likeliest), and the top ones."""
+    """Raw-distribution log-probabilities at one position: the token's own, its rank (1: the likeliest), and those of the top tokens."""
 
     logprob: float
     rank: int
@@ -72,7 +72,7 @@ class Commit(NamedTuple):
 
     source: int  # index of the sequence in the step
     path: list[int]  # accepted draft nodes, from the root down
-    tokens: list[int]  # newly decided tokens: those of the path, then the one drawn at its end; empty inside a prompt
+    tokens: list[int]  # new tokens: those of the path, then the one drawn at its end; empty inside a prompt
     logprobs: list[TokenLogprobs]  # one for each new token where they are asked for, else empty
     row: int = -1  # for proposers: index among the logit rows of the last scheduled known token; node i is at row + 1 + i
     draft: DraftTree = NO_DRAFT  # for proposers: the tree that was in the step; it may have fewer nodes than were proposed

@@ -94,12 +94,12 @@ class FaceDefaults:
 
 
 SERVING = FaceDefaults()
-"""Many callers, each of whom sees the tokens as they come: the records' own defaults are made for these."""
+"""Many callers, each reading tokens as they come: the records' own defaults are made for these."""
 
 OFFLINE = FaceDefaults(
     engine=MappingProxyType(
         {
-            # Whole results come soonest with large chunks, and nobody watches the time between two tokens.
+            # Whole results come soonest with large chunks, and no reader watches the time between two tokens.
             "chunked_prefill_size": 0,
             # Fewer and longer calls take less time in all, and a text that is streamed still flows at 20 pieces a second.
             "multi_step_ms": 50.0,

@@ -126,7 +126,7 @@ class LLM:
             return self._engine.stats()
 
     def block_map(self) -> BlockMap:
-        """Who holds which block of KV now; `headrace.planner.block_picture.block_map_svg` draws it."""
+        """Which request holds which block of KV now; `headrace.planner.block_picture.block_map_svg` draws it."""
         with self._lock:
             return self._engine.block_map()
 

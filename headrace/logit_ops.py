@@ -1,7 +1,7 @@
-"""What may be done with the logits of a step, where they are, and the ticket that stands for the results: records and protocols.
+"""Ops on the logits of a step, their results, and the ticket of a launched step: records and protocols.
 
-A launch takes a batch and a list of logit ops; waiting for its ticket gives one result for each op. So a device can draw where its
-logits lie, and feed the next step (`RaggedBatch.token_source`) before anything has come back to the host.
+A launch takes a batch and a list of logit ops, and gives a ticket; waiting for it gives one result for each op. So a device can draw
+where its logits are, and start the next step (`RaggedBatch.token_source`) before anything has come back to the host.
 """
 
 from typing import NamedTuple, Protocol, Self
@@ -14,33 +14,33 @@ from headrace.config import AcceptanceMethod
 
 
 class SamplerState(Protocol):
-    """How the tokens of a sequence are drawn: sampling parameters, the key of its noise, and the tokens that penalties look at.
+    """What the draws of a sequence depend on: sampling parameters, the key of its noise, and the tokens that penalties apply to.
 
-    Executables draw with it, in the order of their launches; for everybody else it is opaque.
+    Executables draw with it, in the order of their launches; it is opaque to all other parts.
     """
 
     def clone(self, seq_index: int) -> Self:
-        """The same state under the noise of another sequence of the request."""
+        """A copy of the state with the noise of sequence `seq_index` of the request."""
 
     def append(self, token: int) -> None:
-        """A token that was chosen elsewhere becomes part of the state, as if it had been drawn."""
+        """Add a token that was chosen elsewhere, as if it had been drawn."""
 
 
 class Draw(NamedTuple):
-    """Verify a draft tree and draw the token that follows what survives of it; without a draft, draw one token."""
+    """Verify a draft tree and draw the token after its accepted path; without a draft, draw one token."""
 
-    row: int  # among the logit rows: of the last scheduled known token; the rows of draft nodes follow it
-    position: int  # of the first token to draw
+    row: int  # index among the logit rows of the last scheduled known token; the rows of draft nodes follow it
+    position: int  # position in the sequence of the first token to draw
     sampler: SamplerState
     draft: DraftTree = NO_DRAFT
-    num_logprobs: int = -1  # log-probabilities beside each token's own; -1: none at all
+    num_logprobs: int = -1  # number of top log-probabilities wanted with each token's own; -1: not even its own
     method: AcceptanceMethod = "exact"
 
 
 class Drawn(NamedTuple):
     """The result of a `Draw`."""
 
-    tokens: list[int]  # those of the path, then the one drawn at its end
+    tokens: list[int]  # the tokens of the path, then the one drawn at its end
     path: list[int]  # accepted draft nodes, from the root down
     logprobs: list[TokenLogprobs]  # one for each token where they are asked for, else empty
 
@@ -70,45 +70,45 @@ class Score(NamedTuple):
 
 
 class Expand(NamedTuple):
-    """Draw the next token of a drafted chain, and beside it the next best under the same noise; what `Draw` does by the same row."""
+    """Draw draft tokens: the one that `Draw` would draw from the row, and then the next best under the same noise."""
 
     row: int
     position: int
     sampler: SamplerState
-    seq_index: int  # the sequence of the request whose noise is used
-    width: int  # most tokens
-    probabilities: bool  # whether the distribution that the first is drawn from is wanted
+    seq_index: int  # index in the request of the sequence whose noise is used
+    width: int  # most tokens to draw
+    probabilities: bool  # whether to give the distribution that the first token is drawn from
 
 
 class Expanded(NamedTuple):
     """The result of an `Expand`."""
 
-    tokens: list[int]  # the draw first
+    tokens: list[int]  # the token of the draw first, then the next best
     probabilities: NDArray[np.float64] | None  # [vocab]
 
 
 LogitOp = Draw | TopTokens | Score | Expand
 LogitOpResult = Drawn | Ranked | TokenLogprobs | Expanded | None
-"""None: the op met logits that are not finite."""
+"""The result of an op; None where its logits were not finite."""
 
 
 class StepResult(NamedTuple):
-    """What a launched step gives back. Logits and hidden rows are there where they were asked for, until the next launch."""
+    """The results of a launch. Logits and hidden rows are there if they were asked for, and valid until the next launch."""
 
-    values: list[LogitOpResult]  # one for each logit op
+    values: list[LogitOpResult]  # one for each logit op, in their order
     logits: NDArray[np.float32] | None = None  # [R, vocab]
-    hidden: NDArray[np.float32] | None = None  # [R, dim] what the logits are computed from, if the program keeps it
+    hidden: NDArray[np.float32] | None = None  # [R, dim] the rows that the logits are computed from, if the program keeps them
 
 
 class Ticket(Protocol):
-    """A step that has been launched."""
+    """Stands for the results of a step that has been launched."""
 
     @property
     def ready(self) -> bool:
-        """Whether `wait` returns at once."""
+        """Whether the results are there, so that `wait` returns at once."""
 
     def wait(self) -> StepResult:
-        """The results, as soon as they are there."""
+        """Wait for the results and return them."""
 
 
 class Done:

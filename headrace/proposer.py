@@ -1,4 +1,4 @@
-"""What a proposer of draft tokens is, and what it may see of a sequence: protocols and records."""
+"""The protocol of proposers, which draft tokens, and the part of a sequence that they may see."""
 
 from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
@@ -8,37 +8,37 @@ from headrace.logit_ops import SamplerState, StepResult
 
 
 class SequenceView(Protocol):
-    """What a proposer may see of a sequence."""
+    """The part of a sequence that a proposer may see."""
 
     @property
-    def seq_id(self) -> tuple[int, int]: ...  # (request number, index in the request): that of a beam is its rank of the moment
+    def seq_id(self) -> tuple[int, int]: ...  # (request number, index in the request); the index of a beam is its present rank
     @property
-    def known(self) -> list[int]: ...  # all decided tokens, prompt and output; not to be changed
+    def known(self) -> list[int]: ...  # all decided tokens, prompt and output; read only
     @property
     def prompt_len(self) -> int: ...
     @property
     def computed(self) -> int: ...  # known tokens with KV
     @property
-    def tables(self) -> Any: ...  # in each KV group, the blocks of their slots and of those reserved for drafts
+    def tables(self) -> Any: ...  # in each KV group, the blocks of their KV slots, and of those reserved for drafts
     @property
-    def scope(self) -> Hashable: ...  # drafts for one scope must not come from what another scope holds
+    def scope(self) -> Hashable: ...  # drafts for a sequence of one scope must not come from tokens of another
     @property
-    def sampler(self) -> SamplerState: ...  # a clone of it draws with the sequence's own noise, and leaves no trace
+    def sampler(self) -> SamplerState: ...  # draft with a clone, which has the same noise and leaves the sequence unchanged
 
 
 class ProposerTraits(NamedTuple):
-    """All that the engine must know of a proposer before it calls it."""
+    """What the engine must know of a proposer before it calls it."""
 
     max_nodes: int
     """Most draft nodes for a sequence in a step."""
     width: int = 0
-    """Nodes at each depth, for a proposer that takes time for each depth; 0: it takes no longer for a deeper draft."""
+    """Nodes at each depth, for a proposer that takes time for each depth; 0: a deeper draft takes no longer."""
     in_engine_thread: bool = False
-    """Whether it is called in the engine's thread, where it may use executables; otherwise it has a thread of its own."""
+    """Whether it is called in the engine's thread, where it may use executables, rather than in one of its own."""
     time_limit: float | None = 1.0
-    """Seconds that a call may take before the proposer is retired; None: it is known to be quick."""
+    """Seconds after which a call counts as failed and the proposer is retired; None: no limit, for one that is known to be quick."""
     learns_from_rows: bool = False
-    """Whether it learns from its draft rows, and so must have some now and then that are not expected to pay."""
+    """Whether it learns from its draft rows, so that it needs some now and then even if they are not expected to pay."""
     needs_logits: bool = False
     """Whether `observe` reads the logits of the step."""
     needs_hidden: bool = False
@@ -46,7 +46,7 @@ class ProposerTraits(NamedTuple):
 
 
 class Proposer(Protocol):
-    """Proposes draft tokens. Drafts may be wrong in any way; they never change a token."""
+    """Proposes draft tokens. A wrong draft costs time, and never changes a token."""
 
     traits: ProposerTraits
 
@@ -54,4 +54,4 @@ class Proposer(Protocol):
         """A tree of at most `budgets[i]` nodes below the last known token of each sequence."""
 
     def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
-        """See what became of a step that it was asked for, or the last before; `seqs[commit.source]` has the new tokens."""
+        """Learn from a finished step, which it need not have drafted for; `seqs[commit.source]` has the new tokens already."""

@@ -178,7 +178,7 @@ class DraftStats(NamedTuple):
     steps: int = 0
     """Steps of a sequence that had a draft of it."""
     proposed: int = 0
-    """DraftTree rows in these steps."""
+    """Draft rows in these steps."""
     accepted: int = 0
     """Those that were right: tokens beyond the one that a step gives anyway."""
     seconds_saved: float = 0.0

@@ -57,7 +57,7 @@ class Stats(NamedTuple):
     prompt_tokens: int
     """Of all requests that were admitted."""
     drafted: int
-    """DraftTree rows."""
+    """Draft rows."""
     accepted: int
     """Those that were right."""
     proposer_failures: int
@@ -162,7 +162,7 @@ class Holding(NamedTuple):
 
 
 class GroupMap(NamedTuple):
-    """Who holds which block of layers that keep alike and see alike."""
+    """Which sequence holds which block in one KV group."""
 
     layers: int
     window: int
@@ -174,7 +174,7 @@ class GroupMap(NamedTuple):
 
 
 class BlockMap(NamedTuple):
-    """Who holds which block."""
+    """Which sequence holds which block."""
 
     block_size: int
     groups: list[GroupMap]

@@ -63,7 +63,7 @@ AXES: list[tuple[Option, Option]] = [
     (PLAIN, Option("n = 4", {"n": 4})),
     (PLAIN, Option("chunked prefill", engine={"max_num_batched_tokens": 7})),
     (PLAIN, Option("preemption", engine={"slots": 96})),
-    (PLAIN, Option("steps in a row", engine={"multi_step_ms": 1e6})),
+    (PLAIN, Option("multi-step decoding", engine={"multi_step_ms": 1e6})),
     (Option("", engine={"prefix_cache": False}), Option("prefix cache", engine={"prefix_cache": True})),
     (PLAIN, Option("int8 KV", model={"kv_dtype": "int8"})),
     (PLAIN, Option("int4 weights", model={"format": "Q4_0"})),

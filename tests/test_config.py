@@ -18,7 +18,7 @@ FACES = {"serving": SERVING, "offline": OFFLINE, "interactive": INTERACTIVE}
 
 def documented() -> dict[str, dict[str, str]]:
     """The table: face -> option -> the first word of its cell."""
-    text = (Path(__file__).parents[1] / "docs/architecture.md").read_text().partition("## Faces and their defaults")[2]
+    text = (Path(__file__).parents[1] / "docs/scheduling.md").read_text().partition("## Faces and their defaults")[2]
     heading, _, *rows = re.findall(r"^\|(.*)\|$", text.partition("\n## ")[0], re.MULTILINE)
     faces = [cell.split()[0] for cell in heading.split("|")[1:]]
     cells = [[re.split(r"[\s,](?!\d)", cell.strip())[0].strip("`") for cell in row.split("|")] for row in rows]

@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: who imports whom, how long things may be, what is never used."""
+"""The house rules that a machine can check: what imports what, how long things may be, what is never used."""
 
 import ast
 import re
@@ -50,10 +50,15 @@ def part_of(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+def rows_under(heading: str) -> list[tuple[str, str]]:
+    """The first two cells of each row of a table in docs/architecture.md whose first cell is code."""
+    text = (ROOT / "docs/architecture.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| (`.*?) \| (.*?) \|$", text, re.MULTILINE)
+
+
 def import_table() -> dict[str, set[str]]:
-    """The table of docs/architecture.md: part -> what it may import."""
-    text = (ROOT / "docs/architecture.md").read_text().partition("## Who may import whom")[2]
-    rows = re.findall(r"^\| (`.*?) \| (.*?) \|$", text, re.MULTILINE)
+    """What each part may import."""
+    rows = rows_under("What may import what")
     names = [(re.findall(r"`([\w.]+)`", left), set(re.findall(r"`([\w.]+)`", right))) for left, right in rows]
     return {part: allowed for parts, allowed in names for part in parts}
 
@@ -61,6 +66,31 @@ def import_table() -> dict[str, set[str]]:
 ALLOWED = import_table()
 RECORDS = {"batch", "logit_ops", "proposer", "request", "config", "stats", "errors"}
 ALLOWED |= {"__init__": {"llm", *RECORDS}, "__main__": {"cli"}}
+
+
+class TestTheHouse:
+    def test_every_part_is_on_the_page_and_there(self) -> None:
+        """The list names what is directly in the package, and of a folder some files."""
+        named = [(set(re.findall(r"`([\w./]+)`", parts)), re.findall(r"`([\w./]+\.py)`", what)) for parts, what in rows_under("The house")]
+        listed = set().union(*(parts for parts, _ in named))
+        there = {f"{f.name}/" if f.is_dir() else f.name for f in PACKAGE.iterdir() if f.suffix == ".py" or (f / "__init__.py").exists()}
+        assert listed == there - {"__init__.py", "__main__.py"}
+        assert not [f"{part}{file}" for parts, files in named for part in parts for file in files if not (PACKAGE / part / file).exists()]
+
+    def test_the_import_table_has_every_part_and_no_other(self) -> None:
+        parts = {part_of(file) for file in FILES} - {"__init__", "__main__"}
+        assert import_table().keys() == parts
+
+    def test_what_may_be_imported_is_there(self) -> None:
+        for name in set().union(*import_table().values()):
+            module = PACKAGE.joinpath(*name.split("."))
+            assert name == "_native" or module.is_dir() or module.with_suffix(".py").exists(), name
+
+    def test_proposers_are_named_so(self) -> None:
+        classes = [node for f in FILES if f.parent.name == "propose" for node in tree(f).body if isinstance(node, ast.ClassDef)]
+        proposing = [c.name for c in classes if {"propose", "observe"} <= {n.name for n in c.body if isinstance(n, ast.FunctionDef)}]
+        assert proposing
+        assert {name for name in proposing if not name.endswith("Proposer")} <= {"Guard"}
 
 
 class TestImports:

@@ -2,7 +2,7 @@
 
 A round measures the roof and every kernel once, one after the other, and ratios are formed inside a round: a slow second of
 the machine then falls on both sides. While a thing runs, the process should have all of its threads' time on the processors;
-where it had less, someone else did, and that sample does not count.
+where it had less, another process had them, and that sample does not count.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""In-flight against static batching: the same requests, seats and kernels, in turns.
+"""In-flight against static batching: the same requests, sequences at once and kernels, in turns.
 
 All requests are there at the start. Both sides must give the same tokens, or nothing is timed. Static batching pads short
 prompts with slots but not with rows (headrace/engine/static.py), which is kinder than servers of that kind were.
@@ -8,12 +8,12 @@ import numpy as np
 from bench import Bench, Served, serve, spread
 from workload import WORDS, trace
 
-SEATS = 32
+MAX_NUM_SEQS = 32
 TARGET = 2.5
 
 
 def batching(bench: Bench) -> None:
-    engines = {name: bench.engine(batching=name, max_num_seqs=SEATS, max_model_len=2048) for name in ("inflight", "static")}
+    engines = {name: bench.engine(batching=name, max_num_seqs=MAX_NUM_SEQS, max_model_len=2048) for name in ("inflight", "static")}
     asks = trace(engines["inflight"].limits.vocab_size, bench.num_requests)
     runs: dict[str, list[Served]] = {name: [] for name in engines}
     for engine in engines.values():
@@ -28,7 +28,7 @@ def batching(bench: Bench) -> None:
     tokens = sum(ask.num_tokens for ask in asks)
     rows = [_row(name, served, tokens) for name, served in runs.items()]
     headings = ["batching", ">output tokens/s", ">mean latency, s", ">p50", ">p95", ">memory waste"]
-    bench.table("batching", f"{len(asks)} requests at once, {SEATS} seats; {WORDS}", headings, rows)
+    bench.table("batching", f"{len(asks)} requests at once, at most {MAX_NUM_SEQS} running sequences; {WORDS}", headings, rows)
     ratios = [static.seconds / inflight.seconds for inflight, static in zip(runs["inflight"], runs["static"], strict=True)]
     verdict = "" if np.median(ratios) >= TARGET else ", missed"
     facts = {"ratio": ratios, "target": TARGET}

@@ -1,4 +1,4 @@
-"""What a long prompt does to those who are being answered: time between tokens of 16 streams, before and while it is read.
+"""What a long prompt does to the requests that are being answered: time between tokens of 16 streams, before and while it is read.
 
 A row for each set of EngineConfig fields (`--set`); the sets take turns. Small steps shorten the pauses, and lengthen the way
 to the long prompt's own first token: that is the trade.

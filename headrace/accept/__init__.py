@@ -1,4 +1,4 @@
-"""What an acceptor is: which rows of a step survive, and which tokens follow them."""
+"""The protocol of acceptors, which decide what each sequence keeps of a step, and its records."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from headrace.request import FinishReason
 
 
 class OutputView(Protocol):
-    """What an acceptor sees of a sequence's output."""
+    """The part of a sequence's output that an acceptor uses."""
 
     token_ids: list[int]
     finish_reason: FinishReason | None
     cumulative_logprob: float | None
 
     def clone(self) -> Self: ...
-    def push(self, token: int, logprobs: TokenLogprobs | None) -> None: ...  # sets the reason if the token ends the output
+    def push(self, token: int, logprobs: TokenLogprobs | None) -> None: ...  # sets `finish_reason` if the token ends the output
 
 
 AnyOutput = TypeVar("AnyOutput", bound=OutputView)
@@ -28,45 +28,49 @@ AnyOutput = TypeVar("AnyOutput", bound=OutputView)
 
 @dataclass(slots=True, eq=False)
 class Drawing:
-    """A sequence whose next token is due in a step."""
+    """A sequence whose next token is drawn in a step."""
 
     source: int
     """Index of the sequence in the step."""
     row: int
-    """Index of its first logits to draw from; those of its draft nodes follow."""
+    """Index among the logit rows of its last scheduled row; the rows of its draft nodes follow it."""
     position: int
-    """Of the next token."""
+    """Position of the next token in the sequence."""
     known: list[int]
+    """All decided tokens, prompt and output."""
     sampler: SamplerState
     draft: DraftTree
     num_logprobs: int
-    """Log-probabilities beside a drawn token's own; -1: none at all."""
+    """Number of top log-probabilities wanted with a token's own; -1: not even its own."""
     output: OutputView
 
 
 class Accepted(NamedTuple):
-    """What became of a drawing sequence."""
+    """A sequence that goes on after a drawing, or fails."""
 
-    drawing: int  # index of it
+    drawing: int  # index of the drawing that it continues
     commit: Commit | None  # None: its logits were not finite, and its request fails
 
 
 class Acceptor(Protocol):
-    """How sequences go on. One object serves all requests whose sequences are independent; a beam search belongs to its request."""
+    """Decides which sequences go on after a step, and with which tokens.
+
+    One acceptor serves all requests whose sequences are independent; a beam search belongs to its request.
+    """
 
     is_group: bool
-    """Whether the sequences of a request draw all in one step, one token each, and live on by what they drew together."""
+    """Whether all sequences of a request draw in the same step, one token each, and are accepted together: a beam group."""
     needs_logits: bool
-    """Whether `accept` reads the logits themselves."""
+    """Whether `accept` reads the logits."""
 
     def logit_ops(self, drawings: list[Drawing]) -> list[LogitOp]:
-        """What is to be done with the logits of the step: one op for each drawing."""
+        """The ops on the logits of the step: one for each drawing, in their order."""
 
     def accept(self, drawings: list[Drawing], values: Sequence[LogitOpResult], logits: NDArray[np.float32] | None) -> list[Accepted]:
-        """What follows, by the results of these ops and by `logits` [rows, vocab]: for each commit the drawing that it continues.
+        """The sequences that go on, in their new order, by the results of those ops and, if needed, `logits` [rows, vocab].
 
-        The order is that of the sequences to be. A drawing that several commits continue is forked; one that none continues is freed.
+        A drawing that is continued several times is forked; one that is not continued is freed.
         """
 
     def outputs(self, outputs: list[AnyOutput]) -> list[AnyOutput]:
-        """What the request answers, by index, if its sequences have written `outputs`: only what will not be taken back."""
+        """The outputs that the request shows, by index, when its sequences have written `outputs`: only what is final."""

@@ -1,8 +1,8 @@
-"""Beam search: of all continuations of a request's sequences, the likeliest few live on.
+"""Beam search: of all continuations of a request's sequences, the likeliest few go on.
 
-A beam's total is the sum of its tokens' log-probabilities, under biases and penalties, at temperature 1. Its score, by which
-finished ones are compared, is total / length ** length_penalty (Wu et al. 2016, without their constant 5; length counts output
-tokens, an end token included). Finishing and stopping are as in transformers.
+The total of a beam is the sum of its tokens' log-probabilities, under biases and penalties, at temperature 1. Its score, by which
+finished beams are compared, is total / length ** length_penalty (Wu et al. 2016, without their constant 5; the length counts output
+tokens, with an end token). Beams finish and a search ends as in Hugging Face transformers.
 """
 
 from bisect import insort
@@ -21,7 +21,7 @@ from headrace.sampling.sampler import token_logprobs
 
 
 class Candidate(NamedTuple):
-    """One beam, longer by a token. They are ordered best first: of equal totals by beam, then by token."""
+    """A beam with one more token. Candidates sort best first: equal totals by beam, then by token."""
 
     loss: float  # the total, negated
     beam: int
@@ -29,7 +29,7 @@ class Candidate(NamedTuple):
 
 
 class Hypothesis(NamedTuple):
-    """A beam that has ended."""
+    """A finished beam."""
 
     score: float
     output: OutputView
@@ -37,32 +37,32 @@ class Hypothesis(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BeamSearch:
-    """One search. Its drawings come in the order of the beams, best first, and so do its commits."""
+    """The beam search of one request. Its drawings, and the sequences that it accepts, are in the order of the beams, best first."""
 
     width: int
     num_results: int
     length_penalty: float
     early_stopping: bool
     num_end_ids: int
-    """Tokens that may end a beam: each beam has so many candidates more than can live on, and still more with stop strings."""
+    """Number of tokens that may end a beam: each beam has so many candidates more than can go on, and still more with stop strings."""
     needs_logits: bool = True
-    """Whether there are stop strings, or log-probabilities are asked for: else a few top tokens of each row say all."""
+    """Whether there are stop strings, or log-probabilities are asked for; otherwise the top tokens of each row are enough."""
     totals: list[float] = field(default_factory=lambda: [0.0])
-    """Of the live beams."""
+    """Totals of the live beams, best first."""
     finished: list[Hypothesis] = field(default_factory=list)
-    """At most `width`, best first; of equal ones the earlier."""
+    """At most `width` finished beams, best first; of equal scores the earlier first."""
     is_group = True
 
     def logit_ops(self, drawings: list[Drawing]) -> list[LogitOp]:
         """The top tokens of each beam."""
         assert len(drawings) == len(self.totals), "all beams draw together"
-        if drawings[0].output.token_ids:  # the samplers have not seen what the last search step chose
+        if drawings[0].output.token_ids:  # the samplers have not seen the tokens that the last step of the search chose
             for drawing in drawings:
                 drawing.sampler.append(drawing.known[-1])
         return self._top_tokens(drawings, self.width + self.num_end_ids)
 
     def accept(self, drawings: list[Drawing], values: Sequence[LogitOpResult], logits: NDArray[np.float32] | None) -> list[Accepted]:
-        """The beams of the next length; none when the search has ended."""
+        """The beams with one more token; none when the search has ended."""
         count = self.width + self.num_end_ids
         while None not in values:
             candidates = self._candidates(cast(Sequence[Ranked], values))
@@ -74,7 +74,7 @@ class BeamSearch:
         return [Accepted(i, None) for i in range(len(drawings))]
 
     def outputs(self, outputs: list[AnyOutput]) -> list[AnyOutput]:
-        """The best, once all beams have ended; beams that were cut short are compared with those that finished."""
+        """The best `num_results`, once all beams have ended; beams that were cut short are compared with finished ones."""
         if any(output.finish_reason is None for output in outputs):
             return []
         cut_short = list(map(self._hypothesis, outputs, self.totals))
@@ -85,21 +85,21 @@ class BeamSearch:
         return [TopTokens(drawing.row, drawing.position, drawing.sampler, count) for drawing in drawings]
 
     def _candidates(self, ranked: Sequence[Ranked]) -> list[Candidate]:
-        """The best continuations of each beam, best first."""
+        """The candidates of all beams, best first."""
         return sorted(
             Candidate(-total - logprob, beam, token)
             for beam, (total, row) in enumerate(zip(self.totals, ranked, strict=True))
             for token, logprob in zip(*row, strict=True)
-            if logprob > -np.inf  # or it is banned
+            if logprob > -np.inf  # a banned token
         )
 
     def _select(
         self, candidates: list[Candidate], drawings: list[Drawing], logits: NDArray[np.float32] | None, count: int
     ) -> list[Accepted] | None:
-        """Of the best `width` candidates those that end are finished; the best `width` that do not end live on.
+        """Finish those of the best `width` candidates that end, and accept the best `width` that do not end.
 
-        Those that end further down the order are forgotten: there is always something better that goes on. None, with nothing
-        changed, when stop strings end so many that more than `count` candidates of a beam must be seen.
+        Candidates that end but are not among the best `width` are dropped: better ones go on. Returns None, with nothing changed, if
+        stop strings end so many that more than `count` candidates of a beam are needed.
         """
         accepted: list[Accepted] = []
         totals: list[float] = []
@@ -132,17 +132,17 @@ class BeamSearch:
         return float(total / max(length, 1) ** self.length_penalty)
 
     def _ends(self, totals: list[float], length: int) -> bool:
-        """Whether no beam goes on, or enough are finished.
+        """Whether the search ends: no beam goes on, or `width` beams are finished.
 
-        `width` of them are, if stopping is early. Else the best live beam must also score no more at its present length than
-        the worst of them: a beam that would gain by its length later is given up.
+        Without early stopping, the best live beam must also score no more than the worst finished one. It is scored at its present
+        length, although its score may rise with its length later.
         """
         full = len(self.finished) == self.width
         return not totals or (full and (self.early_stopping or self._score(totals[0], length) <= self.finished[-1].score))
 
 
 def _logprobs(drawing: Drawing, token: int, logits: NDArray[np.float32] | None) -> list[TokenLogprobs]:
-    """The record of a token, where log-probabilities are asked for."""
+    """The log-probabilities of a token in a list of one, or an empty list where they are not asked for."""
     if drawing.num_logprobs < 0:
         return []
     assert logits is not None, "a search with log-probabilities asks for logits"

@@ -1,4 +1,4 @@
-"""The acceptor of sequences that are independent of each other."""
+"""The acceptor of independent sequences: those of every request without beam search."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from headrace.logit_ops import Draw, Drawn, LogitOp, LogitOpResult
 
 
 class IndependentAcceptor:
-    """Commits what each sequence draws, under one acceptance method."""
+    """Commits what each sequence draws, by one acceptance method."""
 
     is_group = False
     needs_logits = False
@@ -21,16 +21,16 @@ class IndependentAcceptor:
         self._method = method
 
     def logit_ops(self, drawings: list[Drawing]) -> list[LogitOp]:
-        """A draw for each."""
+        """A `Draw` for each drawing."""
         return [Draw(d.row, d.position, d.sampler, d.draft, d.num_logprobs, self._method) for d in drawings]
 
     def accept(self, drawings: list[Drawing], values: Sequence[LogitOpResult], logits: NDArray[np.float32] | None) -> list[Accepted]:
-        """One commit for each drawing, in their order."""
+        """Each drawing with its commit, in their order."""
         return [
             Accepted(i, Commit(drawing.source, drawn.path, drawn.tokens, drawn.logprobs) if isinstance(drawn, Drawn) else None)
             for i, (drawing, drawn) in enumerate(zip(drawings, values, strict=True))
         ]
 
     def outputs(self, outputs: list[AnyOutput]) -> list[AnyOutput]:
-        """All of them, as they are."""
+        """All outputs, as they are."""
         return outputs

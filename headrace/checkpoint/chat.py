@@ -2,7 +2,7 @@
 
 They run in jinja2's immutable sandbox with what transformers gives them (trimmed blocks, `tojson`, `raise_exception`,
 `strftime_now`, loop controls, `generation` blocks) and with bounds on ranges, on repetition and on the output. No sandbox
-bounds time or memory altogether: whoever renders the templates of others must do that from outside the process.
+bounds time or memory altogether: a server that renders the templates of others must do that from outside the process.
 """
 
 import json

@@ -17,7 +17,7 @@ def map_file(path: Path) -> mmap.mmap:
 
     Raises ModelNotFoundError where there is none, FormatError for an empty file, a pipe, a device or a folder.
     """
-    # Without O_NONBLOCK, opening a pipe that somebody left in the folder would wait for a writer.
+    # Without O_NONBLOCK, opening a pipe that was left in the folder would wait for a writer.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         descriptor = os.open(path, flags)

@@ -169,7 +169,7 @@ def _facts(args: argparse.Namespace, checkpoint: "Checkpoint", machine: "Machine
 
 
 def _say(what: str) -> None:
-    """Tell who waits at a terminal what is going on; the next message takes its place, and an empty one clears it."""
+    """Show at a terminal what is going on; the next message takes the place of this one, and an empty one clears it."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{what}")
         sys.stderr.flush()

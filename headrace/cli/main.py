@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         return _fail("out of memory", MemoryLimitError.exit_code)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read our output has left; the interpreter must not complain at exit either
+    except BrokenPipeError:  # the reader of our output has left; the interpreter must not complain at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

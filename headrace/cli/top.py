@@ -97,7 +97,7 @@ def _draw(watch: "Watch", path: Path) -> int:
     blocks = watch.block_map(record)
     if blocks is None:
         raise RequestError(f"the KV pool of process {record['pid']} has too many blocks to draw")
-    svg = block_map_svg(f"{record['model']}, process {record['pid']}: who holds which block of KV", blocks)
+    svg = block_map_svg(f"{record['model']}, process {record['pid']}: which request holds which block of KV", blocks)
     try:
         path.write_text(svg)
     except OSError as error:

@@ -14,7 +14,7 @@ from headrace.cli.watching import Record
 from headrace.stats import KvStats, Stats, ratio
 
 _IDLE = 2.0
-"""Seconds without a record after which an engine is called idle."""
+"""Seconds without a record after which an engine is called inactive."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _STATES = {"decode": "green", "prefill": "cyan", "waiting": "dim", "preempted": "yellow", "padding": "magenta"}
@@ -57,7 +57,7 @@ def _engines(records: Sequence[Record], now: float) -> Table:
         table.add_column(name, justify="left" if name == "model" else "right")
     for record in records:
         stats: Stats = record["stats"]
-        speed = "idle" if _is_inactive(record, now) else f"{stats.tokens_per_second:,.0f}"
+        speed = "inactive" if _is_inactive(record, now) else f"{stats.tokens_per_second:,.0f}"
         kv = f"{100 * stats.occupancy:.0f} %"
         cells = (str(record["pid"]), _model(record), speed, f"{stats.running:,}", f"{stats.waiting:,}", kv)
         table.add_row(*map(Text, cells), duration(now - record["started"]))
@@ -74,7 +74,7 @@ def _head(record: Record, now: float, width: int) -> Panel:
     title = Text.assemble((_model(record), "bold"), f" · process {record['pid']} · ", printable(" · ".join(words)))
     inactive = _is_inactive(record, now)
     rate = stats.tokens_per_second
-    speed = f"idle for {duration(now - record['time'])}" if inactive else f"{rate:,.{0 if rate >= 10 else 1}f} tokens/s"
+    speed = f"inactive for {duration(now - record['time'])}" if inactive else f"{rate:,.{0 if rate >= 10 else 1}f} tokens/s"
     grid = Table.grid(padding=(0, 2))
     history = record["history"][-min(60, max(10, width - 48)) :]
     line = Text.assemble((sparkline(history), "dim" if inactive else "green"))

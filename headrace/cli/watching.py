@@ -1,4 +1,4 @@
-"""The reader's side of the records that engines write while somebody looks (`engine/publish.py` is the writer's)."""
+"""The reader's side of the records that engines write while they are looked at (`engine/publish.py` is the writer's)."""
 
 import json
 import os
@@ -75,7 +75,7 @@ class Watch:
         return sorted(records, key=lambda record: (-record["time"] // FRESH, -record["stats"].rows_per_second))
 
     def block_map(self, record: Record) -> BlockMap | None:
-        """Who holds which block, where the record has it."""
+        """Which request holds which block, where the record has it; else None."""
         found = record.get("map")
         if found is None:
             return None

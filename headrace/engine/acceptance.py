@@ -1,41 +1,51 @@
-"""How often drafts turn out right, measured."""
+"""Measured acceptance rates of draft nodes."""
 
 from headrace.batch import DraftTree
 
 _DEEPEST = 6
+"""Depth from which all nodes are counted together."""
 _LAST_RANK = 2
+"""Rank among siblings from which all nodes are counted together."""
 _AT_FIRST = 0.5
-"""Of a proposer that has never been tried: high enough that it will be."""
+"""Acceptance rate of the likeliest child of a proposer that has never been tried: high enough for it to be tried."""
 _DECAY = 0.98
-"""Of what has been seen, for each time that more is."""
+"""Factor on earlier observations at each new one, over all sequences."""
 _SEQUENCE_DECAY = 0.9
+"""The same factor for one sequence."""
 _TRUST = 3.0
-"""Trials after which a sequence's own figures weigh as much as those of all sequences."""
+"""Observations after which a rate's own figures weigh as much as the rate that it starts from."""
 
 _Key = tuple[int, int, int]
-"""Confidence, depth, rank among the children of its parent."""
+"""Confidence of the tree, depth of the node, and its rank among the children of its parent."""
 
 
 class AcceptanceRates:
-    """How often a node follows when its parent does, by confidence, depth and rank: of one proposer, or of it on one sequence."""
+    """Rates at which a node of one proposer is right if its parent is, by confidence, depth and rank.
+
+    With `general`, the rates over all sequences, these are the rates on one sequence: they start from the general ones, and what they
+    record is recorded there too.
+    """
 
     def __init__(self, general: "AcceptanceRates | None" = None) -> None:
         self._general = general
         self._decay = _DECAY if general is None else _SEQUENCE_DECAY
-        self._counts: dict[_Key, tuple[float, float]] = {}  # followed, seen
+        self._counts: dict[_Key, tuple[float, float]] = {}  # right, observed
 
     def rate(self, key: _Key) -> float:
-        """Probability that such a node follows its parent. What is not known is taken from all sequences, then from nodes less deep."""
-        followed, seen = self._counts.get(key, (0.0, 0.0))
+        """Probability that a node is right if its parent is.
+
+        It starts from the rate over all sequences, which starts from the rate at one depth less.
+        """
+        right, observed = self._counts.get(key, (0.0, 0.0))
         if self._general is not None:
             prior = self._general.rate(key)
         else:
             confidence, depth, rank = key
             prior = self.rate((confidence, depth - 1, rank)) if depth > 1 else _AT_FIRST / (1 + rank) ** 2
-        return (followed + _TRUST * prior) / (seen + _TRUST)
+        return (right + _TRUST * prior) / (observed + _TRUST)
 
     def values(self, draft: DraftTree) -> list[float]:
-        """Probability of each node that it is accepted if it is in the step; never more than its parent's."""
+        """Probability of each node that it is accepted if it runs; never more than its parent's."""
         rates: dict[_Key, float] = {}
         values: list[float] = []
         for key, parent in zip(_places(draft), draft.parents, strict=True):
@@ -46,9 +56,9 @@ class AcceptanceRates:
         return values
 
     def record(self, draft: DraftTree, tokens: list[int]) -> None:
-        """These tokens have followed; the nodes of the draft on their way were right, and the other children of these wrong.
+        """Count the nodes along `tokens`, which the sequence went on with, as right, and their siblings as wrong.
 
-        The draft need not have been in the step: as far as tokens are known, it can be seen whether it would have been right.
+        The draft need not have run: the tokens decide as far as they go.
         """
         places = _places(draft)
         node = -1
@@ -61,18 +71,19 @@ class AcceptanceRates:
             node = next((child for child in children if draft.tokens[child] == token), -2)  # -2 is no parent
 
     def _count(self, key: _Key, right: bool) -> None:
-        followed, seen = self._counts.get(key, (0.0, 0.0))
-        self._counts[key] = (followed * self._decay + right, seen * self._decay + 1)
+        before, observed = self._counts.get(key, (0.0, 0.0))
+        self._counts[key] = (before * self._decay + right, observed * self._decay + 1)
         if self._general is not None:
             self._general._count(key, right)
 
 
 def place(confidence: int, depth: int, rank: int) -> _Key:
-    """What a node counts as."""
+    """The key that a node is counted under."""
     return confidence, min(depth, _DEEPEST), min(rank, _LAST_RANK)
 
 
 def _places(draft: DraftTree) -> list[_Key]:
+    """The key of each node."""
     depths: list[int] = []
     ranks: dict[int, int] = {}
     places: list[_Key] = []

@@ -1,4 +1,4 @@
-"""How much to draft: as many nodes as give the most tokens per second, which is often none."""
+"""The controller of adaptive speculation: drafts run with as many nodes as give the most tokens per second, which is often none."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,49 +11,56 @@ from headrace.engine.sequence import Sequence
 from headrace.engine.step_cost import StepCost
 from headrace.proposer import ProposerTraits
 
-_SHARE = 0.004
-"""Share of all time that speculation may take beyond what it is known to have saved."""
-_SAVINGS = 2
-"""Steps whose time is the most that can be saved up for that."""
-_DEBT = 0.1
-"""The same for what is owed beyond the price of what was asked last: if more, the machine was busy with something else."""
+_OVERHEAD_SHARE = 0.004
+"""Share of all time that the overhead of speculation may take beyond the time that drafts are known to have saved."""
+_MAX_SAVINGS = 2
+"""Most that the account may hold, in durations of the last step."""
+_MAX_DEBT = 0.1
+"""Most that the account may owe, in durations of the last step, beyond the usual price of what was asked: time above that was taken by
+other processes on the machine."""
 _RESERVE = 0.0001
-"""Seconds of it to save up before a rest ends: else rests would be short and many, and break up steps that could run in a row."""
+"""Seconds that the account must hold before a rest ends. Without a reserve, rests would be short and frequent, and would break up
+multi-step decoding."""
 _CREDIT = 0.02
-"""Seconds of it that a new engine begins with, so that its first answer may be drafted."""
+"""Seconds in the account of a new engine, so that its first answer may have drafts."""
 _LOOK_SHARE = 0.005
-"""Share of a sequence's time for asking where it has not paid of late, to see whether it would now."""
+"""Share of a sequence's decoding time for asking a proposer that is not expected to pay, to see whether it would now."""
 _TRIAL_SHARE = 0.005
-"""Share of all time for rows that are not expected to pay: some proposers learn only from their rows."""
+"""Share of all time for trials: draft rows that are not expected to pay, for proposers that learn only from their rows."""
 _TRIAL_STEPS = 6
-"""Steps of a trial, for which time is saved before it begins."""
+"""Steps in a row of a trial; it begins when the time of all of them has been saved."""
 _TRIAL_NODES = 4
+"""Most draft nodes in a step of a trial, unless the draft is indivisible."""
 _PLAIN_SHARE = 0.015
-"""Share of the gain to give up for plain steps now and then, so that it is known what they cost now; the less the gain, the more."""
+"""Throughput given up for plain steps, as a share of that of plain decoding. They show what a plain step costs now, and come more
+often where drafts gain less."""
 _PLAIN_EVERY = (6, 64)
-"""Steps after which one is plain: least and most."""
+"""Fewest and most steps with drafts after which one is plain."""
 _FIRST_PLAIN = 3
-"""Plain steps before the first draft."""
+"""Plain steps of about the same number of rows that are measured before the first draft."""
 _VISITS_SPAN = 2
-"""The first plain steps come close to each other: after so many times as many with drafts as there have been plain ones."""
+"""Steps with drafts before the next plain one are at most so many times the plain ones measured so far: the first come close together."""
 _MARGIN = 1.05
-"""Gain in tokens per second below which speculation is not worth it: the figures are not better than that, and more tokens a step are
-more work between steps."""
+"""Tokens per second, in those of plain decoding, below which drafts do not run: the estimates are no better than that, and more tokens
+in a step are more work between steps."""
 _WORTH_AT_FIRST = 0.5
-"""Tokens that a proposer is expected to gain before it was asked."""
-_RISE, _FALL, _SLOWLY = 0.5, 0.2, 0.05
-"""How quickly such expectations follow what is seen."""
-_PRICE, _DEAREST = 0.1, 4
-"""How quickly what it takes to ask follows what is seen, and how many times as much is the most that is believed."""
+"""Tokens that a proposer is expected to gain before its first draft."""
+_RISE_RATE, _FALL_RATE, _METHOD_RATE = 0.5, 0.2, 0.05
+"""Weight of the newest draft in the moving averages of gains: of a sequence where it is above the average, of a sequence where it is
+below, and of all sequences."""
+_PRICE_RATE, _MAX_PRICE_RISE = 0.1, 4
+"""Weight of the newest call in the moving average of a proposer's seconds, and the largest multiple of that average that counts: a
+longer call was interrupted."""
 
 
 class DraftCandidate(NamedTuple):
-    """A draft that a sequence could have in the step."""
+    """A draft that could run for a sequence in the step."""
 
     method: str
+    """Name of the proposer."""
     draft: DraftTree
     values: list[float]
-    """Probability of each node to be accepted."""
+    """Probability of each node that it is accepted."""
 
 
 @dataclass
@@ -62,9 +69,9 @@ class _Track:
 
     acceptance: AcceptanceRates
     worth: float
-    """Tokens that it gains when it is asked, less what its rows cost, decayed."""
+    """Tokens that a draft gains, less the cost of its rows in tokens: a moving average."""
     look_at: float = 0.0
-    """Time to ask it again even so."""
+    """Seconds of steps, as `Controller._now`, from which the proposer is asked again even if it is not expected to pay."""
 
 
 @dataclass
@@ -74,54 +81,59 @@ class _Method:
     traits: ProposerTraits
     acceptance: AcceptanceRates = field(default_factory=AcceptanceRates)
     seconds: float = 0.0
-    """To ask it for one sequence, and let it learn; decayed."""
+    """Seconds of asking it for one sequence and letting it observe the step: a moving average."""
     seconds_by_node: float = 0.0
+    """The same seconds, for one node."""
     worth: float = _WORTH_AT_FIRST
-    """As of a sequence, of all sequences; where new ones start."""
+    """The `worth` of a track, over all sequences: where new sequences start."""
     tracks: WeakKeyDictionary[Sequence, _Track] = field(default_factory=WeakKeyDictionary)
 
 
 class Controller:
-    """Weighs what drafts bring against what they cost. Timing decides how much is drafted, and never a token.
+    """Weighs what drafts gain against what they cost. Timing decides how much is drafted, and never a token.
 
-    It keeps an account of time. A small share of all time comes in, and all that drafts have saved; out goes what it takes to
-    look for something to draft, to weigh it and to learn from it. While it is in debt, speculation rests. The rows of drafts are not
-    in it: how often these are right decides about them.
+    The overhead of speculation has an account, in seconds. A small share of all time is paid into it, and all the time that drafts
+    have saved; the time of asking for drafts, of choosing among them and of learning from the outcome is paid out of it. While the
+    account is in debt, speculation rests. The draft rows themselves are not charged to it: they run where measured acceptance and
+    step costs say that they pay.
     """
 
     def __init__(self, traits: Mapping[str, ProposerTraits]) -> None:
         self._methods = {name: _Method(each) for name, each in traits.items()}
         self._cost = StepCost()
         self._now = 0.0
-        """Time of all steps so far."""
+        """Seconds of all steps so far."""
         self._account = _CREDIT
         self._price = 0.0
-        """Of all that was asked when drafts were looked for last."""
+        """Usual seconds of the calls to proposers in the last step that could have drafts."""
         self._in_debt = False
-        """Since the account was overdrawn it has not been filled up to the reserve."""
+        """Whether the account was overdrawn and has not been refilled up to the reserve since."""
         self._trial_seconds = 0.0
+        """Seconds saved for trials."""
         self._num_trials = 0
-        self._tried: tuple[int, int] | None = None
-        """Key of the sequence that a trial is being made on."""
-        self._trying: tuple[int, int] | None = None
-        """The same, before the step."""
+        self._trial: tuple[int, int] | None = None
+        """The `seq_id` of the sequence that has a trial in this step."""
+        self._last_trial: tuple[int, int] | None = None
+        """The same for the step before: its trial may go on."""
         self._num_scheduled = self._num_drawing = 1
         self._token_seconds = 0.0
-        """Of plain decoding, for one sequence of the next step."""
+        """Seconds of plain decoding for one token, in a step of as many sequences as this one."""
         self._extras = [0.0]
-        """What so many draft rows cost in it, in tokens that plain decoding would give in that time; as far as was asked."""
+        """Cost of n draft rows in this step, at index n, in tokens that plain decoding gives in that time; computed as needed."""
         self._is_plain = True
-        """Whether the next step is a plain one, whatever could be drafted."""
+        """Whether this step has no drafts, so that the cost of plain steps is measured."""
         self._num_drafting = 0
+        """Steps with drafts since the last plain one."""
         self._plain_every = _PLAIN_EVERY[0]
+        """Steps with drafts after which one is plain."""
 
     @property
     def rest(self) -> float:
-        """Seconds for which steps are to be plain, and nothing is learned from them."""
-        return max(0.0, _RESERVE - self._account) / _SHARE if self._in_debt and self._tried is None else 0.0
+        """Seconds of plain decoding until drafts may be asked for again, in which nothing is learned; 0: now."""
+        return max(0.0, _RESERVE - self._account) / _OVERHEAD_SHARE if self._in_debt and self._trial is None else 0.0
 
     def begin(self, cost: StepCost, num_scheduled: int, num_drawing: int) -> None:
-        """A step of so many scheduled rows, in which some sequences draw; what such steps cost."""
+        """Begin a step of `num_scheduled` rows without drafts in which `num_drawing` sequences draw; `cost` is that of such steps."""
         self._cost, self._num_scheduled, self._num_drawing, self._extras, self._price = cost, num_scheduled, num_drawing, [0.0], 0.0
         visits = cost.visits(num_scheduled)
         self._is_plain = visits < _FIRST_PLAIN or self._num_drafting >= min(self._plain_every, _VISITS_SPAN * visits)
@@ -129,18 +141,18 @@ class Controller:
         if self._is_plain:
             self._num_drafting = 0
         else:
-            self._trying, self._tried = self._tried, None
+            self._last_trial, self._trial = self._trial, None
 
     def asks(self, name: str, seq: Sequence, rival: DraftCandidate | None = None) -> bool:
-        """Whether to ask for a draft: where it should pay beyond what another has offered, or now and then."""
+        """Whether to ask a proposer for a draft: where it should gain more than `rival`, where it is time to look again, and in a trial."""
         if self._is_plain:
             return False
         method, track = self._methods[name], self._track(name, seq)
         worth = track.worth - (self._net(rival) if rival else 0.0)
-        return worth * self._token_seconds >= method.seconds or track.look_at <= self._now or seq.seq_id == self._trying
+        return worth * self._token_seconds >= method.seconds or track.look_at <= self._now or seq.seq_id == self._last_trial
 
     def budget(self, name: str, seq: Sequence, most: int) -> int:
-        """Nodes to ask for: fewer than `most` where each depth takes time, and the deeper ones should not pay."""
+        """Nodes to ask for: fewer than `most` where each depth takes the proposer time and deeper nodes are not expected to pay."""
         method = self._methods[name]
         if not method.traits.width:
             return most
@@ -157,21 +169,21 @@ class Controller:
         return nodes
 
     def candidate(self, name: str, seq: Sequence, draft: DraftTree) -> DraftCandidate:
-        """The draft with its values."""
+        """The draft with its values; it counts towards what the proposer is expected to gain."""
         method, track = self._methods[name], self._track(name, seq)
         candidate = DraftCandidate(name, draft, track.acceptance.values(draft) if draft.tokens else [])
         net = self._net(candidate)
-        track.worth += (net - track.worth) * (_RISE if net > track.worth else _FALL)
-        method.worth += (net - method.worth) * _SLOWLY
+        track.worth += (net - track.worth) * (_RISE_RATE if net > track.worth else _FALL_RATE)
+        method.worth += (net - method.worth) * _METHOD_RATE
         track.look_at = self._now + method.seconds * self._num_drawing / _LOOK_SHARE
         return candidate
 
     def better(self, one: DraftCandidate, other: DraftCandidate) -> DraftCandidate:
-        """That which gains more; of equals the first."""
+        """The candidate that gains more; the first of equals."""
         return other if self._net(other) > self._net(one) else one
 
     def choose(self, candidates: dict[Sequence, DraftCandidate]) -> dict[Sequence, list[int]]:
-        """The nodes to run of each offer, parents with their children, ascending."""
+        """The nodes to run of each candidate, ascending; the parent of a chosen node is chosen too."""
         num_drawing = self._num_drawing
         bundles: list[tuple[float, Sequence, list[int]]] = []
         for seq, candidate in candidates.items():
@@ -180,7 +192,7 @@ class Controller:
                 bundles.append((sum(candidate.values) / len(nodes), seq, nodes))
             else:
                 bundles += [(value, seq, [node]) for node, value in enumerate(candidate.values)]
-        bundles.sort(key=lambda bundle: -bundle[0])  # stable, so parents stay before children of the same value
+        bundles.sort(key=lambda bundle: -bundle[0])  # stable: parents stay before children of the same value
         best, taken, tokens, num_nodes = _MARGIN, 0, float(num_drawing), 0
         for i, (value, _, nodes) in enumerate(bundles):
             tokens += value * len(nodes)
@@ -192,43 +204,45 @@ class Controller:
         chosen: dict[Sequence, list[int]] = {}
         for _, seq, nodes in bundles[:taken]:
             chosen.setdefault(seq, []).extend(nodes)
-        self._try(candidates, chosen)
+        self._add_trial(candidates, chosen)
         self._num_drafting += bool(chosen)
         return {seq: sorted(nodes) for seq, nodes in chosen.items()}
 
     def spend(self, name: str, num_seqs: int, num_nodes: int, seconds: float) -> None:
-        """To ask one proposer for so many sequences and nodes, and to let it learn, has taken so long."""
+        """Record the seconds of asking a proposer for `num_nodes` nodes of `num_seqs` sequences and letting it observe the step."""
         method = self._methods[name]
         if method.seconds:
-            seconds = min(seconds, _DEAREST * method.seconds * num_seqs)
-        method.seconds += (seconds / num_seqs - method.seconds) * _PRICE
-        method.seconds_by_node += (seconds / num_nodes - method.seconds_by_node) * _PRICE
+            seconds = min(seconds, _MAX_PRICE_RISE * method.seconds * num_seqs)
+        method.seconds += (seconds / num_seqs - method.seconds) * _PRICE_RATE
+        method.seconds_by_node += (seconds / num_nodes - method.seconds_by_node) * _PRICE_RATE
         self._price += method.seconds * num_seqs
 
     def finish(self, seconds: float, saved: float) -> None:
-        """A step has taken so long, after drafts that have saved so much."""
+        """Record the seconds of a step, and those that its drafts saved."""
         self._now += seconds
-        most = _SAVINGS * seconds
-        self._account = min(max(self._account, -_DEBT * seconds - self._price) + _SHARE * seconds + saved, most)
+        most = _MAX_SAVINGS * seconds
+        self._account = min(max(self._account, -_MAX_DEBT * seconds - self._price) + _OVERHEAD_SHARE * seconds + saved, most)
         self._in_debt &= self._account < min(_RESERVE, most)
         self._trial_seconds += _TRIAL_SHARE * seconds
 
     def charge(self, seconds: float) -> None:
-        """What belongs to speculation has taken so long, all told."""
+        """Pay from the account for seconds of speculation other than those of draft rows."""
         self._account -= seconds
         self._in_debt |= self._account < 0
 
     def learn(self, seq: Sequence, candidate: DraftCandidate, tokens: list[int]) -> None:
-        """These tokens have followed."""
+        """Record which nodes of a candidate were right, by the tokens that the sequence went on with."""
         self._track(candidate.method, seq).acceptance.record(candidate.draft, tokens)
 
-    def _try(self, candidates: dict[Sequence, DraftCandidate], chosen: dict[Sequence, list[int]]) -> None:
-        """Run rows of a sequence that are not expected to pay, for some steps on end, when enough time has been saved for that."""
-        spare = [b for b, candidate in candidates.items() if b not in chosen and self._methods[candidate.method].traits.learns_from_rows]
-        if not spare:
+    def _add_trial(self, candidates: dict[Sequence, DraftCandidate], chosen: dict[Sequence, list[int]]) -> None:
+        """Begin a trial on one more sequence, or go on with that of the step before, where enough time has been saved for it."""
+        unused = [
+            seq for seq, candidate in candidates.items() if seq not in chosen and self._methods[candidate.method].traits.learns_from_rows
+        ]
+        if not unused:
             return
-        begun = [seq for seq in spare if seq.seq_id == self._trying]
-        seq = begun[0] if begun else spare[self._num_trials % len(spare)]
+        begun = [seq for seq in unused if seq.seq_id == self._last_trial]
+        seq = begun[0] if begun else unused[self._num_trials % len(unused)]
         candidate = candidates[seq]
         nodes = list(range(len(candidate.values) if candidate.draft.indivisible else min(_TRIAL_NODES, len(candidate.values))))
         before = sum(map(len, chosen.values()))
@@ -236,12 +250,12 @@ class Controller:
         seconds = max(0.0, tokens * self._token_seconds)
         if self._trial_seconds >= seconds * (1 if begun else _TRIAL_STEPS):
             self._trial_seconds = min(self._trial_seconds, seconds * _TRIAL_STEPS) - seconds
-            self._tried = seq.seq_id
+            self._trial = seq.seq_id
             self._num_trials += not begun
             chosen[seq] = nodes
 
     def _net(self, candidate: DraftCandidate) -> float:
-        """Tokens that an offer gains at best, less those that its rows cost."""
+        """Most tokens that a candidate gains, less the cost of its rows in tokens."""
         if candidate.draft.indivisible:
             return max(0.0, sum(candidate.values) - self._extra(len(candidate.values)))
         best = total = 0.0
@@ -251,6 +265,7 @@ class Controller:
         return best
 
     def _extra(self, nodes: int) -> float:
+        """Cost of so many draft rows in this step, in tokens of plain decoding."""
         while len(self._extras) <= nodes:
             more = self._cost.seconds(self._num_scheduled + len(self._extras)) - self._cost.seconds(self._num_scheduled)
             self._extras.append(more / self._token_seconds)

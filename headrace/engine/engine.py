@@ -228,7 +228,7 @@ class Engine:
         )
 
     def block_map(self) -> BlockMap:
-        """Who holds which block of KV now."""
+        """Which sequence holds which block of KV now."""
         return snapshot.block_map(self._scheduler.running, self._kv, self.limits.kv_groups)
 
     def close(self) -> None:

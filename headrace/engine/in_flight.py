@@ -1,4 +1,4 @@
-"""The record of a step that has been launched and not yet finished."""
+"""Records of a step that has been launched and not yet finished."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -6,12 +6,12 @@ from typing import NamedTuple
 from headrace.accept import Acceptor, Drawing
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.sequence import Sequence
-from headrace.engine.speculation import Drafting
+from headrace.engine.speculation import StepDrafts
 from headrace.logit_ops import LogitOp, Ticket
 
 
 class Member(NamedTuple):
-    """A sequence that draws."""
+    """A sequence that draws in a step."""
 
     seq: Sequence
     item: ScheduledSequence
@@ -20,19 +20,19 @@ class Member(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class StepDraws:
-    """What a step asks of its logits, and for whom."""
+    """The logit ops of a step, and the sequences that they belong to."""
 
     ops: list[LogitOp] = field(default_factory=list)
     first_score: dict[ScheduledSequence, int] = field(default_factory=dict)
-    """Index of the first op that scores a prompt."""
+    """Index of the first op that scores the prompt of a scheduled sequence."""
     groups: dict[Acceptor, list[Member]] = field(default_factory=dict)
-    """The sequences that draw, by acceptor; their ops are adjacent, in this order, behind those that score prompts."""
+    """The sequences that draw, by acceptor; their ops follow those that score prompts, in this order."""
     seqs: list[Sequence] = field(default_factory=list)
-    """All sequences of the step, with those that are forked off in it."""
+    """All sequences of the step, and those that were forked from them in it."""
 
     @property
     def needs_logits(self) -> bool:
-        """Whether an acceptor reads the logits themselves."""
+        """Whether an acceptor of the step reads the logits themselves."""
         return any(acceptor.needs_logits for acceptor in self.groups)
 
 
@@ -41,12 +41,12 @@ class InFlightStep:
     """A step that has been launched and not yet finished."""
 
     scheduled: list[ScheduledSequence]
-    drafting: Drafting | None
-    """What there is to learn about speculation; None: it rests."""
+    drafting: StepDrafts | None
+    """The drafts of the step; None while speculation rests."""
     draws: StepDraws
     tickets: list[Ticket]
-    """One for each launch; several in multi-step decoding."""
+    """A ticket for each launch; several in multi-step decoding."""
     num_rows: int
     """Rows of each launch."""
     launched: float
-    """Clock, in seconds, when its drafts were there."""
+    """Clock, in seconds, when it was launched, after drafting."""

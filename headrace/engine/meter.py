@@ -1,4 +1,4 @@
-"""Counts what the engine does, and how fast of late: a few additions a step."""
+"""Counters of the engine, and its rates over the last seconds: a few additions in each step."""
 
 from bisect import bisect_right
 from collections import deque
@@ -6,15 +6,15 @@ from itertools import pairwise
 from typing import NamedTuple
 
 WINDOW = 4.0
-"""Seconds that a rate looks back."""
+"""Seconds that a rate is measured over."""
 HISTORY = 60
-"""Seconds of history, a figure for each."""
+"""Seconds of history, with one figure for each."""
 _SPACING = 0.5
-"""Least seconds between two marks, so that their number is bounded."""
+"""Least seconds between two marks, which bounds their number."""
 
 
 class Mark(NamedTuple):
-    """What had been done at some time."""
+    """The tokens and rows counted up to a time, in seconds."""
 
     time: float
     tokens: int
@@ -22,7 +22,7 @@ class Mark(NamedTuple):
 
 
 class Meter:
-    """Tells of an engine what its parts do not know: time, output, and how requests ended. Times are of `perf_counter`."""
+    """Counts requests by how they ended, and output tokens and rows over time. Times are seconds of one clock."""
 
     def __init__(self, now: float) -> None:
         self.finished = self.aborted = self.refused = 0
@@ -32,7 +32,7 @@ class Meter:
         self._marks = deque([self.latest], maxlen=round((HISTORY + WINDOW) / _SPACING) + 1)
 
     def step(self, begun: float, ended: float, tokens: int, rows: int, num_steps: int = 1) -> None:
-        """A step, or so many, brought `tokens` output tokens, and `rows` have been computed since the engine was made."""
+        """Record `num_steps` steps with `tokens` output tokens in all; `rows` is the number of rows since the engine was made."""
         before = self.latest
         if begun - self._marks[-1].time >= _SPACING:
             self._marks.append(Mark(begun, before.tokens, before.rows))
@@ -41,7 +41,7 @@ class Meter:
         self.latest = Mark(ended, before.tokens + tokens, rows)
 
     def rates(self, now: float) -> tuple[float, float]:
-        """Tokens and rows per second over the window, or over the engine's life where that is shorter."""
+        """Tokens and rows per second over the last `WINDOW` seconds, or since the engine was made."""
         since = max(now - WINDOW, self._marks[0].time)
         if now <= since:
             return 0.0, 0.0
@@ -49,12 +49,12 @@ class Meter:
         return (self.latest.tokens - tokens) / (now - since), (self.latest.rows - rows) / (now - since)
 
     def history(self, now: float) -> list[float]:
-        """Tokens per second in each of the last seconds, the oldest first."""
+        """Tokens per second in each of the last `HISTORY` seconds, the oldest first."""
         counts = [self._at(now - second)[0] for second in range(HISTORY, -1, -1)]
         return [round(after - before, 1) for before, after in pairwise(counts)]
 
     def _at(self, time: float) -> tuple[float, float]:
-        """Tokens and rows up to a time, as if they came evenly between two marks."""
+        """Tokens and rows counted up to a time, interpolated between two marks."""
         marks = [*self._marks, self.latest]
         after = bisect_right(marks, time, key=lambda mark: mark.time)
         if after == 0:

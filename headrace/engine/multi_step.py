@@ -1,10 +1,10 @@
-"""Multi-step decoding: several launches of plain decoding with next to nothing between them.
+"""Multi-step decoding: several launches of plain decoding with little work of the host between them.
 
-Most steps of most engines are alike: every sequence gives one row and draws one token, no request joins or forks, and nothing is
-drafted. What the engine does between two such steps, with memory caches that the weights have just been through, takes as long as a
-tenth of a small model's step. So it is done for several at once: the batch of a launch takes its tokens from the launch before
-(`RaggedBatch.token_source`), and all are finished together. Each launch is the one that would have come anyway, so nothing changes
-but when the tokens are told.
+Most steps are alike: every sequence has one row and draws one token, no request joins or forks, and nothing is drafted. What the
+engine does between two such steps takes as much as a tenth of a small model's step, since the weights have just displaced the engine's data
+from the memory caches. So it is done once for several launches: each takes its tokens from the launch before it
+(`RaggedBatch.token_source`), and all are finished together. Each launch is the one that a step of its own would have made, so the
+tokens are the same; they only reach the caller later.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.scheduler import Scheduler
 from headrace.logit_ops import Draw, Drawn, LogitOp, Ticket
 
-_MOST = 16
-"""Launches in a row: no request can join, or be told anything, until they have been finished."""
+_MAX_LAUNCHES = 16
+"""Most launches in a row: until they are finished, no request can join and no token reaches a caller."""
 
 
 class MultiStep:
-    """Launches plain decoding again, for `multi_step_ms` or a little longer."""
+    """Repeats launches of plain decoding for `multi_step_ms` milliseconds or a little longer. `clock` gives seconds."""
 
     def __init__(
         self, scheduler: Scheduler, executable: Executable, block_size: int, config: EngineConfig, clock: Callable[[], float]
@@ -39,21 +39,21 @@ class MultiStep:
         """Seconds of a launch in the last multi-step decoding; 0 before the first."""
 
     def plan(self, scheduled: list[ScheduledSequence]) -> int:
-        """How many launches there may be, with slots reserved for them: 1 where these sequences need more than plain decoding."""
+        """Most launches in a row, with slots reserved for them; 1 where a sequence needs more than plain decoding."""
         if not self._is_exact or not all(item.is_plain for item in scheduled):
             return 1
-        most = min(_MOST, max(1, ceil(self._seconds / self._step_seconds))) if self._step_seconds else _MOST
+        most = min(_MAX_LAUNCHES, max(1, ceil(self._seconds / self._step_seconds))) if self._step_seconds else _MAX_LAUNCHES
         for item in scheduled:
-            seq = item.seq  # a first token is told at once
+            seq = item.seq  # its first token reaches the caller at once
             most = min(most, seq.request.limit - seq.length if seq.output.token_ids else 1)
         return self._scheduler.reserve_steps(scheduled, most)
 
     def launch(
         self, scheduled: list[ScheduledSequence], batch: RaggedBatch, ops: list[LogitOp], most: int, rest: float, **wanted: bool
     ) -> list[Ticket]:
-        """Launch this batch of plain decoding, and again: `most` times, or until a sequence ends or the time is over.
+        """Launch a batch of plain decoding again and again: `most` times, or until a sequence ends or the time is over.
 
-        `rest` is the seconds until speculation wants to know of a step; `wanted` are the `logits` and `hidden` of `Executable.launch`.
+        `rest` is the seconds until a step may have drafts again; `wanted` are the arguments `logits` and `hidden` of `Executable.launch`.
         """
         begun = self._clock()
         until = begun + min(self._seconds, rest)
@@ -84,7 +84,7 @@ class MultiStep:
 
 
 def _any_ended(ticket: Ticket, ends: list[frozenset[int]]) -> bool:
-    """Whether it is known already that a sequence has drawn one of the tokens that end it, or cannot draw."""
+    """Whether the results are there, and a sequence has drawn one of its `ends` or met logits that are not finite."""
     if not ticket.ready:
         return False
     return any(not isinstance(v, Drawn) or v.tokens[-1] in ids for v, ids in zip(ticket.wait().values, ends, strict=True))

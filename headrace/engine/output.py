@@ -1,4 +1,4 @@
-"""From drawn tokens to what the caller sees: text, stop conditions, log-probabilities, finish reasons."""
+"""The output of a sequence, from its drawn tokens: text, stop conditions, log-probabilities and the finish reason."""
 
 from collections.abc import Collection, Iterable
 from copy import copy
@@ -10,7 +10,7 @@ from headrace.request import CompletionOutput, FinishReason, Logprob, Logprobs, 
 
 
 class TextDecoder(Protocol):
-    """Text of a growing sequence of tokens, whole characters only."""
+    """Decodes a growing sequence of tokens; gives complete characters only."""
 
     def push(self, token_id: int) -> str: ...
     def flush(self) -> str: ...
@@ -18,7 +18,7 @@ class TextDecoder(Protocol):
 
 
 class TokenizerView(Protocol):
-    """What the engine sees of a tokenizer."""
+    """The part of a tokenizer that the engine uses."""
 
     @property
     def eos_ids(self) -> Collection[int]: ...
@@ -27,7 +27,7 @@ class TokenizerView(Protocol):
 
 
 class Output:
-    """The growing output of one sequence. It ends by a stop token, a stop string or its length, whichever comes first."""
+    """The growing output of one sequence. It ends with a stop token, a stop string or at `max_tokens`, whichever comes first."""
 
     def __init__(self, params: SamplingParams, tokenizer: TokenizerView, patterns: Iterable[StopPattern], max_tokens: int) -> None:
         self.token_ids: list[int] = []
@@ -38,17 +38,17 @@ class Output:
         self._params = params
         self._tokenizer = tokenizer
         self.end_ids = end_ids(params, tokenizer)
-        """Tokens that end it, if there are enough before."""
+        """Tokens that end the output once it has more than `min_tokens`."""
         self._max_tokens = max_tokens
         self._decoder = tokenizer.decoder(params.skip_special_tokens, continues=True)
         self._finder = StopFinder(patterns)
-        self._taken: list[str] = []  # what `take` has given
-        self._fresh = ""  # text since then
-        self._num_taken = 0  # tokens
+        self._taken: list[str] = []  # text that `take` has returned
+        self._fresh = ""  # text after it
+        self._num_taken = 0  # tokens that `take` has returned
         self._end_taken = False
 
     def clone(self) -> "Output":
-        """Another that goes on from here."""
+        """An independent output that continues this one."""
         clone = copy(self)
         clone.token_ids, clone.logprobs, clone._taken = self.token_ids[:], self.logprobs[:], self._taken[:]
         clone._decoder, clone._finder = self._decoder.clone(), self._finder.clone()
@@ -56,11 +56,11 @@ class Output:
 
     @property
     def text(self) -> str:
-        """All of it, what may yet be part of a stop string included."""
+        """The full text, with an end that may yet become a stop string."""
         return "".join(self._taken) + self._fresh
 
     def push(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Add a token."""
+        """Add a token, and end the output where a stop condition is met."""
         self.token_ids.append(token)
         if logprobs is not None:
             self.logprobs.append(describe(self._tokenizer, token, logprobs))
@@ -76,17 +76,17 @@ class Output:
             self.finish("length")
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End the output, with what was held back."""
+        """End the output, with the incomplete character at its end if there is one."""
         self._fresh += self._decoder.flush()
         self.finish_reason, self.stop_reason = reason, stop_reason
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to take: tokens, or the end."""
+        """Whether `take` would return new tokens or the end of the output."""
         return self._num_taken < len(self.token_ids) or (self.finish_reason is not None and not self._end_taken)
 
     def take(self) -> tuple[str, list[int], list[Logprobs]]:
-        """Text, tokens and log-probabilities since the last call; text that may yet be part of a stop string stays back."""
+        """Text, tokens and log-probabilities since the last call; text that may yet become a stop string is held back."""
         end = len(self._fresh) - (0 if self.finish_reason else self._finder.held)
         text, self._fresh = self._fresh[:end], self._fresh[end:]
         self._taken.append(text)
@@ -95,7 +95,7 @@ class Output:
         return text, self.token_ids[first:], self.logprobs[first:]
 
     def completion(self, index: int) -> CompletionOutput:
-        """The output as it is now."""
+        """The output as it is now, as the record that a caller sees."""
         return CompletionOutput(
             index,
             self.text,
@@ -107,14 +107,14 @@ class Output:
         )
 
     def _add_text(self, piece: str, armed: bool) -> str | None:
-        """Append text up to a stop string, which is returned."""
+        """Append text up to the first stop string in it, and return that string."""
         stop = self._finder.push(piece, armed)
         if stop is None:
             self._fresh += piece
             return None
         self._fresh += piece[: stop.end]
         if not self._params.include_stop_str_in_output:
-            self._fresh = self._fresh[: -len(stop.text)]  # what was taken was held to be no part of it
+            self._fresh = self._fresh[: -len(stop.text)]  # `take` has not returned any of it, since a match is held back
         return stop.text
 
 
@@ -124,7 +124,7 @@ def end_ids(params: SamplingParams, tokenizer: TokenizerView) -> frozenset[int]:
 
 
 def describe(tokenizer: TokenizerView, token: int, logprobs: TokenLogprobs) -> Logprobs:
-    """A record for the token and for each of the likeliest."""
+    """Log-probability records of a token and of the likeliest tokens at its position, by token id."""
     ids, values = [token, *logprobs.top_ids], [logprobs.logprob, *logprobs.top_logprobs]
     ranks = [logprobs.rank, *range(1, len(ids))]
     texts = [tokenizer.token_bytes(id_).decode(errors="replace") for id_ in ids]

@@ -1,8 +1,8 @@
-"""How a running engine is seen from another process: a record in a folder of the user, written only while somebody looks.
+"""The record through which another process watches a running engine: a JSON file in a private folder of the user.
 
-Who looks keeps the file `watch` there fresh. An engine asks for its age a few times a second, between two steps, and as long
-as it is fresh puts a JSON record beside it. No thread, no socket, and nothing on disk when nobody looks. An engine that has
-no work cannot write: the last thing it does before is to say that it is idle.
+A watching process touches the file `watch` in that folder again and again. An engine reads its age a few times a second, between two
+steps, and writes its record to the same folder while the file is fresh. This takes no thread and no socket, and nothing is written
+while no process watches. An engine without work runs no code, so it writes a last record, which says so, when its work ends.
 """
 
 import json
@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 VERSION = 2
-"""Of the record's form."""
+"""Version of the record's form."""
 WATCH = "watch"
+"""Name of the file that a watching process touches. A record has the map of the block pool if the file says `map`."""
 FRESH = 3.0
-"""Seconds for which a look counts."""
+"""Seconds after its last touch for which the file is fresh."""
 INTERVAL = 0.25
 """Least seconds between two records."""
 MOST_LINES = 200
-"""Sequences that a record names."""
+"""Most sequences that a record lists."""
 MOST_BLOCKS = 2**16
 """Blocks of the largest pool whose map goes into a record."""
 
@@ -32,7 +33,7 @@ _numbers = count()
 
 
 def folder() -> Path:
-    """Where records are: `HEADRACE_STATS`, else in the user's runtime folder, else in that for temporary files."""
+    """The folder of records: `HEADRACE_STATS`, else one in the user's runtime folder, else one in that for temporary files."""
     if named := os.environ.get("HEADRACE_STATS"):
         return Path(named)
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
@@ -41,7 +42,7 @@ def folder() -> Path:
 
 
 def is_private(path: Path) -> bool:
-    """Whether this is a folder of our own that nobody else may write to or read."""
+    """Whether this is a folder that belongs to the user, and that no other user may read or write."""
     try:
         status = path.lstat()
     except OSError:
@@ -50,7 +51,7 @@ def is_private(path: Path) -> bool:
 
 
 class Publisher:
-    """Writes the record of one engine. `record(with_map)` makes it."""
+    """Writes the record of one engine, which `record(with_map)` makes, with the map of the block pool or without."""
 
     def __init__(self, record: Callable[[bool], Mapping[str, Any]]) -> None:
         self._record = record
@@ -60,23 +61,26 @@ class Publisher:
         self._name = f"{os.getpid()}-{next(_numbers)}"
 
     def tick(self, now: float, *, last: bool = False) -> None:
-        """Write a record if one is wanted and due; the last one before the engine is idle is due always."""
+        """Write a record if a process watches and `INTERVAL` has passed; the last one before the engine has no work does not wait.
+
+        `now` is in seconds of the engine's clock.
+        """
         if now < self._next and not last:
             return
         self._next = now + INTERVAL
-        with suppress(OSError):  # nobody looks, or the folder is gone: that must not hurt who computes
+        with suppress(OSError):  # no process watches, or the folder is gone: the engine goes on
             watch = self._folder / WATCH
             if time.time() - watch.stat().st_mtime < FRESH and is_private(self._folder):
                 self._write(self._record(b"map" in watch.read_bytes()[:64]))
 
     def close(self) -> None:
-        """Take the record away."""
+        """Remove the record."""
         if self._file:
             with suppress(OSError):
                 self._file.unlink()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        """In one piece: a reader sees the old record or the new one."""
+        """Replace the record in one piece: a reader sees the old one or the new one."""
         new = self._folder / f".{self._name}.new"
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o600)
         with open(descriptor, "w") as file:

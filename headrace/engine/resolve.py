@@ -1,4 +1,4 @@
-"""What a step asks of its logits, and what its sequences become by the results."""
+"""The logit ops of a step, before its launch, and what becomes of its sequences, by the results."""
 
 from collections.abc import Sequence as Results
 from typing import NamedTuple
@@ -16,21 +16,22 @@ from headrace.logit_ops import Drawn, LogitOpResult, Score, StepResult
 _NOT_FINITE = "the model produced non-finite logits"
 
 Failures = list[tuple[Request, Exception]]
-"""Requests that cannot go on, and why. A request can end itself, never the engine."""
+"""Requests that cannot go on, each with its error. The error ends its request, never the engine."""
 
 
 class Resolved(NamedTuple):
-    """A sequence that goes on, and what it keeps of the step that it, or the sequence it was forked from, took part in."""
+    """A sequence that goes on after a step, and what it keeps of the step."""
 
     seq: Sequence
     item: ScheduledSequence
+    """The part of the step of this sequence, or of the one that it was forked from."""
     commit: Commit
 
 
 def prepare_draws(scheduled: list[ScheduledSequence], scheduler: Scheduler) -> StepDraws:
-    """Count the scheduled tokens as computed, fork where prompts end, and collect the ops of all sequences that draw.
+    """Count the scheduled tokens as computed, fork sequences where prompts end, and collect the logit ops of the step.
 
-    A sequence that has ended, and goes on in a static batch, is left as it is.
+    A finished sequence, which a static batch keeps, has no ops.
     """
     draws = StepDraws()
     for source, item in enumerate(scheduled):
@@ -63,7 +64,7 @@ def prepare_draws(scheduled: list[ScheduledSequence], scheduler: Scheduler) -> S
 def resolve_step(
     step: InFlightStep, results: Results[StepResult], scheduler: Scheduler, tokenizer: TokenizerView
 ) -> tuple[list[Resolved], Failures]:
-    """What becomes of the sequences of a step, by the results of its launches."""
+    """The sequences of a step that go on and the requests that fail, by the results of its launches, in their order."""
     draws = step.draws
     resolved: list[Resolved] = []
     failures: Failures = []
@@ -76,7 +77,7 @@ def resolve_step(
             resolved.append(Resolved(item.seq, item, Commit(source, [], [], [])))
     first = len(draws.ops) - sum(map(len, draws.groups.values()))
     for acceptor, group in draws.groups.items():
-        values = [_join([result.values[i] for result in results]) for i in range(first, first + len(group))]
+        values = [_concatenate([result.values[i] for result in results]) for i in range(first, first + len(group))]
         first += len(group)
         for member in group:
             member.seq.num_pending -= len(results)
@@ -88,7 +89,7 @@ def resolve_step(
 
 
 def _score_prompt(item: ScheduledSequence, first: int, result: StepResult, tokenizer: TokenizerView) -> bool:
-    """Record the prompt log-probabilities that a step gives; whether all of them are finite."""
+    """Record the prompt log-probabilities of a step, and return whether all of them are finite; `first` is the index of their first op."""
     seq = item.seq
     for position, scores in zip(item.scored, result.values[first:], strict=False):
         if not isinstance(scores, TokenLogprobs):
@@ -97,8 +98,8 @@ def _score_prompt(item: ScheduledSequence, first: int, result: StepResult, token
     return True
 
 
-def _join(values: list[LogitOpResult]) -> LogitOpResult:
-    """What one sequence drew in several launches, up to logits that were not finite; None where already the first were not."""
+def _concatenate(values: list[LogitOpResult]) -> LogitOpResult:
+    """What one sequence drew in several launches, up to logits that were not finite; None where those of the first were not."""
     if len(values) == 1:
         return values[0]
     found = values[: values.index(None)] if None in values else values
@@ -111,9 +112,9 @@ def _join(values: list[LogitOpResult]) -> LogitOpResult:
 def _accept(
     acceptor: Acceptor, group: list[Member], values: Results[LogitOpResult], result: StepResult, scheduler: Scheduler
 ) -> tuple[list[Resolved], list[Request]]:
-    """The sequences to be with their commits, and the requests whose logits are not finite.
+    """The sequences of a group that go on, with their commits, and the requests whose logits are not finite.
 
-    Where these are not the sequences that drew, one for one, they take their places in the request and in the scheduler.
+    Where the acceptor forks or frees sequences, the successors replace those that drew, in the request and in the scheduler.
     """
     accepted = acceptor.accept([member.drawing for member in group], values, result.logits)
     seqs = [member.seq for member in group]

@@ -233,7 +233,7 @@ class Scheduler:
         output.copies.extend(copies)
 
     def _victim(self, needy: Sequence) -> Sequence:
-        """Who gives way, `needy` itself or one after it: the last that has drawn since it was admitted, or, to the first, the last."""
+        """The sequence to preempt, `needy` or one after it: the last that has drawn since it was admitted, or, for the first, the last."""
         after = self.running[self.running.index(needy) :]
         drawn = [seq for seq in after if seq.has_drawn]
         return drawn[-1] if drawn and drawn[-1].group is not self.running[0].group else after[-1]

@@ -76,7 +76,7 @@ class Request:
 
     @property
     def scope(self) -> Scope:
-        """With whom it shares KV."""
+        """The scope within which its KV may be shared."""
         return Scope(self.cache_salt)
 
     @property
@@ -143,7 +143,7 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Who goes before whom, the lowest first; never changes but among beams of one request."""
+        """Its place in the order of all sequences, the lowest first; it never changes but among beams of one request."""
         return (self.request.arrival, *self.seq_id)
 
     @property
@@ -153,7 +153,7 @@ class Sequence:
 
     @property
     def scope(self) -> Scope:
-        """Who may see that its tokens were here before."""
+        """The scope within which its KV may be shared."""
         return self.request.scope
 
     @property
@@ -177,7 +177,7 @@ class Sequence:
 
     @property
     def num_until_draw(self) -> int:
-        """Missing tokens up to where it forks, or draws."""
+        """Uncomputed tokens up to where it forks, or draws."""
         return (self.fork_at if self.siblings else self.length) - self.computed
 
     @property
@@ -204,7 +204,7 @@ class Sequence:
         return Drawing(source, row, self.length, self.known, self.sampler, draft, self.num_logprobs, self.output)
 
     def prompt_rows(self, num_scheduled: int) -> range:
-        """Positions of the next `forced` rows whose logits give a prompt log-probability that is still to be recorded."""
+        """Positions of those of the next `num_scheduled` rows whose logits give a prompt log-probability that is still to be recorded."""
         if self.request.params.prompt_logprobs is None:
             return range(0)
         recorded = len(self.request.prompt_logprobs)

@@ -46,7 +46,7 @@ def _empty_slots(seqs: Iterable[Sequence], group: int, block_size: int, filled: 
 
 
 def block_map(seqs: Iterable[Sequence], kv: KvManager, groups: Iterable[KvGroup]) -> BlockMap:
-    """Who holds which block now."""
+    """Which sequence holds which block of KV now, for each KV group."""
     maps = []
     for number, (group, pool) in enumerate(zip(groups, kv.pools, strict=True)):
         holdings = [Holding(seq.request.id, seq.seq_id[1], seq.computed, list(seq.tables[number])) for seq in seqs]

@@ -1,4 +1,4 @@
-"""Where the engine gets its drafts: it asks the proposers, decides how much of what they propose to use, and keeps account."""
+"""Speculative decoding in the engine: asks the proposers, chooses which of their drafts run, and counts what that gained."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -17,11 +17,11 @@ from headrace.proposer import Proposer, SequenceView
 from headrace.request import DraftStats
 
 _RECORD_EVERY = 0.05
-"""Seconds after which the time of a step is recorded though speculation rests."""
+"""Seconds after which the time of a step is recorded even if speculation rests."""
 
 
 @dataclass(slots=True, eq=False)
-class Drafting:
+class StepDrafts:
     """The drafts of a step, and what there is to learn from them."""
 
     begun: float
@@ -29,11 +29,11 @@ class Drafting:
     ended: float = 0.0
     """Clock, in seconds, when the drafts were there."""
     asked: dict[str, dict[ScheduledSequence, int]] = field(default_factory=dict)
-    """By proposer: the sequences that it is asked about, and for how many nodes."""
+    """The sequences that each proposer is asked about, by its name, with the most nodes for each."""
     candidates: dict[Sequence, list[DraftCandidate]] = field(default_factory=dict)
-    """All that was proposed, whether or not it is in the step."""
+    """All drafts that were proposed, whether or not they run."""
     used: dict[Sequence, str] = field(default_factory=dict)
-    """The proposer whose draft is in the step."""
+    """Name of the proposer whose draft runs, for each sequence that has one."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds that asking each proposer took."""
 
@@ -49,14 +49,15 @@ class Speculation:
         self.needs_hidden = any(each.needs_hidden for each in traits.values())
         self._nodes = {name: min(each.max_nodes, config.max_draft_tokens) for name, each in traits.items()}
         self._costs: defaultdict[int, StepCost] = defaultdict(StepCost)
-        """By the magnitude of the number of sequences: the same rows take longer when they look back on more contexts."""
+        """Step costs by the bit length of the number of sequences: the same rows take longer when they attend to more contexts."""
         self._controller = Controller(traits) if config.adaptive_speculation else None
         self._clock = clock
         self._recorded = 0.0
+        """Clock, in seconds, when the time of a step was last recorded."""
 
     @property
     def rest(self) -> float:
-        """Seconds from now on in which nothing is drafted or learned."""
+        """Seconds from now on in which nothing is drafted or learned; infinite without a proposer."""
         return self._controller.rest if self._guards and self._controller else inf
 
     @property
@@ -66,20 +67,20 @@ class Speculation:
 
     @property
     def failures(self) -> int:
-        """Calls of proposers that failed, and drafts that were no trees."""
+        """Number of calls to proposers that failed, and of drafts that were not valid."""
         return sum(guard.failures for guard in self._guards.values())
 
     def close(self) -> None:
-        """Let go of the proposers, and so of the models that they draft with."""
+        """Release the proposers, and with them the models that they draft with."""
         for guard in self._guards.values():
             guard.close()
 
-    def ask(self, scheduled: list[ScheduledSequence]) -> tuple[Drafting | None, dict[ScheduledSequence, int]]:
-        """Which sequences to draft for, and for how many nodes; no record where speculation rests."""
+    def ask(self, scheduled: list[ScheduledSequence]) -> tuple[StepDrafts | None, dict[ScheduledSequence, int]]:
+        """Decide which sequences to draft for, and the most nodes for each; the record is None while speculation rests."""
         controller = self._controller
         if self.rests:
             return None, {}
-        drafting = Drafting(self._clock())
+        drafting = StepDrafts(self._clock())
         able = {item: most for item in scheduled if (most := item.max_useful_draft) > 0}
         if controller and able:
             controller.begin(self._cost(scheduled), sum(item.num_scheduled for item in scheduled), sum(item.draws for item in scheduled))
@@ -95,27 +96,30 @@ class Speculation:
                 wanted[item] = max(wanted.get(item, 0), budget)
         return drafting, wanted
 
-    def draft(self, drafting: Drafting) -> None:
-        """Give each of the sequences a draft, or none, within the budget that it was granted."""
+    def draft(self, drafting: StepDrafts) -> None:
+        """Set the draft of each sequence, which may be empty, within the budget that it was granted."""
         self._collect(drafting)
         drafting.ended = self._clock()
 
     def observe(
         self,
         scheduled: list[ScheduledSequence],
-        drafting: Drafting | None,
+        drafting: StepDrafts | None,
         commits: list[Commit],
         result: StepResult,
         num_rows: int,
         seconds: float,
         num_launches: int,
     ) -> None:
-        """See what became of a step of so many rows a launch, which took so many seconds; `result` is that of its last launch."""
+        """Learn from a finished step, and let the proposers observe it.
+
+        It took `seconds` for `num_launches` launches of `num_rows` rows each; `result` is that of the last launch.
+        """
         if not self._guards:
             return
         controller, saved, ended = self._controller, 0.0, self._clock()
         if drafting:
-            saved = self._keep_account(scheduled, commits, drafting)
+            saved = self._count_savings(scheduled, commits, drafting)
         if drafting or ended - self._recorded > _RECORD_EVERY:
             self._cost(scheduled).record(num_rows, seconds / num_launches)
             self._recorded = ended
@@ -124,17 +128,17 @@ class Speculation:
             if drafting:
                 controller.charge(drafting.ended - drafting.begun)
                 self._learn(controller, scheduled, commits, drafting)
-        wakes = not controller or not controller.rest
-        if wakes or (drafting and drafting.asked):
-            self._tell(scheduled, commits, result, drafting)
-        if controller and (wakes or drafting):  # a rest that paid for itself would be cut into pieces
+        active = not controller or not controller.rest
+        if active or (drafting and drafting.asked):
+            self._notify(scheduled, commits, result, drafting)
+        if controller and (active or drafting):  # a charge during a rest would put off its end and break up multi-step decoding
             controller.charge(self._clock() - ended)
 
     def _cost(self, scheduled: list[ScheduledSequence]) -> StepCost:
         return self._costs[len(scheduled).bit_length()]
 
-    def _collect(self, drafting: Drafting) -> None:
-        """Ask, and choose from what is proposed."""
+    def _collect(self, drafting: StepDrafts) -> None:
+        """Ask the proposers, and choose the nodes that run from what they propose."""
         controller = self._controller
         best: dict[Sequence, DraftCandidate] = {}
         items: dict[Sequence, ScheduledSequence] = {}
@@ -156,20 +160,20 @@ class Speculation:
                     drafting.candidates.setdefault(seq, []).append(candidate)
                     rival = best.get(seq, candidate)
                     best[seq] = controller.better(rival, candidate) if controller else max(rival, candidate, key=_num_nodes)
-        chosen = controller.choose(best) if controller and best else {b: list(range(len(o.draft.tokens))) for b, o in best.items()}
+        chosen = controller.choose(best) if controller and best else {seq: list(range(_num_nodes(one))) for seq, one in best.items()}
         for seq, kept in chosen.items():
             items[seq].draft = prune(best[seq].draft, kept)
             drafting.used[seq] = best[seq].method
 
-    def _learn(self, controller: Controller, scheduled: list[ScheduledSequence], commits: list[Commit], drafting: Drafting) -> None:
-        """See which of all candidates were right."""
+    def _learn(self, controller: Controller, scheduled: list[ScheduledSequence], commits: list[Commit], drafting: StepDrafts) -> None:
+        """Record which nodes of all candidates were right, also of those that did not run."""
         for commit in commits if drafting.candidates else ():
             seq = scheduled[commit.source].seq
             for candidate in drafting.candidates.get(seq, ()):
                 controller.learn(seq, candidate, commit.tokens)
 
-    def _tell(self, scheduled: list[ScheduledSequence], commits: list[Commit], result: StepResult, drafting: Drafting | None) -> None:
-        """Let the proposers see what became of the step."""
+    def _notify(self, scheduled: list[ScheduledSequence], commits: list[Commit], result: StepResult, drafting: StepDrafts | None) -> None:
+        """Let the proposers observe the step, and record the time that they take."""
         seqs: list[SequenceView] = [item.seq for item in scheduled]
         seen = [Commit(*commit[:4], scheduled[commit.source].first_draw, scheduled[commit.source].draft) for commit in commits]
         for name, guard in self._guards.items():
@@ -179,8 +183,8 @@ class Speculation:
                 nodes = drafting.asked[name]
                 self._controller.spend(name, len(nodes), sum(nodes.values()), drafting.seconds[name] + self._clock() - start)
 
-    def _keep_account(self, scheduled: list[ScheduledSequence], commits: list[Commit], drafting: Drafting) -> float:
-        """Count, and estimate the seconds saved: those of the steps that accepted tokens spare, less those of draft rows."""
+    def _count_savings(self, scheduled: list[ScheduledSequence], commits: list[Commit], drafting: StepDrafts) -> float:
+        """Update the statistics of drafts, and estimate the seconds saved: plain decoding of the accepted tokens less the draft rows."""
         if not drafting.used:
             return 0.0
         cost, num_scheduled = self._cost(scheduled), sum(item.num_scheduled for item in scheduled)
@@ -192,13 +196,13 @@ class Speculation:
         total = 0.0
         for source, item in enumerate(scheduled):
             if item.draft.tokens:
-                name, right, nodes = drafting.used[item.seq], accepted.get(source, 0), len(item.draft.tokens)
-                saved = right * token - nodes * row
+                name, num_accepted, nodes = drafting.used[item.seq], accepted.get(source, 0), len(item.draft.tokens)
+                saved = num_accepted * token - nodes * row
                 asking = drafting.seconds[name] / len(drafting.asked[name])
-                news = DraftStats(1, nodes, right, saved - asking)
-                self.stats[name] = self.stats[name].plus(news)
+                stats = DraftStats(1, nodes, num_accepted, saved - asking)
+                self.stats[name] = self.stats[name].plus(stats)
                 request = item.seq.request
-                request.drafts[name] = request.drafts.get(name, DraftStats()).plus(news)
+                request.drafts[name] = request.drafts.get(name, DraftStats()).plus(stats)
                 total += saved
         return total
 

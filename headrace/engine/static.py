@@ -1,7 +1,7 @@
 """Static batching, the baseline that in-flight batching is measured against: a batch starts together and ends together.
 
 As servers did before iteration-level scheduling (Orca, Yu et al. 2022): memory for the longest sequence of the batch is
-reserved for each at the start, nobody joins, and one that is done goes on taking a row each step, computed and ignored, until the
+reserved for each at the start, none joins, and one that is done goes on taking a row each step, computed and ignored, until the
 last one is done. One thing is kinder than it was: padding of short prompts takes slots but no rows, because a ragged step has
 no place for rows without a token. So the baseline is a little faster here than a padded one.
 """
@@ -53,7 +53,7 @@ class StaticScheduler(Scheduler):
         return 1
 
     def _form(self) -> None:
-        """Choose the next batch: as many of the queue as there are seats, and blocks for the longest of them each."""
+        """Choose the next batch: as many of the queue as may run at once, with blocks for the longest of them each."""
         self._batch, self._padded, num_running = set(), 0, 0
         for seq in self.waiting:
             num_running += seq.width

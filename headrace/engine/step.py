@@ -13,7 +13,7 @@ from headrace.engine.resolve import Resolved, prepare_draws, resolve_step
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Request
-from headrace.engine.speculation import Drafting, Speculation
+from headrace.engine.speculation import Speculation, StepDrafts
 from headrace.kv.manager import Copy, KvManager
 from headrace.kv.rows import move_slots
 from headrace.request import FinishReason, Update
@@ -21,7 +21,7 @@ from headrace.request import FinishReason, Update
 
 @dataclass
 class StepLoop:
-    """All that takes part in a step, what is in flight, and what all steps so far came to."""
+    """The parts of an engine that a step passes through, the steps in flight, and counters over all steps."""
 
     scheduler: Scheduler
     speculation: Speculation
@@ -37,7 +37,7 @@ class StepLoop:
     num_accepted: int = 0
 
     def launch(self) -> None:
-        """Launch steps until as many are in flight as the executable takes, or what comes next depends on their results."""
+        """Launch steps until as many are in flight as the executable allows, or the next depends on results that are not there yet."""
         while not self.in_flight or (len(self.in_flight) < self.executable.max_in_flight and self._can_overlap()):
             output = self.scheduler.schedule()
             if not output.scheduled:
@@ -50,14 +50,14 @@ class StepLoop:
             self._launch(output.scheduled, drafting)
 
     def finish(self) -> tuple[InFlightStep, list[Update]]:
-        """Finish the oldest step in flight: keep what it got right, and say what is new."""
+        """Wait for the oldest step in flight and commit its results; returns the step and the updates of its requests."""
         step = self.in_flight.popleft()
         results = [ticket.wait() for ticket in step.tickets]
         self.scheduler.finish(step.draws.seqs)
         resolved, failed = resolve_step(step, results, self.scheduler, self.tokenizer)
         for request, error in failed:
             self._fail(request, error)
-        kept = [one for one in resolved if one.seq.output.finish_reason is None]  # or its request has failed
+        kept = [one for one in resolved if one.seq.output.finish_reason is None]  # its request may have failed
         move_slots(self.executable, [move for one in kept for move in self._commit(one)])
         seconds = self.clock() - step.launched
         commits = [commit for _, _, commit in kept]
@@ -68,7 +68,7 @@ class StepLoop:
         return step, [update for request in dict.fromkeys(item.seq.request for item in step.scheduled) for update in request.news()]
 
     def end(self, request: Request, reason: FinishReason, message: str | None = None) -> None:
-        """End what still goes on of a request, and free what it holds."""
+        """End the sequences of a request that still run or wait, and free their blocks."""
         for seq in request.seqs:
             if seq.output.finish_reason is None:
                 seq.output.finish(reason, message)
@@ -78,7 +78,7 @@ class StepLoop:
         """Whether the next step can be launched before those in flight are finished."""
         return self.scheduler.can_overlap and self.speculation.rests and not self.in_flight[-1].drafting
 
-    def _launch(self, scheduled: list[ScheduledSequence], drafting: Drafting | None) -> None:
+    def _launch(self, scheduled: list[ScheduledSequence], drafting: StepDrafts | None) -> None:
         launched = self.clock()
         most = self.multi_step.plan(scheduled)
         batch = build(scheduled, self.kv.block_size)
@@ -99,7 +99,7 @@ class StepLoop:
         self.end(request, "error", str(error))
 
     def _commit(self, resolved: Resolved) -> list[Copy]:
-        """Keep the scheduled tokens and the accepted path, rewind the rest; returns the slots to move."""
+        """Keep the KV of the scheduled tokens and of the accepted path, free the rest; returns the slots to move."""
         seq, item, commit = resolved
         more = max(0, len(commit.tokens) - 1)  # new tokens that have KV
         seq.computed += more - (item.num_launches - 1)

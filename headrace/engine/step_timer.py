@@ -1,17 +1,17 @@
-"""How long steps take, and whether that leaves room for one more sequence."""
+"""The time of steps, and whether it allows one more sequence."""
 
 from collections import deque
 from statistics import median
 
 WINDOW = 5
-"""Steps whose median counts: one that was disturbed does not."""
+"""Steps whose median is compared with the target, so that one slow step does not count."""
 
 
 class StepTimer:
-    """Holds admissions back while steps take longer than `target_ms`; 0: never.
+    """Holds back admissions while steps take longer than `target_ms` milliseconds; 0: never.
 
-    Every decoding sequence gets a token a step, so the time of a step is the time of a token. After an admission it is measured
-    anew, so that no more than one sequence is admitted on old figures. It decides who waits, never what a token is.
+    Every decoding sequence gets a token in a step, so the time of a step is the time of a token. It is measured anew after each
+    admission, so that no two sequences are admitted by the same figures. It decides which sequences wait, and never a token.
     """
 
     def __init__(self, target_ms: float) -> None:
@@ -19,14 +19,14 @@ class StepTimer:
         self._seconds = deque[float](maxlen=WINDOW)
 
     def record(self, seconds: float) -> None:
-        """A step took so long."""
+        """Record the seconds of a step."""
         self._seconds.append(seconds)
 
     def admit(self) -> None:
-        """A sequence was admitted."""
+        """Forget the recorded steps: a sequence was admitted."""
         self._seconds.clear()
 
     @property
     def allows(self) -> bool:
-        """Whether there is room for one more."""
+        """Whether one more sequence may be admitted."""
         return not self._target or (len(self._seconds) == WINDOW and median(self._seconds) <= self._target)

@@ -1,4 +1,4 @@
-"""The block pool: who owns which block of KV slots. It holds numbers only; the storage belongs to the backend.
+"""The block pool: which sequence holds which block of KV slots. It holds numbers only; the storage belongs to the backend.
 
 A block is in the tables of one sequence or, after a fork or a prefix hit, of several; it is free again when the last of them
 releases it. A shared block is never written: a sequence that must write gets a copy of its own first.

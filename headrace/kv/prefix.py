@@ -1,12 +1,13 @@
 """The prefix cache: full blocks of KV under the tokens that they hold, for requests that begin alike.
 
-A radix tree whose edges are whole blocks of token ids. A root stands for everything else that KV depends on and for who may
-share it (`Scope`), and a node for the blocks of one stretch of tokens, one in each group of layers: its path spells all tokens up to
-the end of that stretch, which is all that their KV depends on. Edges are compared token by token, so a hit is never a matter of luck.
+A radix tree whose edges are whole blocks of token ids. A root stands for everything else that KV depends on and for the scope within
+which it may be shared (`Scope`), and a node for the blocks of one stretch of tokens, one in each group of layers: its path spells all
+tokens up to the end of that stretch, which is all that their KV depends on. Edges are compared token by token, so a hit is never a
+matter of luck.
 
 A node has a gap where the block of a group was evicted. A hit ends at a node before which no group has a gap among the blocks that
-its rows see: all of them, or those that a window reaches. In a group that sees everything whoever holds a node's block holds those of
-its whole path, and releases them from the end; so of the evictable blocks there, the one least recently used is always a leaf.
+its rows see: all of them, or those that a window reaches. In a group that sees everything, a sequence that holds a node's block holds
+those of its whole path, and releases them from the end; so of the evictable blocks there, the one least recently used is always a leaf.
 The tree itself holds no block, and a node is there as long as a block of it is, a node below it, or a sequence that has come so far.
 """
 
@@ -127,7 +128,7 @@ class PrefixCache:
             pool.exchange(table, index, kept)
 
     def _evicted(self, group: int, block: int) -> None:
-        """A block is gone. Without one of a group that sees everything nobody gets past the node, so its others are of no use."""
+        """A block is gone. Without one of a group that sees everything no hit gets past the node, so its others are of no use."""
         pools, node = self._kv.pools, self._nodes[group].pop(block)
         node.blocks[group] = NULL_BLOCK
         for other, kept in enumerate(node.blocks):

@@ -1,6 +1,6 @@
 """The block pool of layers with a window: a sequence releases what no row of it will see any more, and goes on in what it gets back.
 
-A table pays for each of its blocks, shared or not. So every block that it releases is one that it may take, whoever else had a part in
+A table pays for each of its blocks, shared or not. So every block that it releases is one that it may take, whatever other sequence shared
 it, and a prompt that is computed chunk by chunk needs no more blocks than it had when it was admitted. What sequences share in front
 of their windows costs them time only once, as everywhere, but memory on paper as often as there are sequences.
 """
@@ -45,8 +45,8 @@ class WindowPool(BlockPool):
             self._release(table[i])
             table[i] = NULL_BLOCK
         table.num_released = max(first, before)
-        room = max(0, min(table.num_released - before, self.num_available))
-        self._extend(table, min(len(table) + room, self.blocks_for(num_known)))
+        num_new = max(0, min(table.num_released - before, self.num_available))
+        self._extend(table, min(len(table) + num_new, self.blocks_for(num_known)))
 
     def _span(self, num_rows: int) -> int:
         """Most blocks that so many rows, and what the first of them sees, can touch."""

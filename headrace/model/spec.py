@@ -44,7 +44,7 @@ class ModelSpec:
     norm_eps: float
     rope: RopeSpec
     name: str = ""
-    """What the model is called, for people; whoever opens its files says so."""
+    """What the model is called, for people; it comes from where its files are opened."""
     windows: tuple[int, ...] = ()
     """Sliding window of each layer (0: none): a row sees itself and the `window - 1` positions before it."""
     tied_embeddings: bool = False

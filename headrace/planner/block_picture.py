@@ -1,4 +1,4 @@
-"""Who holds which block of KV, as an SVG picture: a cell for each block, in the order of memory.
+"""Which request holds which block of KV, as an SVG picture: a cell for each block, in the order of memory.
 
 Colour tells the request, the height of the colour how many of the block's slots hold KV, so that waste is what stays pale. A
 shared block shows the colours of its requests side by side, and a dot. Free blocks are empty, or hatched where their KV may be
@@ -119,7 +119,7 @@ def _cell(x: float, y: float, side: float, size: int, owner: _Owned, colours: di
     for i, name in enumerate(shown):
         rect = f'<rect x="{x + i * wide:.1f}" width="{wide:.1f}" fill="{colours[name]}"'
         if owner.filled < size:
-            yield f'{rect} class="room" y="{y:.1f}" height="{side:.1f}" fill-opacity="0.22"/>'
+            yield f'{rect} class="block" y="{y:.1f}" height="{side:.1f}" fill-opacity="0.22"/>'
         if high:
             yield f'{rect} class="kv" y="{y + side - high:.1f}" height="{high:.1f}"/>'
     if owner.holders > 1:

@@ -1,4 +1,4 @@
-"""What speculative decoding brings: tokens per step from how often drafts are right, and the speed that follows from what steps cost."""
+"""Expected gain of speculative decoding: tokens per step by the acceptance rate, and speedup by the costs of steps."""
 
 import random
 from collections.abc import Sequence
@@ -6,54 +6,55 @@ from typing import NamedTuple
 
 
 def expected_tokens(acceptance: float, depth: int) -> float:
-    """Tokens of a step with a chain of `depth` drafts, each right with chance `acceptance` if those before it are.
+    """Expected tokens of a step with a chain of `depth` drafts, each right with probability `acceptance` if those before it are.
 
-    (1 - a^(K+1)) / (1 - a): the drafts up to the first wrong one, and the token that the target draws behind them (Leviathan et al.
-    2023, equation 1).
+    They are (1 - a^(K+1)) / (1 - a): the drafts up to the first wrong one, and the token that the target draws after them (Leviathan
+    et al. 2023, equation 1).
     """
     return float(depth + 1) if acceptance == 1 else (1 - acceptance ** (depth + 1)) / (1 - acceptance)
 
 
 def simulated_tokens(acceptance: Sequence[float], steps: int, seed: int = 0) -> float:
-    """The same by trying: mean tokens of a step, with a chance for each depth."""
+    """Mean tokens of `steps` simulated steps; `acceptance[i]` is the probability that the draft at depth i is right."""
     rng = random.Random(seed)
     total = 0
     for _ in range(steps):
         total += 1
-        for chance in acceptance:
-            if rng.random() >= chance:
+        for probability in acceptance:
+            if rng.random() >= probability:
                 break
             total += 1
     return total / steps
 
 
 class Costs(NamedTuple):
-    """Seconds of steps."""
+    """What steps of the target and of the draft cost."""
 
     target: Sequence[float]
-    """Of the target with 1, 2, ... rows: the last token, and drafts behind it."""
+    """Seconds of a step of the target with 1, 2, ... rows: the last known token, and 0, 1, ... drafts after it."""
     draft: float
-    """Of the draft, for one draft."""
+    """Seconds to draft one token."""
 
 
 class Gain(NamedTuple):
-    """What a depth brings."""
+    """The expected gain of chains of one depth."""
 
     depth: int
     tokens: float
-    """Of a step."""
+    """Expected tokens of a step."""
     speedup: float
-    """Against plain decoding; below 1 speculation costs more than it brings."""
+    """Tokens per second over those of plain decoding; below 1, speculation costs more than it gains."""
 
 
 def gain(acceptance: float, depth: int, costs: Costs) -> Gain:
-    """Tokens of a step, over what its drafts and its target rows cost in plain steps (Leviathan et al. 2023, theorem 3.8, with
-    the target's own cost of more rows).
+    """Gain of drafting `depth` tokens: those of a step over its cost in plain steps (Leviathan et al. 2023, theorem 3.8).
+
+    Unlike in the theorem, the target's cost may grow with its rows.
     """
     tokens = expected_tokens(acceptance, depth)
     return Gain(depth, tokens, tokens * costs.target[0] / (costs.target[depth] + depth * costs.draft))
 
 
 def best_gain(acceptance: float, costs: Costs) -> Gain:
-    """The fastest depth of those whose costs are known, at least 1."""
+    """The gain of the fastest depth from 1 up to the largest whose cost is given."""
     return max((gain(acceptance, depth, costs) for depth in range(1, len(costs.target))), key=lambda g: g.speedup)

@@ -34,7 +34,7 @@ def fuse(program: Program) -> Program:
 
 
 class _Flow:
-    """Who writes a value and how often it is read."""
+    """Which op writes a value, and how often it is read."""
 
     def __init__(self, ops: list[Op]) -> None:
         self.writer = {out.id: op for op in ops if (out := op.output()) is not None}

@@ -120,11 +120,11 @@ class DraftModelProposer:
     def _reserve(self, draft: _DraftContext, length: int, busy: list[SequenceView]) -> bool:
         """Slots behind what is computed, at the cost of sequences that do not draft now; whether there are enough."""
         while (copies := self.kv.reserve(draft.tables, draft.agreed, length)) is None:
-            idle = next((other for seq, other in self._drafts.items() if any(other.tables) and seq not in busy), None)
-            if idle is None:
+            unused = next((other for seq, other in self._drafts.items() if any(other.tables) and seq not in busy), None)
+            if unused is None:
                 return False
-            idle.tokens.clear()
-            idle.agreed = 0
-            self.kv.free(idle.tables)
+            unused.tokens.clear()
+            unused.agreed = 0
+            self.kv.free(unused.tables)
         move_slots(self._executable, self.kv.slots_of(copies))
         return True

@@ -1,4 +1,4 @@
-"""The guard between the engine and a proposer: whatever goes wrong there becomes no draft, and counts."""
+"""The guard between the engine and a proposer: any failure of the proposer gives no draft, and is counted."""
 
 import operator
 from collections.abc import Callable
@@ -13,29 +13,30 @@ from headrace.logit_ops import StepResult
 from headrace.proposer import Proposer, SequenceView
 
 MOST_CONFIDENT = 7
+"""Highest confidence of a draft tree; the lowest is 0."""
 
 
 class Guard:
-    """A proposer around another. What the inner one raises, or returns that is no draft tree, becomes no draft, and counts.
+    """A wrapper of a proposer. A call that raises, or returns something other than valid draft trees, gives no draft and is counted.
 
-    A proposer is called in a thread of its own unless its traits say otherwise. Python cannot stop a thread: a call that takes
-    longer than the time limit is left to itself, its proposer is retired, and all that it can hold up is that one step. What it
-    would need to hold up more, the engine's state, it has only been given to read. A call in the engine's thread is waited for, and
-    retires its proposer in the same way if it took longer than the limit. `clock` gives seconds.
+    A proposer is called in a thread of its own unless its traits say otherwise. Python cannot stop a thread, so a call that takes
+    longer than the time limit is abandoned and its proposer retired. It holds up this one step only, since the engine's state is given
+    to it to read and not to change. A call in the engine's thread is waited for, and retires its proposer as well if it took longer
+    than the limit. `clock` gives seconds.
     """
 
     def __init__(self, proposer: Proposer, vocab_size: int, clock: Callable[[], float] = perf_counter) -> None:
         self.traits = proposer.traits
         self.failures = 0
         self.retired = False
-        """Whether a call took too long, so that there will be no other."""
+        """Whether a call took too long; the proposer is not called again."""
         self._proposer = proposer
         self._vocab_size = vocab_size
         self._clock = clock
         self._worker = None if self.traits.in_engine_thread else _Worker(self.traits.time_limit)
 
     def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
-        """A sound draft for each sequence; the proposer is not asked for those without a budget."""
+        """A valid draft for each sequence; the proposer is asked only for those with a budget."""
         drafts = [NO_DRAFT] * len(seqs)
         asked = [i for i, nodes in enumerate(budgets) if nodes > 0]
         if not asked:
@@ -45,7 +46,7 @@ class Guard:
             return drafts
         try:
             pairs = list(zip(asked, proposed, strict=True))
-        except Exception:  # whatever a proposer does wrong, the step goes on
+        except Exception:  # a failing proposer must not end the step
             self.failures += 1
             return drafts
         for i, draft in pairs:
@@ -54,15 +55,15 @@ class Guard:
         return drafts
 
     def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
-        """Pass it on."""
+        """Let the proposer observe the step."""
         self._call(lambda: self._proposer.observe(seqs, commits, result), answers=False)
 
     def close(self) -> None:
-        """Let go of the proposer; it is not called again."""
+        """Release the proposer, which must not be called again."""
         del self._proposer
 
     def _call(self, function: Callable[[], Any], *, answers: bool = True) -> Any:
-        """What the function returns; None where it fails, or is expected to answer and does not."""
+        """What the function returns, or None if it fails; with `answers`, a return value of None counts as a failure."""
         if self.retired:
             return None
         try:
@@ -76,6 +77,7 @@ class Guard:
         return answer
 
     def _call_here(self, function: Callable[[], Any]) -> Any:
+        """What the function returns in this thread; raises _TookTooLongError if it took longer than the limit."""
         limit, begun = self.traits.time_limit, self._clock()
         answer = function()
         if limit is not None and self._clock() - begun > limit:
@@ -83,25 +85,26 @@ class Guard:
         return answer
 
     def _checked(self, draft: DraftTree, budget: int) -> DraftTree:
+        """The draft with plain ints, or no draft if it is not a valid tree within the budget."""
         try:
             tokens, parents = [operator.index(t) for t in draft.tokens], [operator.index(p) for p in draft.parents]
             confidence = min(max(operator.index(draft.confidence), 0), MOST_CONFIDENT)
-            sound = (
+            valid = (
                 len(tokens) == len(parents) <= budget
                 and all(0 <= token < self._vocab_size for token in tokens)
                 and all(-1 <= parent < node for node, parent in enumerate(parents))
             )
             probabilities = draft.probabilities
-            sound = sound and (probabilities is None or probabilities.shape == (len(tokens), self._vocab_size))
+            valid = valid and (probabilities is None or probabilities.shape == (len(tokens), self._vocab_size))
         except Exception:
-            sound = False
-        if not sound:
+            valid = False
+        if not valid:
             self.failures += 1
-        return DraftTree(tokens, parents, confidence, bool(draft.indivisible), probabilities) if sound else NO_DRAFT
+        return DraftTree(tokens, parents, confidence, bool(draft.indivisible), probabilities) if valid else NO_DRAFT
 
 
 class _TookTooLongError(Exception):
-    """There was no answer in time."""
+    """A call took longer than the time limit."""
 
 
 class _Answer(NamedTuple):
@@ -110,7 +113,7 @@ class _Answer(NamedTuple):
 
 
 class _Worker:
-    """One thread that makes calls, and is waited for so long and no longer. It ends with its owner."""
+    """A thread that makes calls, each waited for at most `time_limit` seconds. It ends when the worker is collected."""
 
     def __init__(self, time_limit: float | None) -> None:
         self._time_limit = time_limit
@@ -119,7 +122,7 @@ class _Worker:
         self._thread: Thread | None = None
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """What the function returns or raises; raises _TookTooLongError when it takes too long, after which there must be no other call."""
+        """What the function returns or raises. After a _TookTooLongError there must be no other call, as its answer may yet come."""
         if self._thread is None:
             self._thread = Thread(target=_serve, args=(self._calls, self._answers), name="headrace-proposer", daemon=True)
             self._thread.start()
@@ -140,6 +143,6 @@ def _serve(calls: "SimpleQueue[Callable[[], Any] | None]", answers: "SimpleQueue
             answer = _Answer(function(), None)
         except Exception as error:
             answer = _Answer(None, error)
-        del function  # or the last sequences would live until the next call
+        del function  # it refers to sequences, which would live until the next call
         answers.put(answer)
         del answer

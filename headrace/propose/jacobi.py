@@ -1,7 +1,7 @@
-"""Jacobi decoding: drafts are what the model itself said in the last step, below drafts that were wrong.
+"""Jacobi decoding: drafts are the model's own likeliest tokens in the rows of the last, partly wrong draft (Santilli et al. 2023).
 
-The rows of a chain are all computed at once, each from the draft before it; their likeliest tokens are the chain of the next
-step, and settle from left to right into what plain decoding gives (Santilli et al. 2023).
+All rows of a chain are computed at once, each from the draft token before it. Their likeliest tokens are the chain of the next step,
+and converge from left to right to what plain decoding gives.
 """
 
 from weakref import WeakKeyDictionary
@@ -12,7 +12,7 @@ from headrace.proposer import ProposerTraits, SequenceView
 
 
 class JacobiProposer:
-    """Drafts by iteration; one look at the logits of each draft row."""
+    """Drafts by Jacobi iteration; takes one argmax over the logits of each draft row."""
 
     def __init__(self, max_nodes: int = 16) -> None:
         self.traits = ProposerTraits(max_nodes, in_engine_thread=True, time_limit=None, learns_from_rows=True, needs_logits=True)
@@ -25,11 +25,11 @@ class JacobiProposer:
         assert result.logits is not None, "the traits ask for them"
         for commit in commits:
             if commit.tokens and commit.draft.tokens:
-                # The first rows led to the new tokens. The next one is that of the first wrong draft, and says what follows it.
+                # The rows up to the accepted path gave the new tokens. The next row is that of the first wrong draft token.
                 first, end = commit.row + 1 + len(commit.path), commit.row + 1 + len(commit.draft.tokens)
                 self._chains[seqs[commit.source]] = result.logits[first:end].argmax(axis=1).tolist()
 
     def _draft(self, seq: SequenceView, budget: int) -> DraftTree:
-        # Any tokens do to begin with; those of the text itself are at least of its kind.
+        # The iteration may start from any tokens; those of the sequence are likelier than others to occur in it again.
         chain = [*self._chains.pop(seq, ()), *seq.known[:budget]][:budget]
         return DraftTree(chain, list(range(-1, len(chain) - 1)))

@@ -1,4 +1,4 @@
-"""Building and cutting draft trees: what proposers share."""
+"""Building and pruning draft trees, for proposers."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from headrace.batch import DraftTree
 
 
 class Tree:
-    """A draft tree that grows, up to `room` nodes. A token is at most once among the children of a node."""
+    """A draft tree under construction, of at most `budget` nodes. The children of a node have different tokens."""
 
     def __init__(self, budget: int) -> None:
         self.tokens: list[int] = []
@@ -15,7 +15,7 @@ class Tree:
         self._nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node
 
     def add(self, parent: int, token: int) -> int | None:
-        """The child of `parent` that carries the token, made if need be; None when there is no room for it."""
+        """The child of `parent` with this token, added if there is none; None if the budget is spent."""
         node = self._nodes.get((parent, token))
         if node is None and len(self.tokens) < self._budget:
             node = self._nodes[parent, token] = len(self.tokens)
@@ -24,7 +24,7 @@ class Tree:
         return node
 
     def add_chain(self, tokens: Iterable[int], parent: int = -1) -> list[int]:
-        """The nodes of a chain below `parent`, as much of it as there is room for."""
+        """The nodes of a chain below `parent`, as far as the budget goes."""
         nodes: list[int] = []
         for token in tokens:
             node = self.add(nodes[-1] if nodes else parent, token)
@@ -35,7 +35,7 @@ class Tree:
 
 
 def merge(chains: list[list[int]], budget: int, confidence: int = 0) -> DraftTree:
-    """The chains as one tree. It is filled level by level: those that agree go deep, those that differ share the room."""
+    """The chains as one tree, filled level by level: the more chains agree, the deeper the budget goes."""
     tree = Tree(budget)
     ends = [-1] * len(chains)
     for depth in range(max(map(len, chains), default=0)):
@@ -49,7 +49,7 @@ def merge(chains: list[list[int]], budget: int, confidence: int = 0) -> DraftTre
 
 
 def prune(draft: DraftTree, kept: list[int]) -> DraftTree:
-    """The tree of these nodes alone, ascending; with a node its parent must be there."""
+    """The tree of the `kept` nodes alone, which are ascending and have their parents among them."""
     if len(kept) == len(draft.tokens):
         return draft
     place = {node: i for i, node in enumerate(kept)} | {-1: -1}

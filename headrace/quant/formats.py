@@ -14,7 +14,7 @@ from headrace.quant import dequantise as dq
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """One of the arrays that a stored tensor is made of.
 
     With `by_row` its first axis is the stored rows of the tensor (as a transposed view, where the file has it otherwise); without, all
@@ -25,7 +25,7 @@ class Part:
     by_row: bool = True
 
 
-_CODES = {"codes": Part("u1")}
+_CODES = {"codes": TensorPart("u1")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Format:
     block: int
     nbytes: int
     values: dq.Values
-    parts: Mapping[str, Part]
+    parts: Mapping[str, TensorPart]
 
     @property
     def quantised(self) -> bool:
@@ -68,7 +68,7 @@ FORMATS: dict[str, Format] = {
         _blocks("Q4_K", 256, 144, dq.q4_k),
         _blocks("Q5_K", 256, 176, dq.q5_k),
         _blocks("Q6_K", 256, 210, dq.q6_k),
-        Format("I8_ROW", 1, 1, dq.row_scaled(dq.of_blocks(dq.i8, 1)), {**_CODES, "row_scales": Part("f4")}),
+        Format("I8_ROW", 1, 1, dq.row_scaled(dq.of_blocks(dq.i8, 1)), {**_CODES, "row_scales": TensorPart("f4")}),
     )
 }
 """Formats of weights by name: those of GGUF files, block layouts as in ggml's `ggml-common.h`, and int8 with one scale a row."""

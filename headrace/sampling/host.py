@@ -1,4 +1,4 @@
-"""Logit ops on the host: what an executable runs whose logits lie in memory."""
+"""Logit ops on the host, for executables whose logits are in its memory."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -21,11 +21,11 @@ VERIFIERS: dict[AcceptanceMethod, Verifier] = {"exact": verify_exact, "rejection
 
 Logits = NDArray[np.float32]  # [rows, vocab]
 _CALLER = Pool(1)
-"""The calling thread alone."""
+"""A pool of the calling thread alone."""
 
 
 def run_logit_ops(ops: Sequence[LogitOp], logits: Logits, pool: Pool = _CALLER) -> list[LogitOpResult]:
-    """The result of each op, in order, by the threads of the pool. `Expand` spoils its row, which no other op may read."""
+    """The result of each op, in order, computed by the threads of the pool. An `Expand` overwrites its row: no other op may read it."""
     results: list[LogitOpResult] = [None] * len(ops)
     verifications: dict[AcceptanceMethod, dict[int, Verification]] = {}
     rankings: dict[int, TopTokens] = {}
@@ -39,9 +39,9 @@ def run_logit_ops(ops: Sequence[LogitOp], logits: Logits, pool: Pool = _CALLER) 
             rankings[i] = op
         else:
             expansions[i] = op
-    for method, mine in verifications.items():
-        VERIFIERS[method](list(mine.values()), logits, pool)
-        for i, verification in mine.items():
+    for method, same in verifications.items():
+        VERIFIERS[method](list(same.values()), logits, pool)
+        for i, verification in same.items():
             results[i] = verification.drawn
     for i, ranked in zip(rankings, _rank(list(rankings.values()), logits, pool), strict=True):
         results[i] = ranked
@@ -51,7 +51,10 @@ def run_logit_ops(ops: Sequence[LogitOp], logits: Logits, pool: Pool = _CALLER) 
 
 
 def with_tokens(batch: RaggedBatch, values: Sequence[LogitOpResult]) -> RaggedBatch:
-    """The batch with the tokens that the launch before drew; an op that could not draw gives any token, for a row that is ignored."""
+    """The batch with its pending tokens filled in from `values`, the results of the launch before.
+
+    An op that met logits that are not finite gives token 0; what is computed from it is ignored.
+    """
     if batch.token_source is None:
         return batch
     drawn = np.array([value.tokens[-1] if isinstance(value, Drawn) else 0 for value in values], np.int32)
@@ -75,13 +78,13 @@ def _rank(ops: list[TopTokens], logits: Logits, pool: Pool) -> list[Ranked | Non
 
 
 def _expand(ops: list[Expand], logits: Logits, pool: Pool) -> list[Expanded | None]:
-    """One token of each op at a time: once a token is drawn its logit is gone, so the next draw in its place is the next best."""
+    """Draw one token of each op at a time; a drawn token's logit becomes -inf, so that the next draw there gives the next best token."""
     probabilities = [_probabilities(op, logits) for op in ops]
-    before = [cast(Sampler, op.sampler).clone(op.seq_index) if op.width > 1 else None for op in ops]
+    initial = [cast(Sampler, op.sampler).clone(op.seq_index) if op.width > 1 else None for op in ops]
     tokens: list[list[int]] = [[] for _ in ops]
     for rank in range(max((op.width for op in ops), default=0)):
         turn = [i for i, op in enumerate(ops) if op.width > rank]
-        samplers = [cast(Sampler, before[i] if rank else ops[i].sampler) for i in turn]
+        samplers = [cast(Sampler, initial[i] if rank else ops[i].sampler) for i in turn]
         draws = [(s.clone(ops[i].seq_index) if rank else s, ops[i].row, ops[i].position, -1) for i, s in zip(turn, samplers, strict=True)]
         for i, drawn in zip(turn, draw_all(pool, logits, draws), strict=True):
             if drawn is not None:
@@ -96,4 +99,4 @@ def _probabilities(op: Expand, logits: Logits) -> NDArray[np.float64] | None:
     try:
         return cast(Sampler, op.sampler).probabilities(logits[op.row], op.position)
     except NonFiniteLogitsError:
-        return None  # the draw will not be finite either
+        return None  # the draw meets the same logits, so the op has no result

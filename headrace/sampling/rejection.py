@@ -1,9 +1,9 @@
 """Rejection sampling of drafted chains (Leviathan et al. 2023; Chen et al. 2023): lossless in distribution.
 
-A draft token x that was drawn from q survives with probability min(1, p(x) / q(x)); where it does not, the token comes from what p
-has beyond q, normalised. Behind the last draft token that survives one more is drawn from p: the bonus token. Every token then has
-the target's distribution. Which tokens they are depends on the drafts, and so on what else is in the batch: for the same tokens each
-time there is exact verification.
+A draft token x that was drawn from q is accepted with probability min(1, p(x) / q(x)); otherwise a token is drawn from the residual
+distribution, max(p - q, 0) normalised. After a chain that is accepted to its end one more token is drawn from p: the bonus token.
+Every token then has the target's distribution. Which tokens are drawn depends on the drafts, and so on the other sequences of the
+batch; only exact verification gives the same tokens every time.
 """
 
 import numpy as np
@@ -18,9 +18,9 @@ Distribution = NDArray[np.float64]  # [vocab]
 
 
 def verify_rejection(verifications: list[Verification], logits: NDArray[np.float32], pool: Pool) -> None:
-    """Go down the chain of each as long as its draft tokens survive. A `Verifier`.
+    """Complete verifications of chains by rejection sampling: a `Verifier`.
 
-    A draft token without probabilities was certain (q is 1 there): it survives if a plain draw gives it.
+    A draft without probabilities counts as certain (q is 1 for its token), so its token is accepted if a plain draw gives it.
     """
     for verification in verifications:
         try:
@@ -31,29 +31,30 @@ def verify_rejection(verifications: list[Verification], logits: NDArray[np.float
 
 
 def residual(p: Distribution, q: Distribution) -> Distribution:
-    """What p has beyond q, normalised: the distribution of the token in place of a draft token that did not survive."""
+    """The residual distribution max(p - q, 0), normalised: that of the token in place of a rejected draft token."""
     beyond = np.maximum(p - q, 0)
     mass = beyond.sum()
     return beyond / mass if mass > 0 else p  # they differ by rounding only
 
 
 def pick(p: Distribution, uniform: float) -> int:
-    """The token at this place of the cumulated distribution."""
-    cumulated = np.cumsum(p)
-    token = int(np.searchsorted(cumulated, uniform * cumulated[-1], side="right"))
-    return min(token, int(np.flatnonzero(p)[-1]))  # rounding may lead beyond the last that can be
+    """The token at which the cumulative distribution passes `uniform`, in (0, 1)."""
+    cumulative = np.cumsum(p)
+    token = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+    return min(token, int(np.flatnonzero(p)[-1]))  # rounding may lead past the last possible token
 
 
 def _next(verification: Verification, row: NDArray[np.float32]) -> NativeDraw:
+    """The next token by its row of logits [vocab]: the draft token, or one in its place."""
     sampler, draft = verification.sampler, verification.draw.draft
     p = sampler.probabilities(row, verification.position)
-    survive, place = sampler.uniforms(verification.position)
+    accept_uniform, pick_uniform = sampler.uniforms(verification.position)
     if draft.probabilities is None or verification.node not in draft.parents:
-        token = pick(p, place)
+        token = pick(p, pick_uniform)
     else:
         child = draft.parents.index(verification.node)
         q, token = draft.probabilities[child], draft.tokens[child]
-        if survive * q[token] >= p[token]:
-            token = pick(residual(p, q), place)
+        if accept_uniform * q[token] >= p[token]:
+            token = pick(residual(p, q), pick_uniform)
     sampler.append(token)
     return scored(row, token, verification.draw.num_logprobs)

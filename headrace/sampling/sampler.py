@@ -1,4 +1,4 @@
-"""From what a request asks for to the native sampler."""
+"""The native sampler, made from the sampling parameters of a request, and functions on single rows of logits."""
 
 import hashlib
 import os
@@ -16,11 +16,11 @@ from headrace.request import SamplingParams
 __all__ = ["NativeDraw", "Sampler", "derive_seed", "draw_all", "make_sampler", "rank_all", "scored", "token_logprobs"]
 
 NativeDraw = tuple[int, tuple[float, int, list[int], list[float]] | None]
-"""A token, and the fields of its TokenLogprobs where they are asked for."""
+"""A token, and the fields of its `TokenLogprobs` where they are asked for."""
 
 
 def make_sampler(params: SamplingParams, prompt: list[int], vocab_size: int, seed: int, end_ids: Iterable[int]) -> Sampler:
-    """The sampler of a request's first sequence. `end_ids` end the output, and may not be drawn before `min_tokens`."""
+    """The sampler of a request's first sequence. The tokens of `end_ids` end the output, so they are banned before `min_tokens`."""
     return Sampler(
         vocab_size,
         prompt,
@@ -41,7 +41,7 @@ def make_sampler(params: SamplingParams, prompt: list[int], vocab_size: int, see
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """The seed of a request that brings none: 64 bits from the engine's seed and the number of the request."""
+    """The seed of a request without one: 64 bits from the engine's seed and the number of the request."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest(), "little")
 
 
@@ -51,10 +51,10 @@ def token_logprobs(logits: NDArray[np.float32], token: int, num_logprobs: int) -
 
 
 def scored(logits: NDArray[np.float32], token: int, num_logprobs: int) -> NativeDraw:
-    """A token that was not drawn by its sampler, as if it had been, with log-probabilities where they are asked for (from 0 on)."""
+    """The record of a token that was chosen without a native draw; it has log-probabilities unless `num_logprobs` is -1."""
     return token, native_token_logprobs(logits, token, num_logprobs, _isa()) if num_logprobs >= 0 else None
 
 
 def _isa() -> str:
-    """The instruction set to draw with: the best, or a lower one for tests."""
+    """The instruction set to draw with, which tests set; empty: the best of the machine."""
     return os.environ.get("HEADRACE_ISA", "")

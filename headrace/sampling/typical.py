@@ -1,8 +1,8 @@
-"""Typical acceptance (Cai et al. 2024, Medusa): lossy, for callers who want speed more than the target's distribution.
+"""Typical acceptance (Cai et al. 2024, Medusa): lossy, for more speed at the price of the target's distribution.
 
-A draft token survives if the target finds it likely enough: p(x) > min(0.09, 0.3 exp(-H(p))), with H the entropy of p, so that where
-much is possible, less is asked of a token. The longest path that survives is kept; what follows it is a plain draw. At temperature 0
-only the likeliest token survives, and nothing is lost.
+A draft token is accepted if the target finds it likely enough: p(x) > min(epsilon, delta exp(-H(p))), where H is the entropy of p, so
+the threshold is lower where many tokens are possible. The longest accepted path is kept, and a plain draw follows it. At temperature 0
+only the likeliest token is accepted, as by exact verification.
 """
 
 import numpy as np
@@ -15,11 +15,13 @@ from headrace.sampling.exact import Verification
 from headrace.sampling.sampler import Sampler, scored
 
 _EPSILON = 0.09
+"""Probability above which any token is accepted."""
 _DELTA = 0.3
+"""Share of exp(-entropy), the probability of a typical token, above which a token is accepted."""
 
 
 def verify_typical(verifications: list[Verification], logits: NDArray[np.float32], pool: Pool) -> None:
-    """Take the longest path of each tree that is likely enough, then draw. A `Verifier`."""
+    """Complete verifications by the longest accepted path of each tree and a draw after it: a `Verifier`."""
     for verification in verifications:
         try:
             draw = verification.draw
@@ -34,7 +36,7 @@ def verify_typical(verifications: list[Verification], logits: NDArray[np.float32
 
 
 def _longest(verification: Verification, logits: NDArray[np.float32], sampler: Sampler, node: int, position: int) -> list[int]:
-    """The longest path of draft nodes below `node` that survive; of equal ones the first."""
+    """The longest path of accepted draft nodes below `node`; the first of equal length. `position` is that of its first token."""
     draft = verification.draw.draft
     children = [child for child, parent in enumerate(draft.parents) if parent == node]
     if not children:
@@ -44,13 +46,14 @@ def _longest(verification: Verification, logits: NDArray[np.float32], sampler: S
     for child in _first_of_each_token(draft.tokens, children):
         token = draft.tokens[child]
         if p[token] > _threshold(p):
-            after = sampler.clone(0)  # only its penalties matter here, not its noise
+            after = sampler.clone(0)  # for its penalties; its noise is not used
             after.append(token)
             longest = max(longest, [child, *_longest(verification, logits, after, child, position + 1)], key=len)
     return longest
 
 
 def _first_of_each_token(tokens: list[int], children: list[int]) -> list[int]:
+    """The first child with each token."""
     first: dict[int, int] = {}
     for child in children:
         first.setdefault(tokens[child], child)
@@ -58,6 +61,7 @@ def _first_of_each_token(tokens: list[int], children: list[int]) -> list[int]:
 
 
 def _threshold(p: NDArray[np.float64]) -> float:
+    """The probability that an accepted token must exceed, by the distribution p [vocab]."""
     possible = p[p > 0]
     entropy = -float(np.sum(possible * np.log(possible)))
     return min(_EPSILON, _DELTA * float(np.exp(-entropy)))

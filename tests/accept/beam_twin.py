@@ -1,4 +1,4 @@
-"""Beam search, written for reading: sequence by sequence, each computed from its first token; what the engine is held to."""
+"""Beam search, written to be read: each sequence is computed from its first token; the reference for the engine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ def beam_search(
     end_ids: frozenset[int] = frozenset(),
     decode: Callable[[list[int]], str] = lambda tokens: "",
 ) -> list[Beam]:
-    """The results, best first."""
+    """The best `n` beams, best first; `longest` is the length of prompt and output at which a sequence ends."""
     width = params.beam_width or 0
     most = min(longest - len(prompt), params.max_tokens or longest)
     ends = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else end_ids)

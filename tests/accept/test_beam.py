@@ -1,4 +1,4 @@
-"""One search, step by step, on rows of logits drawn by hand."""
+"""A beam search step by step, on rows of logits that are given by hand."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ END = 3
 
 
 class Searching:
-    """A search, and the sequences that it is at."""
+    """A search and its live beams."""
 
     def __init__(self, num_end_ids: int = 1, **options: Any) -> None:
         params = SamplingParams(beam_width=2, n=2, stop_token_ids=[END][:num_end_ids], max_tokens=9, **options)
@@ -58,31 +58,31 @@ def test_equal_totals_go_by_beam_then_by_token() -> None:
     assert search.step([0.25] * 4, [0.25] * 4) == [[0, 0], [0, 1]]
 
 
-def test_both_successors_of_one_beam() -> None:
+def test_both_beams_may_continue_the_same_one() -> None:
     search = Searching()
     assert search.step([0.6, 0.3, 0.1, 0]) == [[0], [1]]
     assert search.step([0.5, 0.5, 0, 0], [0.2, 0.4, 0.4, 0]) == [[0, 0], [0, 1]]
 
 
-def test_only_the_best_may_finish_and_others_go_on_in_their_place() -> None:
+def test_only_the_best_candidates_may_finish() -> None:
     search = Searching()
-    assert search.step([0.5, 0.2, 0.1, 0.2]) == [[0], [1]]  # the end token is third: it is forgotten
+    assert search.step([0.5, 0.2, 0.1, 0.2]) == [[0], [1]]  # the end token is third, so it is dropped
     assert search.finished == []
     assert search.step([0.3, 0.05, 0.05, 0.6], [0.4, 0.3, 0.2, 0.1]) == [[0, 0], [1, 0]]
     assert search.finished == [[0, END]]
 
 
-@pytest.mark.parametrize(("early_stopping", "length_penalty", "goes_on"), [(True, 1.0, 0), (False, 0.0, 0), (False, 2.0, 2)])
-def test_when_enough_are_finished(early_stopping: bool, length_penalty: float, goes_on: int) -> None:
-    """A penalty of 2 rates what goes on above what has finished before, at half its length."""
+@pytest.mark.parametrize(("early_stopping", "length_penalty", "num_live"), [(True, 1.0, 0), (False, 0.0, 0), (False, 2.0, 2)])
+def test_the_end_of_a_search(early_stopping: bool, length_penalty: float, num_live: int) -> None:
+    """With a length penalty of 2 the longer live beam scores above the finished one of half its length."""
     search = Searching(early_stopping=early_stopping, length_penalty=length_penalty)
     assert search.step([0.4, 0.1, 0.02, 0.48]) == [[0], [1]]
     assert search.finished == [[END]]
-    assert len(search.step([0.48, 0.02, 0, 0.5], [0.5, 0.5, 0, 0])) == goes_on
+    assert len(search.step([0.48, 0.02, 0, 0.5], [0.5, 0.5, 0, 0])) == num_live
     assert sorted(search.finished) == [[0, END], [END]]
 
 
-def test_stop_strings_that_end_all_that_was_looked_at() -> None:
+def test_a_search_looks_further_if_stop_strings_end_all_candidates() -> None:
     """The first beam's fourth continuation is better than all of the second beam, though its second and third have ended."""
     search = Searching(stop=["ab", "ac"], num_end_ids=0)
     assert search.step([0.98, 0.02, 0, 0]) == [[0], [1]]
@@ -90,13 +90,13 @@ def test_stop_strings_that_end_all_that_was_looked_at() -> None:
     assert search.finished == [[0, 1]]
 
 
-def test_no_more_beams_than_candidates() -> None:
+def test_there_are_no_more_beams_than_candidates() -> None:
     search = Searching()
     assert search.step([1, 0, 0, 0]) == [[0]]
     assert search.step([0.5, 0.5, 0, 0]) == [[0, 0], [0, 1]]
 
 
-def test_penalties_see_what_each_beam_became() -> None:
+def test_penalties_apply_to_the_tokens_of_each_beam() -> None:
     sampler = _native.Sampler(4, [], presence_penalty=2.0)
     fresh, seen = sampler.clone(0), sampler.clone(0)
     seen.append(1)

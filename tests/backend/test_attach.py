@@ -1,4 +1,4 @@
-"""Programs beside a program: the same numbers as alone, with one copy of weights, KV and threads."""
+"""Programs attached to an executable: the same numbers as alone, with one copy of weights, KV and threads."""
 
 from dataclasses import replace
 

@@ -134,7 +134,7 @@ def private_bytes():
 def zeros(name, shape):
     stored = FORMATS[sys.argv[1] if len(shape) == 2 else "F32"]
     nbytes = int(np.prod(shape)) // stored.block * stored.nbytes
-    return StoredTensor.from_bytes(name, stored, shape, np.zeros(nbytes, np.uint8))  # pages that are only read are nobody's
+    return StoredTensor.from_bytes(name, stored, shape, np.zeros(nbytes, np.uint8))  # pages that are only read are not counted
 
 spec = tiny_model(0)[0]
 spec = replace(spec, dim=2048, num_heads=16, num_kv_heads=8, head_dim=128, ffn_dim=5632, vocab_size=16000, num_layers=int(sys.argv[2]))

@@ -214,7 +214,7 @@ class TestByteLevelGguf:
         [
             ({"tokens": ["a", "b", "a"], "token_type": None}, "appears twice"),
             ({"tokens": ["a", "b"]}, "token_type has 264 entries for 2"),
-            ({"tokens": None}, "tokens is missing"),
+            ({"tokens": None}, r"ggml\.tokens is missing"),
             ({"token_type": ["x"] * 264}, "array of numbers"),
             ({"merges": ["h zzz"]}, "merges"),
             ({"merges": ["nospace"]}, "merges"),

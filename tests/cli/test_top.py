@@ -1,4 +1,4 @@
-"""`headrace top`: engines are seen while somebody looks, and only then."""
+"""`headrace top`: engines are seen while `top` looks, and only then."""
 
 import json
 import os
@@ -74,7 +74,7 @@ class TestWriting:
         engine.step()
         assert file.read_text() == before
 
-    def test_the_last_word_of_an_engine_is_that_it_is_idle(self, folder: Path) -> None:
+    def test_the_last_word_of_an_engine_is_that_it_is_inactive(self, folder: Path) -> None:
         watch, engine = Watch(), busy_engine()
         while engine.has_work:
             engine.step()

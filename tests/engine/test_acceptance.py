@@ -1,4 +1,4 @@
-"""Measured acceptance of drafts."""
+"""Acceptance rates, learned from drafts and the tokens that followed."""
 
 import random
 
@@ -10,12 +10,12 @@ from headrace.engine.acceptance import AcceptanceRates
 CHAIN = DraftTree([1, 2, 3], [-1, 0, 1])
 
 
-def test_nothing_known_is_half() -> None:
+def test_a_new_proposer_is_expected_to_be_right_half_the_time() -> None:
     assert AcceptanceRates().values(CHAIN) == [0.5, 0.25, 0.125]
     assert AcceptanceRates().values(DraftTree([1, 2], [-1, -1])) == [0.5, 0.125]
 
 
-def test_rates_by_depth_are_found() -> None:
+def test_rates_are_learned_by_depth() -> None:
     acceptance, rng = AcceptanceRates(), random.Random(0)
     for _ in range(3000):
         tokens = [1 if rng.random() < 0.8 else 9, 2 if rng.random() < 0.4 else 9, 3]
@@ -24,7 +24,7 @@ def test_rates_by_depth_are_found() -> None:
     assert first == pytest.approx(0.8, abs=0.15) and second / first == pytest.approx(0.4, abs=0.2) and third / second > 0.7
 
 
-def test_confidence_and_rank_are_apart() -> None:
+def test_confidence_and_rank_have_rates_of_their_own() -> None:
     acceptance = AcceptanceRates()
     fork = DraftTree([1, 2], [-1, -1], confidence=1)
     for _ in range(50):
@@ -34,16 +34,16 @@ def test_confidence_and_rank_are_apart() -> None:
     assert acceptance.values(CHAIN)[0] == 0.5
 
 
-def test_what_is_not_decided_is_not_counted() -> None:
+def test_nodes_beyond_the_known_tokens_are_not_counted() -> None:
     acceptance = AcceptanceRates()
     acceptance.record(CHAIN, [])
     assert acceptance.values(CHAIN) == [0.5, 0.25, 0.125]
     acceptance.record(CHAIN, [1])
     first, second, _ = acceptance.values(CHAIN)
-    assert first > 0.5 and second / first == pytest.approx(first)  # taken from the first depth, since nothing is known of the second
+    assert first > 0.5 and second / first == pytest.approx(first)  # the second depth has no observations, so its rate is that of the first
 
 
-def test_a_sequence_starts_from_all_and_becomes_its_own() -> None:
+def test_rates_of_a_sequence_start_from_those_of_all_sequences() -> None:
     general = AcceptanceRates()
     other, mine = AcceptanceRates(general), AcceptanceRates(general)
     for _ in range(100):

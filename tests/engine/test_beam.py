@@ -67,7 +67,7 @@ def blocks_alone(prompt_len: int, params: SamplingParams, block_size: int) -> in
     return shared + (params.beam_width or 1) * (-(-(prompt_len + (params.max_tokens or 0) - 1) // block_size) - shared)
 
 
-def idle(engine: Engine) -> None:
+def assert_all_free(engine: Engine) -> None:
     stats = engine.stats()
     assert (stats.blocks_free, stats.running, stats.waiting) == (stats.blocks_total, 0, 0)
 
@@ -105,7 +105,7 @@ def test_the_results_are_those_of_the_naive_search(
         assert [(u.index, u.text, u.token_ids, u.finish_reason) for u in mine] == [
             (o.index, o.text, o.token_ids, o.finish_reason) for o in result.outputs
         ]
-    idle(engine)
+    assert_all_free(engine)
 
 
 @cache
@@ -151,7 +151,7 @@ def test_preemption_is_not_seen_and_keeps_the_prompt_shared() -> None:
     for result, (prompt, _) in zip(run_all(engine, requests), requests, strict=True):
         agree(result, toy_search(prompt, params), params)
     assert engine.stats().preemptions > 0
-    idle(engine)
+    assert_all_free(engine)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_row_that_is_not_finite_fails_the_request_alone() -> None:
     assert isinstance(failed.error, NonFiniteLogitsError)
     assert "error" in {output.finish_reason for output in failed.outputs}
     assert [*prompt, *other.outputs[0].token_ids] == plain_decoding(prompt, greedy, 0)
-    idle(engine)
+    assert_all_free(engine)
 
 
 def test_abort_in_every_state() -> None:
@@ -198,7 +198,7 @@ def test_abort_in_every_state() -> None:
                 scores = [(output.cumulative_logprob or 0) / max(1, len(output.token_ids)) for output in result.outputs]
                 assert result.finished and scores == sorted(scores, reverse=True)
                 assert {output.finish_reason for output in result.outputs} <= {"abort", "stop"}
-        idle(engine)
+        assert_all_free(engine)
 
 
 def test_an_aborted_search_says_the_best_so_far() -> None:

@@ -113,7 +113,7 @@ def test_default_model(
     executable: Executable, plain_real: dict[str, list[RequestOutput]], method: Method, prompt: str, titles: list[str]
 ) -> None:
     rows = {"max_num_batched_tokens": 7} if "chunked prefill" in titles else {}
-    # Equal requests would share their blocks, and nobody would have to give way.
+    # Equal requests would share their blocks, and none would have to be preempted.
     blocks: dict[str, Any] = {"num_blocks": 10, "prefix_cache": False} if "preemption" in titles else {}
     engine = engine_on(executable, **blocks, **rows, **method.options)
     for _ in range(2):  # the second time some methods know the answer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.batch import DraftTree
-from headrace.engine.speculation import Drafting, Speculation
+from headrace.engine.speculation import Speculation, StepDrafts
 from headrace.propose import prune
 from headrace.propose.draft_model import DraftModelProposer
 from headrace.proposer import ProposerTraits
@@ -142,7 +142,7 @@ class EveryOther(Speculation):
 
     num_steps = 0
 
-    def draft(self, drafting: Drafting) -> None:
+    def draft(self, drafting: StepDrafts) -> None:
         super().draft(drafting)
         self.num_steps += 1
         for item in {item for asked in drafting.asked.values() for item in asked}:

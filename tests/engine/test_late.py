@@ -1,4 +1,4 @@
-"""Steps are launched before the last one has been finished, where nothing depends on it, and nobody can tell."""
+"""A step is launched before the last one is finished, if it does not depend on its results; the results stay the same."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def overlaps(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("multi_step_ms", [0, 1e6])
-def test_decoding_overlaps(multi_step_ms: float) -> None:
+def test_plain_decoding_overlaps(multi_step_ms: float) -> None:
     requests = [([1, 2, 3], SamplingParams(temperature=0, max_tokens=30)), ([4, 5], SamplingParams(seed=1, max_tokens=25, n=3))]
     late, plain = (toy_engine(late=late, multi_step_ms=multi_step_ms) for late in (True, False))
     for one, other in zip(run_all(late, requests), run_all(plain, requests), strict=True):
@@ -38,13 +38,13 @@ def test_decoding_overlaps(multi_step_ms: float) -> None:
     ],
     ids=["drafts", "beams", "static"],
 )
-def test_nothing_overlaps_that_depends_on_results(options: dict[str, Any], params: dict[str, Any]) -> None:
+def test_steps_that_depend_on_results_do_not_overlap(options: dict[str, Any], params: dict[str, Any]) -> None:
     engine = toy_engine(late=True, **options)
     run_all(engine, [([1, 2, 3], SamplingParams(**{"temperature": 0.0, "max_tokens": 12} | params))])
     assert overlaps(engine) == 0
 
 
-def test_what_an_aborted_request_holds_is_free_when_its_step_has_run() -> None:
+def test_blocks_of_an_aborted_request_are_free_once_its_step_has_run() -> None:
     engine = toy_engine(late=True)
     request_id = engine.add_request([1, 2, 3], SamplingParams(max_tokens=20))
     for _ in range(3):
@@ -56,7 +56,7 @@ def test_what_an_aborted_request_holds_is_free_when_its_step_has_run() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_real_backend(backend: str) -> None:
+def test_a_real_backend_overlaps(backend: str) -> None:
     model = tiny_model(5, window=6)
     late, plain = (tiny_engine(model, backend, late=late, eos_ids=(60,), slots=3200) for late in (True, False))
     for one, other in zip(run_all(late, REQUESTS * 2), run_all(plain, REQUESTS * 2), strict=True):

@@ -1,4 +1,4 @@
-"""Several steps of plain decoding in a row: as many as there may be, and the same tokens."""
+"""Multi-step decoding: how many launches there are in a row, and that the tokens are the same."""
 
 import pytest
 
@@ -10,7 +10,8 @@ from tests.random_trees import RandomTrees
 from tests.tiny import run_all, tiny_engine, tiny_model
 
 ALWAYS = 1e6
-MOST = 16
+"""A `multi_step_ms` that no test reaches."""
+MAX_LAUNCHES = 16
 
 
 def add(engine: Engine, prompt: list[int], **params: object) -> str:
@@ -18,28 +19,29 @@ def add(engine: Engine, prompt: list[int], **params: object) -> str:
 
 
 def tokens_by_step(engine: Engine) -> list[int]:
+    """Number of tokens that each step of the engine gives, until it has no work."""
     counts = []
     while engine.has_work:
         counts.append(sum(len(update.token_ids) for update in engine.step()))
     return counts
 
 
-def test_tokens_come_several_at_a_time_up_to_the_last() -> None:
+def test_a_request_gets_its_first_token_alone_and_then_several_at_a_time() -> None:
     engine = toy_engine(multi_step_ms=ALWAYS)
     add(engine, [1, 2])
-    assert tokens_by_step(engine) == [1, MOST, 13]  # the first is told at once
+    assert tokens_by_step(engine) == [1, MAX_LAUNCHES, 13]
     stats = engine.stats()
     assert (stats.steps, stats.rows, stats.rows_last) == (30, 31, 1)
 
 
-def test_one_at_a_time_where_steps_are_longer_or_it_is_switched_off() -> None:
+def test_tokens_come_one_at_a_time_if_steps_are_longer_or_it_is_switched_off() -> None:
     for multi_step_ms in (0, 1e-6):
         engine = toy_engine(multi_step_ms=multi_step_ms)
         add(engine, [1, 2], max_tokens=5)
         assert tokens_by_step(engine) == [1] * 5
 
 
-def test_they_end_with_the_first_sequence_that_ends() -> None:
+def test_launches_end_with_the_first_sequence_that_ends() -> None:
     free = plain_decoding([4], SamplingParams(temperature=0, max_tokens=30), 0)
     stop = free[6]
     engine = toy_engine(multi_step_ms=ALWAYS)
@@ -48,10 +50,10 @@ def test_they_end_with_the_first_sequence_that_ends() -> None:
     counts = tokens_by_step(engine)
     length = free.index(stop, 1)
     assert counts[:2] == [2, 2 * (length - 1)] and sum(counts) == length + 30
-    assert engine.stats().rows == length + 30  # nothing was computed in vain
+    assert engine.stats().rows == length + 30  # no row was computed after an end
 
 
-def test_they_end_with_the_blocks() -> None:
+def test_launches_end_when_no_block_is_free() -> None:
     engine = toy_engine(multi_step_ms=ALWAYS, num_blocks=4, block_size=4)
     add(engine, [1, 2, 3], max_tokens=13)
     counts = tokens_by_step(engine)
@@ -59,7 +61,7 @@ def test_they_end_with_the_blocks() -> None:
     assert engine.stats().blocks_free == 4
 
 
-def test_a_newcomer_waits_for_no_more_than_these() -> None:
+def test_a_new_request_waits_for_one_multi_step_at_most() -> None:
     engine = toy_engine(multi_step_ms=ALWAYS)
     add(engine, [1, 2])
     engine.step()
@@ -69,7 +71,7 @@ def test_a_newcomer_waits_for_no_more_than_these() -> None:
 
 
 @pytest.mark.parametrize("params", [{"n": 3, "temperature": 1.0}, {"beam_width": 3}, {"prompt_logprobs": 1}])
-def test_what_is_not_plain_is_as_it_was(params: dict[str, object]) -> None:
+def test_other_decoding_gives_the_same_results(params: dict[str, object]) -> None:
     results: list[list[RequestOutput]] = []
     for multi_step_ms in (0, ALWAYS):
         engine = toy_engine(multi_step_ms=multi_step_ms)
@@ -89,7 +91,7 @@ def test_logits_that_are_not_finite_end_their_own_request_only() -> None:
     same(results[1], alone[0], exact=True)
 
 
-def test_drafts_go_first() -> None:
+def test_there_are_drafts_in_spite_of_multi_step_decoding() -> None:
     engine = toy_engine(multi_step_ms=ALWAYS, proposer=RandomTrees(0, 23, {}, max_nodes=4))
     add(engine, [1, 2], max_tokens=20)
     tokens_by_step(engine)
@@ -97,7 +99,7 @@ def test_drafts_go_first() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_real_steps(backend: str) -> None:
+def test_a_real_backend_gives_the_same_results(backend: str) -> None:
     model = tiny_model(5, window=40)
     requests = [
         (list(range(1, 30)), SamplingParams(temperature=0.8, seed=3, max_tokens=90, logprobs=2, presence_penalty=0.4, ignore_eos=True)),

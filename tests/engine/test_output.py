@@ -1,4 +1,4 @@
-"""Text, stop strings and finish reasons of one sequence, against an oracle that sees the whole output at once."""
+"""Text, stop strings and finish reasons of one sequence, against a search of the complete output."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def push_all(out: Output, tokens: list[int]) -> list[str]:
 class TestStopStrings:
     @given(text=st.text("ab", max_size=40), stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4), data=st.data())
     @settings(max_examples=300, deadline=None)
-    def test_finder_against_search(self, text: str, stops: list[str], data: st.DataObject) -> None:
+    def test_the_finder_agrees_with_a_plain_search(self, text: str, stops: list[str], data: st.DataObject) -> None:
         finder = StopFinder(StopPattern(stop) for stop in stops)
         ends = [end for end in range(1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
         done = 0
@@ -53,46 +53,46 @@ class TestStopStrings:
             prefixes = [stop[:length] for stop in stops for length in range(1, len(stop))]
             assert finder.held == max((len(prefix) for prefix in prefixes if text[:done].endswith(prefix)), default=0)
 
-    def test_straddles_tokens(self) -> None:
+    def test_a_stop_string_may_span_tokens(self) -> None:
         out = output(stop="bca")
         assert push_all(out, [A, B, C, AB]) == ["a", "", "", ""]
         assert (out.text, out.finish_reason, out.stop_reason) == ("a", "stop", "bca")
         assert out.token_ids == [A, B, C, AB]
 
-    def test_can_be_kept(self) -> None:
+    def test_a_stop_string_can_be_included_in_the_output(self) -> None:
         out = output(stop=["bca"], include_stop_str_in_output=True)
         assert "".join(push_all(out, [A, B, C, AB])) == out.text == "abca"
 
-    def test_what_was_held_comes_out_when_it_is_none(self) -> None:
+    def test_held_text_is_released_when_it_is_no_stop_string(self) -> None:
         out = output(stop="abd")
         assert push_all(out, [A, B, A, B, C]) == ["", "", "ab", "", "abc"]
 
-    def test_what_was_held_comes_out_at_the_end(self) -> None:
+    def test_held_text_is_released_at_the_end(self) -> None:
         out = output(stop="abd", max_tokens=2)
         assert push_all(out, [A, B]) == ["", "ab"]
         assert out.finish_reason == "length"
 
-    def test_beats_the_length(self) -> None:
+    def test_a_stop_string_at_the_last_token_counts(self) -> None:
         out = output(stop="ab", max_tokens=2)
         push_all(out, [A, B])
         assert (out.finish_reason, out.stop_reason, out.text) == ("stop", "ab", "")
 
-    def test_inside_a_character_of_several_tokens(self) -> None:
+    def test_a_character_of_several_tokens_can_be_a_stop_string(self) -> None:
         out = output(stop="€")
         assert push_all(out, [A, *EURO, B]) == ["a", "", "", ""]
         assert out.stop_reason == "€"
 
-    def test_not_before_min_tokens(self) -> None:
+    def test_a_stop_string_does_not_end_before_min_tokens(self) -> None:
         out = output(stop="ab", min_tokens=2)
         assert "".join(push_all(out, [A, B, A, B, C])) == "ab"
         assert out.token_ids == [A, B, A, B]
 
-    def test_may_begin_before_min_tokens(self) -> None:
+    def test_a_stop_string_may_begin_before_min_tokens(self) -> None:
         out = output(stop="ab", min_tokens=1)
         push_all(out, [A, B])
         assert (out.text, out.finish_reason) == ("", "stop")
 
-    def test_a_long_one(self) -> None:
+    def test_a_long_stop_string(self) -> None:
         stop = "ab" * 499 + "cd"
         out = output(max_tokens=2000, stop=stop)
         push_all(out, [A, B] * 500 + [C, D, A])
@@ -100,22 +100,22 @@ class TestStopStrings:
 
 
 class TestStopTokens:
-    def test_end_of_text(self) -> None:
+    def test_an_end_of_text_token_ends_the_output(self) -> None:
         out = output()
         assert push_all(out, [A, EOS, B]) == ["a", ""]
         assert (out.token_ids, out.finish_reason, out.stop_reason) == ([A, EOS], "stop", None)
 
-    def test_ignored(self) -> None:
+    def test_ignore_eos_goes_on_after_it(self) -> None:
         out = output(ignore_eos=True)
         push_all(out, [A, EOS, B])
         assert out.finish_reason is None
 
-    def test_of_the_request(self) -> None:
+    def test_a_request_has_stop_tokens_of_its_own(self) -> None:
         out = output(stop_token_ids=[C])
         push_all(out, [A, C])
         assert (out.text, out.finish_reason, out.stop_reason) == ("a", "stop", C)
 
-    def test_kept(self) -> None:
+    def test_a_stop_token_can_be_included_in_the_output(self) -> None:
         out = output(stop_token_ids=[C], include_stop_str_in_output=True)
         push_all(out, [A, C])
         assert out.text == "ac"
@@ -124,7 +124,7 @@ class TestStopTokens:
 class TestText:
     @given(tokens=st.lists(st.integers(0, 59), max_size=30), stops=st.lists(st.text("abc€", min_size=1, max_size=3), max_size=3))
     @settings(max_examples=200, deadline=None)
-    def test_the_stream_is_the_text(self, tokens: list[int], stops: list[str]) -> None:
+    def test_the_pieces_of_the_stream_make_the_text(self, tokens: list[int], stops: list[str]) -> None:
         out = output(max_tokens=25, stop=stops)
         pieces = push_all(out, tokens)
         if out.finish_reason is None:
@@ -134,12 +134,12 @@ class TestText:
         if out.stop_reason is None:
             assert out.text == VOCABULARY.decode(out.token_ids)
 
-    def test_a_cut_character(self) -> None:
+    def test_an_incomplete_character_at_the_end_is_replaced(self) -> None:
         out = output(max_tokens=2)
         assert push_all(out, EURO) == ["", "\ufffd"]
 
 
-def test_logprobs() -> None:
+def test_logprobs_are_recorded_for_each_token() -> None:
     out = output(logprobs=2)
     out.push(A, TokenLogprobs(-2.5, 3, [B, C], [-0.5, -1.5]))
     out.push(B, TokenLogprobs(-0.25, 1, [B, C], [-0.25, -1.75]))
@@ -154,16 +154,16 @@ def test_logprobs() -> None:
 
 
 @pytest.mark.parametrize("asked", [None, 0])
-def test_logprobs_only_when_asked(asked: int | None) -> None:
+def test_logprobs_are_none_unless_asked_for(asked: int | None) -> None:
     completion = output(logprobs=asked).completion(0)
     assert (completion.logprobs, completion.cumulative_logprob) == ((None, None) if asked is None else ([], 0.0))
 
 
 @given(tokens=st.lists(st.integers(0, 59), max_size=20), at=st.integers(0, 20), other=st.lists(st.integers(0, 59), max_size=5))
 @settings(max_examples=200, deadline=None)
-def test_a_clone_goes_on_by_itself(tokens: list[int], at: int, other: list[int]) -> None:
-    """Half a character, or half a stop string, may be on its way."""
-    first, whole = output(stop=["ab", "bca"], logprobs=0), output(stop=["ab", "bca"], logprobs=0)
+def test_a_clone_continues_independently(tokens: list[int], at: int, other: list[int]) -> None:
+    """The clone may be made within a character or a stop string."""
+    first, expected = output(stop=["ab", "bca"], logprobs=0), output(stop=["ab", "bca"], logprobs=0)
     record = TokenLogprobs(-0.5, 1, [], [])
 
     def push(out: Output, more: list[int]) -> None:
@@ -176,5 +176,5 @@ def test_a_clone_goes_on_by_itself(tokens: list[int], at: int, other: list[int])
     clone = first.clone()
     push(first, other)
     push(clone, tokens[at:])
-    push(whole, tokens)
-    assert clone.completion(0) == whole.completion(0)
+    push(expected, tokens)
+    assert clone.completion(0) == expected.completion(0)

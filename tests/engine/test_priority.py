@@ -1,4 +1,4 @@
-"""Priorities, time limits and pace: who goes first, who ends early, who waits, and that nobody waits for ever."""
+"""Priorities, time limits and the time of steps: which request goes first, ends early or waits, and that none waits for ever."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Promise 1: the same request gives the same tokens, whatever is in the batch, however it is cut, and whoever drafts.
+"""Promise 1: the same request gives the same tokens, whatever is in the batch, however it is cut, and whatever drafts.
 
 `cpu` must be equal to the bit, log-probabilities included; `reference` computes in float64, in an order that depends on the
 batch, so its log-probabilities may differ in the last place.

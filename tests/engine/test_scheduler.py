@@ -1,4 +1,4 @@
-"""Who gets rows, in what order, and who gives way."""
+"""Which sequences get rows, in what order, and which are preempted."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def test_decoding_goes_before_chunks() -> None:
 def test_a_long_prompt_has_few_rows_beside_tokens() -> None:
     engine = toy_engine(chunked_prefill_size=2)
     add(engine, 12)
-    assert step(engine) == [(0, 12, 0)]  # nobody decodes
+    assert step(engine) == [(0, 12, 0)]  # none decodes
     add(engine, 12)
     add(engine, 12)
     assert step(engine) == [(0, 1, 0), (1, 3, 0)]  # two, and one for each that decodes

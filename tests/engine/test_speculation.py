@@ -1,4 +1,4 @@
-"""How much is drafted, by a clock that runs as the test says: what pays is used, what does not is dropped and looked at again."""
+"""Adaptive speculation under a simulated clock: drafts that pay are used, others are dropped and tried again later."""
 
 import random
 import threading
@@ -26,6 +26,8 @@ STEP_MS: dict[str, Callable[[int], float]] = {
 
 
 class Clock:
+    """Simulated seconds, which the tests advance."""
+
     now = 0.0
 
     def __call__(self) -> float:
@@ -68,7 +70,10 @@ def serve(
     warm: bool = True,
     **config: Any,
 ) -> tuple[float, Any, list[Any]]:
-    """Virtual seconds, stats and tokens of so many greedy requests at once, in an engine that has served others like them, or none."""
+    """Simulated seconds, stats and tokens of `seqs` greedy requests at once; with `warm` the engine has served the same ones before.
+
+    A step takes `step_ms(rows)` milliseconds; with `jitter` up to that share more, and five times as long in 2% of the steps.
+    """
     clock, rng = Clock(), random.Random(1)
     options = {"adaptive_speculation": True, "max_draft_tokens": 8} | config
     engine = toy_engine(max_model_len=LENGTH + 20, num_blocks=2000, proposer=proposers(clock), clock=clock, **options)
@@ -91,7 +96,8 @@ def serve(
     return clock.now - start, engine.stats(), [result.outputs[0].token_ids for result in results]
 
 
-def speed_up(step_ms: Callable[[int], float], right: Callable[[int], float], seqs: int, **options: Any) -> float:
+def speedup(step_ms: Callable[[int], float], right: Callable[[int], float], seqs: int, **options: Any) -> float:
+    """Seconds of plain decoding over those with an oracle's drafts; the tokens are the same."""
     plain, _, expected = serve(step_ms, lambda clock: {}, seqs=seqs)
     seconds, stats, tokens = serve(step_ms, lambda clock: {"oracle": Oracle(right)}, seqs=seqs, **options)
     assert tokens == expected and stats.proposer_failures == 0
@@ -106,12 +112,12 @@ def _mean_jitter(jitter: float) -> float:
 @pytest.mark.parametrize("seqs", [1, 8])
 @pytest.mark.parametrize("jitter", [0.0, 0.5])
 def test_wrong_drafts_cost_next_to_nothing(machine: str, seqs: int, jitter: float) -> None:
-    assert speed_up(STEP_MS[machine], lambda position: 0.0, seqs, jitter=jitter) > (0.85 if jitter else 0.98)
+    assert speedup(STEP_MS[machine], lambda position: 0.0, seqs, jitter=jitter) > (0.85 if jitter else 0.98)
 
 
 @pytest.mark.parametrize("right", [0.5, 0.9])
-def test_a_new_engine_learns_quickly(right: float) -> None:
-    assert speed_up(STEP_MS["arithmetic alone"], lambda position: right, 1, warm=False) > 0.85
+def test_a_new_engine_loses_little_while_it_learns(right: float) -> None:
+    assert speedup(STEP_MS["arithmetic alone"], lambda position: right, 1, warm=False) > 0.85
 
 
 @pytest.mark.parametrize(
@@ -128,15 +134,15 @@ def test_a_new_engine_learns_quickly(right: float) -> None:
     ],
 )
 def test_right_drafts_pay_where_rows_are_cheap(machine: str, seqs: int, right: float, least: float) -> None:
-    assert speed_up(STEP_MS[machine], lambda position: right, seqs) > least
+    assert speedup(STEP_MS[machine], lambda position: right, seqs) > least
 
 
-def test_what_did_not_pay_is_found_again_when_it_does() -> None:
-    assert speed_up(STEP_MS["135M on two cores"], lambda position: float(position > LENGTH // 2), 1) > 1.5
+def test_a_proposer_that_begins_to_be_right_is_used_again() -> None:
+    assert speedup(STEP_MS["135M on two cores"], lambda position: float(position > LENGTH // 2), 1) > 1.5
 
 
-def test_control_is_what_saves_from_loss() -> None:
-    assert speed_up(STEP_MS["135M on two cores"], lambda position: 0.0, 1, adaptive_speculation=False) < 0.7
+def test_wrong_drafts_are_slow_without_adaptive_speculation() -> None:
+    assert speedup(STEP_MS["135M on two cores"], lambda position: 0.0, 1, adaptive_speculation=False) < 0.7
 
 
 def test_a_slow_proposer_is_asked_rarely() -> None:
@@ -153,7 +159,7 @@ def test_a_slow_proposer_is_asked_rarely() -> None:
 
 
 class Busy(Oracle):
-    """Is always wrong, and takes time for every step that it sees."""
+    """Is always wrong, and takes 0.1 ms for each call."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(lambda position: 0.0, clock, seconds=0.0001)
@@ -180,10 +186,10 @@ def test_speculation_rests_while_it_does_not_pay(seqs: int) -> None:
 
 
 class Interrupted(Oracle):
-    """Once, somebody else has the machine for a second while it is asked."""
+    """Takes a second longer in one call, as if another process had the machine."""
 
     at = 10
-    """After so many calls."""
+    """Number of calls before the long one."""
 
     def propose(self, seqs: list[Any], budgets: list[int]) -> list[DraftTree]:
         assert self._clock
@@ -205,7 +211,7 @@ def test_one_interruption_does_not_stop_speculation_for_long() -> None:
 
 
 class Deep(Oracle):
-    """Takes half a millisecond for each depth."""
+    """Takes 0.5 ms for each depth of its drafts."""
 
     traits = Oracle.traits._replace(width=1)
 
@@ -221,7 +227,7 @@ class Deep(Oracle):
 
 
 @pytest.mark.parametrize(("right", "depths"), [(0.3, range(1, 3)), (0.95, range(6, 9))])
-def test_a_model_drafts_as_deep_as_should_pay(right: float, depths: range) -> None:
+def test_drafts_are_deeper_where_more_are_right(right: float, depths: range) -> None:
     deep: list[Deep] = []
 
     def make(clock: Clock) -> dict[str, Any]:
@@ -232,7 +238,7 @@ def test_a_model_drafts_as_deep_as_should_pay(right: float, depths: range) -> No
     assert int(median(deep[0].budgets)) in depths
 
 
-def test_the_better_of_two_is_used() -> None:
+def test_the_better_of_two_proposers_is_used() -> None:
     def make(clock: Clock) -> dict[str, Any]:
         return {"bad": Oracle(lambda position: 0.1), "good": Oracle(lambda position: 0.95)}
 
@@ -242,21 +248,21 @@ def test_the_better_of_two_is_used() -> None:
 
 
 @pytest.mark.parametrize("asking", [0.0, 0.0005])
-def test_the_books_add_up(asking: float) -> None:
+def test_draft_stats_agree_with_engine_stats_and_with_time_saved(asking: float) -> None:
     def make(clock: Clock) -> dict[str, Any]:
         return {"oracle": Oracle(lambda position: 0.9, clock, asking)}
 
     seconds, stats, tokens = serve(STEP_MS["135M on two cores"], make, warm=False)
-    (books,) = stats.drafts.values()
-    assert (books.proposed, books.accepted) == (stats.drafted, stats.accepted)
-    assert stats.steps >= len(tokens[0]) - books.accepted and 0 < books.acceptance_rate < 1
-    assert books.tokens_per_step == 1 + books.accepted / books.steps
+    (drafts,) = stats.drafts.values()
+    assert (drafts.proposed, drafts.accepted) == (stats.drafted, stats.accepted)
+    assert stats.steps >= len(tokens[0]) - drafts.accepted and 0 < drafts.acceptance_rate < 1
+    assert drafts.tokens_per_step == 1 + drafts.accepted / drafts.steps
     plain, _, _ = serve(STEP_MS["135M on two cores"], lambda clock: {}, warm=False)
-    assert books.seconds_saved == pytest.approx(plain - seconds, rel=0.25, abs=0.02)
+    assert drafts.seconds_saved == pytest.approx(plain - seconds, rel=0.25, abs=0.02)
 
 
 class Learner(Oracle):
-    """Is right only where its last draft was in the step."""
+    """Is right only if there were drafts in the last step."""
 
     traits = Oracle.traits._replace(learns_from_rows=True)
 
@@ -268,7 +274,7 @@ class Learner(Oracle):
         self.ran = any(commit.draft.tokens for commit in commits)
 
 
-def test_what_learns_from_rows_is_given_some() -> None:
+def test_a_proposer_that_learns_from_rows_gets_some() -> None:
     _, stats, _ = serve(STEP_MS["memory alone"], lambda clock: {"learner": Learner()})
     assert stats.accepted > LENGTH
 
@@ -288,7 +294,7 @@ class Sleeper(Oracle):
         return super().propose(seqs, budgets)
 
 
-def test_a_proposer_that_hangs_stops_nobody() -> None:
+def test_a_proposer_that_hangs_does_not_stop_the_engine() -> None:
     sleeper = Sleeper()
     _, _, expected = serve(STEP_MS["memory alone"], lambda clock: {})
     _, stats, tokens = serve(STEP_MS["memory alone"], lambda clock: {"sleeper": sleeper})
@@ -297,7 +303,7 @@ def test_a_proposer_that_hangs_stops_nobody() -> None:
     assert stats.proposer_failures == 1 and 0 < stats.accepted < LENGTH
 
 
-def test_a_request_has_its_own_books() -> None:
+def test_draft_stats_of_requests_add_up_to_those_of_the_engine() -> None:
     engine = toy_engine(proposer=Oracle(lambda position: 0.8), max_model_len=60)
     params = SamplingParams(temperature=0, max_tokens=40)
     results = run_all(engine, [([1], params), ([2, 3], params), ([4], SamplingParams(temperature=0, max_tokens=1))])
@@ -309,9 +315,9 @@ def test_a_request_has_its_own_books() -> None:
     assert 0 < first["test"].accepted < first["test"].proposed and first != second
 
 
-def test_nodes_have_a_limit() -> None:
+def test_drafts_have_at_most_max_draft_tokens() -> None:
     for most in (1, 3):
         engine = toy_engine(proposer=Oracle(lambda position: 1.0), max_model_len=60, max_draft_tokens=most)
         run_all(engine, [([1], SamplingParams(temperature=0, max_tokens=40))])
-        books = engine.stats().drafts["test"]
-        assert books.tokens_per_step == pytest.approx(1 + most, rel=0.1) and books.proposed <= most * books.steps
+        drafts = engine.stats().drafts["test"]
+        assert drafts.tokens_per_step == pytest.approx(1 + most, rel=0.1) and drafts.proposed <= most * drafts.steps

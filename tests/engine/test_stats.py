@@ -1,4 +1,4 @@
-"""What an engine says of itself: counts, rates of the last seconds, empty slots, and who holds which block."""
+"""What an engine says of itself: counts, rates of the last seconds, empty slots, and which sequence holds which block."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The cost of a step by its rows, found again from noisy steps."""
+"""The estimated time of a step by its rows, learned from noisy measurements."""
 
 import random
 from collections.abc import Callable
@@ -18,6 +18,7 @@ def flat_then_steep(rows: int) -> float:
 
 
 def learned(true: Callable[[int], float], steps: int, noise: float, drift: float = 0.0) -> StepCost:
+    """An estimate after so many steps; with `drift` the machine is slower by that share in every other 50 of them."""
     cost, rng = StepCost(), random.Random(0)
     for step in range(steps):
         rows = rng.choice(ROWS)
@@ -27,20 +28,20 @@ def learned(true: Callable[[int], float], steps: int, noise: float, drift: float
 
 
 @pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.05), (0.4, 0.2)])
-def test_finds_the_curve(noise: float, tolerance: float) -> None:
+def test_the_curve_is_learned_from_noisy_steps(noise: float, tolerance: float) -> None:
     cost = learned(flat_then_steep, 600, noise)
     for rows in set(ROWS) - {1}:
         expected = flat_then_steep(rows) / flat_then_steep(1)
         assert cost.seconds(rows) / cost.seconds(1) == pytest.approx(expected, rel=tolerance)
 
 
-def test_a_machine_that_changes_its_pace_does_not_bend_the_curve() -> None:
+def test_changes_of_the_machines_speed_do_not_bend_the_curve() -> None:
     cost = learned(flat_then_steep, 600, 0.1, drift=1.0)
     for rows in (5, 17, 64):
         assert cost.seconds(rows) / cost.seconds(1) == pytest.approx(flat_then_steep(rows) / flat_then_steep(1), rel=0.25)
 
 
-def test_before_anything_is_measured() -> None:
+def test_there_is_no_estimate_before_the_first_valid_measurement() -> None:
     cost = StepCost()
     assert cost.visits(1) == 0 and cost.seconds(5) == 0
     cost.record(0, 1.0)

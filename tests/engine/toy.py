@@ -42,6 +42,11 @@ def _logits_of(text: int) -> NDArray[np.float32]:
     return logits
 
 
+def hash_after(text: int, token: int) -> int:
+    """Hash of some tokens and one more, from the hash of the former; 0 for none."""
+    return zlib.crc32(bytes([token]), text)
+
+
 def toy_groups(windows: tuple[int, ...]) -> tuple[KvGroup, ...]:
     """A group of one layer for each window."""
     return tuple(KvGroup((layer,), KvLayout(1, 2, 2), window) for layer, window in enumerate(windows))
@@ -105,7 +110,7 @@ class ToyExecutable:
             found.add(visible[-1] if visible else Kept(-1, 0, False))
         (before,) = found
         token = int(batch.tokens[row])
-        kept = Kept(len(seen), zlib.crc32(bytes([token]), before.text), before.is_broken or token == self.broken)
+        kept = Kept(len(seen), hash_after(before.text, token), before.is_broken or token == self.broken)
         for group, kv in zip(batch.kv, self.kv, strict=True):
             kv[int(group.slots[row])] = kept
         return kept

@@ -175,7 +175,7 @@ class Cache(RuleBasedStateMachine):
                     assert memory[pool.slot(table, i)] == (scope, tuple(known[: i + 1]))
             depth = len(known) // self.kv.block_size
             assert self.cache.find(scope, known, len(known)).depth == self._longest_hit(scope, known, len(known))
-            if not any(self.windows):  # it holds its whole path, which everybody finds then
+            if not any(self.windows):  # it holds its whole path, which every search finds then
                 assert self.cache.blocks(self.cache.find(scope, known, len(known)))[0] == list(tables[0][:depth])
 
     def _longest_hit(self, scope: Scope, known: list[int], most: int) -> int:

@@ -58,6 +58,8 @@ def test_reference_equals_transformers(family: str, tmp_path: Path) -> None:
 
     checkpoint = open_checkpoint(tmp_path)
     program = trace_model(checkpoint.spec, checkpoint.tensors)
-    executable = compile_program("reference", program, checkpoint.tensors, KvConfig((4,), 32, "f32"), 1)
-    got = forward(executable, batch_of([Sequence([2, 0, 3, 1], 32)], [tokens], [([], [])], False)).logits
+    num_groups = len(program.kv_groups)
+    assert num_groups == (2 if "max_window_layers" in options else 1)
+    executable = compile_program("reference", program, checkpoint.tensors, KvConfig((4,) * num_groups, 32, "f32"), 1)
+    got = forward(executable, batch_of([Sequence([2, 0, 3, 1], 32)], [tokens], [([], [])], False, num_groups)).logits
     assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)

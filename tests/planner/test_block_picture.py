@@ -36,7 +36,7 @@ def cells(svg: str, kind: str) -> int:
 def legend(svg: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """What the legend alone draws: filled strips, and pale ones."""
     empty = block_map_svg("t", one_group(40, 8, []))
-    return rects(empty, "kv"), rects(empty, "room")
+    return rects(empty, "kv"), rects(empty, "block")
 
 
 def test_every_block_is_drawn() -> None:
@@ -44,7 +44,7 @@ def test_every_block_is_drawn() -> None:
     strips, pale = legend(svg)
     assert cells(svg, "free") == 40 - 6 and cells(svg, "cached") == 2  # one of the cached is held again
     assert len(rects(svg, "kv")) - len(strips) == 2 + 1 + 1 + 1 + 1  # block 0 has two strips; block 7 holds nothing yet
-    assert len(rects(svg, "room")) - len(pale) == 4
+    assert len(rects(svg, "block")) - len(pale) == 4
     assert "6 of 40 blocks of 8 tokens in use; 25 of their 48 slots hold KV (47.9 % empty); 2 shared; 2 free but cached" in svg
 
 
@@ -64,9 +64,9 @@ def test_each_group_has_a_grid_of_its_own() -> None:
 
 def test_a_part_is_as_high_as_it_is_full() -> None:
     svg = block_map_svg("t", one_group(1, 8, [Holding("a", 0, 2, [0])]))
-    (full,), (budget,) = ([r for r in rects(svg, kind) if float(r["x"]) < 500] for kind in ("kv", "room"))
-    assert float(full["height"]) / float(budget["height"]) == pytest.approx(0.25, abs=0.01)
-    assert float(full["y"]) + float(full["height"]) == pytest.approx(float(budget["y"]) + float(budget["height"]), abs=0.15)
+    (full,), (whole,) = ([r for r in rects(svg, kind) if float(r["x"]) < 500] for kind in ("kv", "block"))
+    assert float(full["height"]) / float(whole["height"]) == pytest.approx(0.25, abs=0.01)
+    assert float(full["y"]) + float(full["height"]) == pytest.approx(float(whole["y"]) + float(whole["height"]), abs=0.15)
 
 
 def test_requests_have_colours_of_their_own() -> None:

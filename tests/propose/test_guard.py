@@ -1,4 +1,4 @@
-"""A proposer may do anything; the step gets sound drafts or none."""
+"""Whatever a proposer does, a step gets valid drafts or none."""
 
 import gc
 import threading
@@ -16,7 +16,9 @@ from headrace.proposer import ProposerTraits
 from tests.propose.test_ngram import View
 
 
-class Says:
+class Scripted:
+    """Returns or raises what the test says when it is asked; fails to observe."""
+
     traits = ProposerTraits(4, time_limit=None)
 
     def __init__(self, answer: Any) -> None:
@@ -54,32 +56,32 @@ GOOD = DraftTree([1, 2], [-1, 0])
         [DraftTree([1] * 4, [-1] * 4)],
     ],
 )
-def test_rubbish_is_no_draft(answer: Any) -> None:
-    guard = Guard(Says(answer), vocab_size=10)
+def test_an_invalid_answer_is_no_draft(answer: Any) -> None:
+    guard = Guard(Scripted(answer), vocab_size=10)
     assert guard.propose([View([1])], [3]) == [NO_DRAFT]
     assert guard.failures == 1 and not guard.retired
 
 
-def test_one_bad_draft_does_not_take_the_good_ones_before_it() -> None:
-    guard = Guard(Says([GOOD, DraftTree([99], [-1])]), vocab_size=10)
+def test_an_invalid_draft_does_not_discard_the_others() -> None:
+    guard = Guard(Scripted([GOOD, DraftTree([99], [-1])]), vocab_size=10)
     assert guard.propose([View([1]), View([2])], [3, 3]) == [GOOD, NO_DRAFT]
 
 
 def test_only_sequences_with_a_budget_are_asked() -> None:
-    inner = Says([GOOD])
+    inner = Scripted([GOOD])
     guard = Guard(inner, vocab_size=10)
     assert guard.propose([View([1], (1, 0)), View([2], (2, 0))], [0, 3]) == [NO_DRAFT, GOOD]
     assert inner.asked == [(2, 0)]
     assert guard.failures == 0
 
 
-def test_a_failing_observer_is_counted() -> None:
-    guard = Guard(Says([]), vocab_size=10)
+def test_a_failure_to_observe_is_counted() -> None:
+    guard = Guard(Scripted([]), vocab_size=10)
     guard.observe([], [], None)  # type: ignore[arg-type]
     assert guard.failures == 1
 
 
-def test_names() -> None:
+def test_proposers_are_made_by_name() -> None:
     made = {
         name: make_proposers(EngineConfig(proposer=name, max_draft_tokens=5))  # type: ignore[arg-type]
         for name in PROPOSERS
@@ -95,7 +97,7 @@ def test_names() -> None:
             make_proposers(EngineConfig(proposer=name))  # type: ignore[arg-type]
 
 
-def test_auto_has_what_is_configured() -> None:
+def test_auto_has_the_configured_proposers() -> None:
     every = EngineConfig(proposer="auto", draft_model="x", draft_layers=2, medusa_heads="y")
     assert asked_for(every) == ("ngram", "online", "draft_model", "self_draft", "medusa")
     assert asked_for(EngineConfig(proposer="auto", draft_layers=2)) == ("ngram", "online", "self_draft")
@@ -103,8 +105,8 @@ def test_auto_has_what_is_configured() -> None:
         make_proposers(every)
 
 
-class Sleeps(Says):
-    """Works once, then waits until the test ends."""
+class Hanging(Scripted):
+    """Answers once, and hangs in the next call until the test wakes it."""
 
     traits = ProposerTraits(4, time_limit=0.05)
 
@@ -120,7 +122,7 @@ class Sleeps(Says):
 
 
 def test_a_hanging_proposer_is_retired() -> None:
-    inner = Sleeps()
+    inner = Hanging()
     guard = Guard(inner, vocab_size=10)
     assert guard.propose([View([1])], [3]) == [GOOD]
     start = time.perf_counter()
@@ -133,9 +135,9 @@ def test_a_hanging_proposer_is_retired() -> None:
     assert (inner.calls, guard.failures) == (2, 1)
 
 
-def test_one_in_the_engines_thread_has_a_time_limit_too() -> None:
+def test_a_proposer_in_the_engines_thread_has_a_time_limit_too() -> None:
     times = iter([0.0, 0.9, 1.0, 2.1])
-    inner = Says([GOOD])
+    inner = Scripted([GOOD])
     inner.traits = ProposerTraits(4, in_engine_thread=True, time_limit=1.0)
     guard = Guard(inner, vocab_size=10, clock=lambda: next(times))
     assert guard.propose([View([1])], [3]) == [GOOD]
@@ -144,7 +146,7 @@ def test_one_in_the_engines_thread_has_a_time_limit_too() -> None:
 
 
 def test_the_thread_ends_with_the_guard() -> None:
-    guard = Guard(Says([GOOD]), vocab_size=10)
+    guard = Guard(Scripted([GOOD]), vocab_size=10)
     guard.propose([View([1])], [3])
     assert guard._worker
     thread = guard._worker._thread
@@ -155,7 +157,7 @@ def test_the_thread_ends_with_the_guard() -> None:
     assert not thread.is_alive()
 
 
-def test_one_that_is_known_to_be_quick_has_neither_thread_nor_limit() -> None:
+def test_quick_proposers_have_neither_thread_nor_time_limit() -> None:
     for name in METHODS.keys() - NEEDS:
         guard = Guard(METHODS[name](EngineConfig(), DraftModels()), vocab_size=10)
         assert guard._worker is None and guard.traits.time_limit is None, name

@@ -1,4 +1,4 @@
-"""Drafts by iteration: Jacobi chains and the lookahead window, fed with rows of which we know the likeliest token."""
+"""Jacobi chains and the lookahead window, on rows of logits with given likeliest tokens."""
 
 import numpy as np
 
@@ -21,37 +21,36 @@ class TestJacobi:
     def test_rows_after_the_first_wrong_draft_are_the_next_draft(self) -> None:
         proposer, view = JacobiProposer(), View([1, 2, 3])
         (draft,) = proposer.propose([view], [4])
-        assert draft == DraftTree([1, 2, 3], [-1, 0, 1])  # there is no more text
+        assert draft == DraftTree([1, 2, 3], [-1, 0, 1])  # the sequence has no more tokens
         view.known += [1, 9]  # the first draft was right
         #   rows of another sequence    last   1   2   3
         said = rows([50, 51, 52, 53, 54, 1, 9, 30, 31])
         proposer.observe([View([0]), view], [Commit(1, [0], [1, 9], [], row=5, draft=draft)], said)
         assert proposer.propose([view], [2])[0] == DraftTree([30, 31], [-1, 0])
 
-    def test_no_rows_no_iteration(self) -> None:
+    def test_a_step_without_draft_rows_starts_anew(self) -> None:
         proposer, view = JacobiProposer(), View([1, 2, 3])
         proposer.observe([view], [Commit(0, [], [3], [], row=0, draft=NO_DRAFT)], rows([3]))
         assert proposer.propose([view], [2])[0].tokens == [1, 2]
 
-    def test_a_shorter_chain_than_proposed(self) -> None:
+    def test_fewer_rows_than_proposed_give_a_shorter_chain(self) -> None:
         proposer, view = JacobiProposer(), View([1, 2, 3, 4, 5])
         (draft,) = proposer.propose([view], [4])
         run = DraftTree(draft.tokens[:2], draft.parents[:2])
         proposer.observe([view], [Commit(0, [], [5], [], row=0, draft=run)], rows([5, 60, 61]))
         assert proposer.propose([view], [3])[0].tokens == [60, 61, 1]
 
-    def test_settles_on_what_plain_decoding_gives(self) -> None:
-        """A model in which a token decides the next, but in two of three positions the position does."""
+    def test_converges_to_plain_decoding(self) -> None:
+        """In this model the next token depends on the token before it at every third position, and else only on the position."""
 
-        def follow(first: int, line: list[int]) -> list[int]:
-            return [position if position % 3 else (7 * token + 3) % 31 for position, token in enumerate(line, first)]
+        def follow(first: int, tokens: list[int]) -> list[int]:
+            return [position if position % 3 else (7 * token + 3) % 31 for position, token in enumerate(tokens, first)]
 
         proposer, view = JacobiProposer(), View([0, 5])
         steps = 0
         while len(view.known) < 60:
             (draft,) = proposer.propose([view], [6])
-            line = [view.known[-1], *draft.tokens]
-            said = follow(len(view.known), line)
+            said = follow(len(view.known), [view.known[-1], *draft.tokens])
             path: list[int] = []
             while len(path) < len(draft.tokens) and draft.tokens[len(path)] == said[len(path)]:
                 path.append(len(path))
@@ -63,14 +62,14 @@ class TestJacobi:
 
 
 class TestLookahead:
-    def test_the_tree(self) -> None:
+    def test_the_window_is_a_tree(self) -> None:
         (draft,) = LookaheadProposer().propose([View([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])], [16])
         assert draft.indivisible
         #               five columns of two levels: a stem, and a leaf on each of its nodes
         assert draft.tokens == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
         assert draft.parents == [-1, 0, 0, 2, 2, 4, 4, 6, 6, 8]
 
-    def test_columns_become_ngrams_and_the_window_moves_on(self) -> None:
+    def test_columns_become_ngrams_and_the_window_moves_forward(self) -> None:
         proposer, view = LookaheadProposer(), View([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
         (draft,) = proposer.propose([view], [16])
         view.known += [7]
@@ -78,7 +77,7 @@ class TestLookahead:
         proposer.observe([view], [Commit(0, [], [7], [], row=0, draft=draft)], said)
         (draft,) = proposer.propose([view], [16])
         assert draft.tokens[:10] == [2, 42, 4, 44, 6, 46, 8, 48, 10, 50]  # columns are (2, 42), (4, 44), ... now
-        assert (draft.tokens[10:], draft.parents[10:]) == ([8, 48], [-1, 10])  # what came up after 7
+        assert (draft.tokens[10:], draft.parents[10:]) == ([8, 48], [-1, 10])  # the n-gram that followed 7
 
     def test_accepted_tokens_move_the_window_further(self) -> None:
         proposer, view = LookaheadProposer(), View([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
@@ -89,7 +88,7 @@ class TestLookahead:
         (draft,) = proposer.propose([view], [16])
         assert draft.tokens[:6] == [6, 46, 8, 48, 10, 50]
 
-    def test_any_budget(self) -> None:
+    def test_every_budget_gives_a_valid_tree(self) -> None:
         for budget in range(1, 40):
             view = View([1, 2, 3])
             (draft,) = LookaheadProposer().propose([view], [budget])

@@ -1,4 +1,4 @@
-"""Medusa heads: their equations, their tree, and that heads which fit the model are right."""
+"""Medusa heads: their equations, their tree, and that heads fitted to the model draft right tokens."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ class Watcher:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_the_equations(backend: str) -> None:
+def test_a_head_computes_the_published_equations(backend: str) -> None:
     target = tiny_executable(MODEL, backend, KvConfig((2,), BLOCK_SIZE[backend], "f32"))
     x = np.random.default_rng(0).normal(0, 1, (5, SPEC.dim)).astype(np.float32)
     tensors = head_tensors(SPEC, 2)
@@ -52,8 +52,8 @@ def test_the_equations(backend: str) -> None:
         np.testing.assert_allclose(forward(head, _input_rows(x)).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_heads_that_fit_the_model_are_right() -> None:
-    """Fitted by least squares to the model's own output; W = 0, so that a head is linear in the hidden row."""
+def test_heads_fitted_to_the_model_draft_right_tokens() -> None:
+    """They are fitted to the model's output by least squares; with W = 0 a head is linear in the hidden row."""
     watcher = Watcher()
     target = tiny_executable(MODEL, "cpu", KvConfig((8,), 32, "f32"))
     hidden_program = trace_model(*MODEL).keeping_hidden()
@@ -77,7 +77,7 @@ def test_heads_that_fit_the_model_are_right() -> None:
     assert stats.accepted > 1.5 * stats.steps and stats.proposer_failures == 0
 
 
-def test_the_tree_takes_the_likeliest_paths() -> None:
+def test_the_tree_has_the_likeliest_paths() -> None:
     assert static_tree(3, 4) == [(0,), (0, 0), (1,), (0, 0, 0)]
     for heads, nodes in ((1, 4), (4, 30)):
         tree = static_tree(heads, nodes)
@@ -86,8 +86,8 @@ def test_the_tree_takes_the_likeliest_paths() -> None:
     assert static_tree(0, 5) == []
 
 
-def test_what_is_kept_of_another_length_is_no_draft() -> None:
-    """A sequence that went on without being observed, as after a fork, has no row to ask."""
+def test_there_is_no_draft_from_a_hidden_row_of_another_length() -> None:
+    """A sequence that grew without being observed, as after a fork, has no hidden row for its last token."""
     engine, proposers = draft_engine(MODEL, "medusa", width=2)
     proposer = proposers["medusa"]
     assert isinstance(proposer, MedusaProposer)

@@ -1,4 +1,4 @@
-"""Prompt lookup: longest match first, several candidates as one tree, an index that grows with the sequence."""
+"""Prompt lookup: the longest match first, several candidates as one tree, an index that grows with the sequence."""
 
 import gc
 from dataclasses import dataclass, field
@@ -22,30 +22,30 @@ def draft(known: list[int], budget: int = 4) -> DraftTree:
     return found
 
 
-def test_continues_the_longest_match() -> None:
+def test_the_longest_match_is_continued() -> None:
     #      a longer match       a later, shorter one
     known = [1, 2, 3, 4, 50, 60, 9, 3, 4, 70, 80, 1, 2, 3, 4]
     assert draft(known).tokens == [50, 60, 9, 3]
 
 
-def test_nothing_to_go_by() -> None:
+def test_there_is_no_draft_without_a_match() -> None:
     assert draft([1, 2, 3, 4, 5]) == DraftTree([], [])
     assert draft([7]) == DraftTree([], [])
 
 
-def test_a_repetition_goes_on() -> None:
+def test_a_repetition_is_continued() -> None:
     assert draft([1, 2, 1, 2, 1, 2], 5)[:2] == ([1, 2, 1, 2, 1], [-1, 0, 1, 2, 3])
 
 
-def test_candidates_share_the_room() -> None:
+def test_candidates_share_the_budget() -> None:
     known = [8, 9, 1, 2, 3, 8, 9, 1, 2, 4, 8, 9, 5, 8, 9]
     found = draft(known, 6)
     assert found[:2] == ([5, 1, 8, 2, 9, 4], [-1, -1, 0, 1, 2, 3])
 
 
-def test_confidence_is_the_length_of_the_match() -> None:
-    line = list(range(100, 140))
-    assert [draft([*line, 1, *line[:length], 2, *line[:length]]).confidence for length in (2, 3, 4, 7, 8, 15, 16, 30)] == [
+def test_confidence_rises_with_the_length_of_the_match() -> None:
+    text = list(range(100, 140))
+    assert [draft([*text, 1, *text[:length], 2, *text[:length]]).confidence for length in (2, 3, 4, 7, 8, 15, 16, 30)] == [
         0, 0, 1, 1, 2, 2, 3, 3,
     ]  # fmt: skip
 
@@ -56,7 +56,7 @@ def test_much_shorter_matches_are_left_out() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.propose.ngram._MOST_RUNS", 50)
+    monkeypatch.setattr("headrace.propose.ngram._MAX_RUNS", 50)
     proposer, view = NgramProposer(), View(list(range(1000)))
     proposer.propose([view], [4])
     assert len(proposer._indices[view]._places) == 50
@@ -65,7 +65,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, proposer._indices[view]._places.values())) <= 4
 
 
-def test_the_index_follows_the_sequence_and_goes_with_it() -> None:
+def test_the_index_grows_with_the_sequence_and_is_dropped_with_it() -> None:
     proposer, view = NgramProposer(), View([1, 2, 3])
     for token in [9, 1, 2, 3, 9, 1, 2]:
         view.known.append(token)

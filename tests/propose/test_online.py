@@ -1,4 +1,4 @@
-"""The table that learns while serving."""
+"""The table of followers, which learns while the engine serves."""
 
 import gc
 
@@ -10,14 +10,15 @@ from tests.propose.test_ngram import View
 from tests.tiny import run_all
 
 
-def taught(*lines: list[int], max_runs: int = 1000) -> OnlineProposer:
+def taught(*sequences: list[int], max_runs: int = 1000) -> OnlineProposer:
+    """A table that has learned these sequences."""
     table = OnlineProposer(max_runs=max_runs)
-    for line in lines:
-        table.propose([View(line)], [1])
+    for tokens in sequences:
+        table.propose([View(tokens)], [1])
     return table
 
 
-def test_what_followed_elsewhere() -> None:
+def test_drafts_continue_as_another_sequence_did() -> None:
     table = taught([1, 2, 3, 4, 5, 6, 7])
     (draft,) = table.propose([View([9, 2, 3])], [3])
     assert draft == DraftTree([4, 5, 6], [-1, 0, 1])
@@ -26,34 +27,34 @@ def test_what_followed_elsewhere() -> None:
     assert table.propose([View([7, 8]), View([5])], [3, 3]) == [NO_DRAFT, NO_DRAFT]
 
 
-def test_the_latest_goes_first_and_the_one_before_beside_it() -> None:
+def test_the_latest_follower_comes_first_and_the_one_before_it_second() -> None:
     (draft,) = taught([1, 2, 3, 4], [1, 2, 5, 6]).propose([View([1, 2])], [4])
     assert draft[:2] == ([5, 3, 6, 4], [-1, -1, 0, 1])
 
 
-def test_a_sequence_teaches_as_it_grows_and_once_more_when_it_ends() -> None:
+def test_a_sequence_is_learned_as_it_grows_and_when_it_ends() -> None:
     table, view = OnlineProposer(), View([1, 2, 3, 4])
     assert table.propose([view, View([2, 3])], [4, 4])[1].tokens == [4]
     view.known += [5, 6]
-    assert table.propose([View([3, 4])], [4]) == [NO_DRAFT]  # nobody has asked for the first since
+    assert table.propose([View([3, 4])], [4]) == [NO_DRAFT]  # no draft has been asked for the first since
     del view
     gc.collect()
     assert table.propose([View([3, 4])], [4])[0].tokens == [5, 6]
 
 
-def test_prompts_teach_nothing() -> None:
+def test_prompts_are_not_learned() -> None:
     table = OnlineProposer()
     table.propose([View([1, 2, 3, 4], prompt_len=4)], [4])
     assert table.propose([View([1, 2])], [4]) == [NO_DRAFT]
 
 
-def test_what_one_scope_holds_is_not_for_others() -> None:
+def test_drafts_do_not_cross_scopes() -> None:
     table = OnlineProposer()
     table.propose([View([1, 2, 3, 4], scope="a")], [4])
     assert table.propose([View([1, 2], scope="b"), View([1, 2], scope="a")], [4, 4]) == [NO_DRAFT, DraftTree([3, 4], [-1, 0])]
 
 
-def test_memory_is_bounded_and_what_is_used_stays() -> None:
+def test_memory_is_bounded_and_used_runs_are_kept() -> None:
     table = taught([1, 2, 3], max_runs=20)
     for start in range(10, 200, 2):
         assert table.propose([View([start, start + 1, start + 2]), View([1, 2])], [1, 1])[1].tokens == [3]
@@ -70,5 +71,5 @@ def test_acceptance_rises_over_a_repeated_workload() -> None:
         steps.append(engine.stats().steps - before)
     assert texts[0] == texts[1] == texts[2]
     assert steps[0] > 2 * steps[1] >= 2 * steps[2]
-    books = engine.stats().drafts["test"]
-    assert books.accepted > 300 and engine.stats().proposer_failures == 0
+    drafts = engine.stats().drafts["test"]
+    assert drafts.accepted > 300 and engine.stats().proposer_failures == 0

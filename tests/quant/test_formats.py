@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from headrace.checkpoint.files import map_file
 from headrace.quant.dequantise import Floats, Parts, Rows
-from headrace.quant.formats import FORMATS, Format, Part, StoredTensor
+from headrace.quant.formats import FORMATS, Format, StoredTensor, TensorPart
 
 HALVES = {  # where a block keeps its float16 scales
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2),
@@ -123,7 +123,11 @@ def grouped_values(parts: Parts, rows: Rows) -> Floats:
 
 class TestParts:
     GROUPED = Format(
-        "GROUPED", 4, 4, grouped_values, {"codes": Part("u1"), "group_scales": Part("f2"), "group_of_column": Part("i4", by_row=False)}
+        "GROUPED",
+        4,
+        4,
+        grouped_values,
+        {"codes": TensorPart("u1"), "group_scales": TensorPart("f2"), "group_of_column": TensorPart("i4", by_row=False)},
     )
 
     def tensor(self) -> tuple[StoredTensor, NDArray[np.float32]]:

@@ -3,15 +3,17 @@
 import numpy as np
 import pytest
 
-from headrace.quant.kv import block_bytes, hadamard, number_bytes, round_bf16, stored
+from headrace.program.kv import KvGroup, KvLayout, number_bytes
+from headrace.quant.kv import block_bytes, hadamard, round_bf16, stored
 
 
 def test_bytes() -> None:
-    """Of a head of 64: two bytes a number; one, and half of one, beside four bf16 numbers for a key and its value."""
-    assert [block_bytes(dtype, 64) for dtype in ("f32", "bf16", "int8", "int4")] == [32 * n for n in (512, 256, 136, 72)]
-    assert number_bytes("int8", 128) == 1 + 8 / 256
-    assert number_bytes("int4", 128) == 0.5 + 8 / 256
-    assert all(block_bytes("int4", head_dim) % 64 == 0 for head_dim in range(2, 130, 2))
+    """A head of 64 takes two bytes a number; one, and half of one, beside four bf16 numbers for a key and its value."""
+    assert [block_bytes(dtype, 64, 64) for dtype in ("f32", "bf16", "int8", "int4")] == [32 * n for n in (512, 256, 136, 72)]
+    groups = (KvGroup((0, 1), KvLayout(3, 128, 128)),)
+    assert number_bytes(groups, "int8") == 1 + 8 / 256
+    assert number_bytes(groups, "int4") == 0.5 + 8 / 256
+    assert all(block_bytes("int4", head_dim, head_dim) % 64 == 0 for head_dim in range(2, 130, 2))
 
 
 @pytest.mark.parametrize("n", [2, 6, 24, 64, 80])

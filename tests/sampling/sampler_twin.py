@@ -1,4 +1,4 @@
-"""The sampler in NumPy, written for reading: what csrc/sampler.cpp is held to."""
+"""The sampler in NumPy, written to be read: the reference for csrc/sampler.cpp."""
 
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int
 
 
 def gumbel(vocab: int, position: int, seq_index: int, seed: int) -> NDArray[np.float64]:
-    """The noise of every token at a position."""
+    """Gumbel noise of every token at a position: [vocab]."""
     key = (seed & 0xFFFFFFFF, seed >> 32)
     words = [word for quad in range(-(-vocab // 4)) for word in philox((quad, position, seq_index, 0), key)][:vocab]
     return -np.log(-np.log((np.array(words, np.float64) + 0.5) * 2.0**-32))
@@ -32,7 +32,7 @@ def logprobs(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def order(logits: NDArray[np.float32]) -> NDArray[np.int64]:
-    """All tokens, best first; of equal ones the lower id is better."""
+    """All token ids, best first; of equal logits the lower id is better."""
     return np.lexsort((np.arange(len(logits)), -logits))
 
 

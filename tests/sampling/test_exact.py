@@ -1,4 +1,4 @@
-"""Exact verification: what a tree accepts is what drawing token by token gives."""
+"""Exact verification: the tokens are those that plain draws give one by one, for any tree."""
 
 import numpy as np
 import pytest

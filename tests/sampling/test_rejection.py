@@ -1,6 +1,6 @@
-"""Every rule that claims to be lossless is held to the exact distribution of what a step gives, on a toy of five tokens.
+"""The lossless acceptance methods against the exact distribution of what a step gives, with a vocabulary of five tokens.
 
-A step with one draft x ~ q gives one token, or, where the draft survives, two. Under rejection sampling a single token y has the
+A step with one draft x ~ q gives one token, or, where the draft is accepted, two. Under rejection sampling a single token y has the
 probability max(p(y) - q(y), 0), and a pair (x, b) min(p(x), q(x)) p2(b | x). Under exact verification with a draft that is independent of
 the draw these are p(y) (1 - q(y)) and p(x) q(x) p2(b | x). In both cases the first token has the distribution p.
 """
@@ -23,7 +23,7 @@ from headrace.sampling.sampler import Sampler
 VOCAB = 5
 DRAWS = 200_000
 FEWER = 40_000
-"""Enough to find out what is wrong."""
+"""Draws that are enough to tell a wrong distribution."""
 POOL = _native.Pool(2)
 Floats = NDArray[np.float64]
 Tally = Counter[tuple[int, ...]]
@@ -47,10 +47,10 @@ def verification(row: int, position: int, sampler: Sampler, draft: DraftTree = N
 
 
 def tally(accept: Verifier, draft_seed: int, num_draws: int = DRAWS) -> Tally:
-    """What so many steps give. The draft draws as it does in earnest, with a clone of the sampler, when the seeds are the same."""
+    """Counts of the tokens that steps give. With the same seed, 1, the draft draws with the target's noise, as in the engine."""
     counts: Tally = Counter()
     target, draft = Sampler(VOCAB, [], seed=1), Sampler(VOCAB, [], seed=draft_seed)
-    size = 2000  # steps at once, each at positions of its own
+    size = 2000  # steps at once, each at its own positions
     rows = np.tile(DRAFT, (size, 1))
     for first in range(0, 2 * num_draws, 2 * size):
         positions = range(first, first + 2 * size, 2)
@@ -69,7 +69,7 @@ def tally(accept: Verifier, draft_seed: int, num_draws: int = DRAWS) -> Tally:
 
 
 def exact(single: Floats, pair: Floats) -> dict[tuple[int, ...], float]:
-    """The distribution of what a step gives, by those of the single token and of the draft that survives."""
+    """The distribution of the tokens of a step, by those of a single token [vocab] and of an accepted draft token [vocab]."""
     pairs = {(x, b): float(pair[x] * P2[x, b]) for x in range(VOCAB) for b in range(VOCAB)}
     return {(y,): float(single[y]) for y in range(VOCAB)} | pairs
 
@@ -79,7 +79,7 @@ INDEPENDENT = exact(P * (1 - Q), P * Q)
 
 
 def is_drawn_from(counts: Tally, expected: dict[tuple[int, ...], float]) -> bool:
-    """Pearson's chi-square, with its limit by Wilson and Hilferty at four standard deviations: one test in 30,000 fails by chance."""
+    """Pearson's chi-square, with the limit of Wilson and Hilferty at four standard deviations: one test in 30,000 fails by chance."""
     assert abs(sum(expected.values()) - 1) < 1e-12
     draws = sum(counts.values())
     possible = {outcome: draws * p for outcome, p in expected.items() if p > 0}
@@ -92,6 +92,7 @@ def is_drawn_from(counts: Tally, expected: dict[tuple[int, ...], float]) -> bool
 
 
 def first_tokens(counts: Tally) -> Tally:
+    """Counts of the first tokens alone."""
     firsts: Tally = Counter()
     for outcome, count in counts.items():
         firsts[outcome[:1]] += count
@@ -99,14 +100,14 @@ def first_tokens(counts: Tally) -> Tally:
 
 
 def without_bonus(verifications: list[Verification], logits: NDArray[np.float32], pool: _native.Pool) -> None:
-    """A step ends with its last draft."""
+    """A wrong verifier: a step ends with its last draft token."""
     verify_rejection(verifications, logits, pool)
     for v in verifications:
         del v.tokens[max(1, len(v.path)) :]
 
 
 class TestRejection:
-    def test_what_a_step_gives_has_the_exact_distribution(self) -> None:
+    def test_the_tokens_of_a_step_have_the_exact_distribution(self) -> None:
         counts = tally(verify_rejection, draft_seed=1)
         assert is_drawn_from(counts, REJECTION)
         assert is_drawn_from(first_tokens(counts), {(y,): float(P[y]) for y in range(VOCAB)})
@@ -118,7 +119,7 @@ class TestRejection:
         assert is_drawn_from(counts, INDEPENDENT)
         assert is_drawn_from(first_tokens(counts), {(y,): float(P[y]) for y in range(VOCAB)})
 
-    def test_without_the_bonus_token_it_is_another_distribution(self) -> None:
+    def test_a_step_without_the_bonus_token_has_another_distribution(self) -> None:
         assert not is_drawn_from(tally(without_bonus, draft_seed=1, num_draws=FEWER), REJECTION)
 
     @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ class TestRejection:
         [lambda p, q: np.maximum(p - q, 0), lambda p, q: p],
         ids=["not normalised", "the target itself"],
     )
-    def test_with_another_residual_it_is_another_distribution(
+    def test_a_step_with_another_residual_has_another_distribution(
         self, wrong: Callable[[Floats, Floats], Floats], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(rejection, "residual", wrong)
@@ -147,23 +148,23 @@ def test_residual_and_pick() -> None:
     ("spread", "best", "shared", "independent"), [(0.3, 0.90, 0.87, 0.18), (0.7, 0.76, 0.72, 0.17), (1.5, 0.54, 0.48, 0.14)]
 )
 def test_shared_noise_recovers_nearly_what_rejection_sampling_gains(spread: float, best: float, shared: float, independent: float) -> None:
-    """The figures of docs/architecture.md: chances that a draw of the draft survives, for a draft that is the target and some noise."""
+    """Probabilities, given in docs/architecture.md, that a draft token is accepted, for a draft that is the target with some noise."""
     rng, rows = np.random.default_rng(0), 10_000
     target = rng.normal(0, 2, (rows, 50)).astype(np.float32)
     draft = (target + rng.normal(0, spread, target.shape)).astype(np.float32)
     p, q = softmax(target), softmax(draft)
     samplers = [[Sampler(50, [], seed=1) for _ in range(rows)] for _ in range(2)]
     drawn = [
-        [token for token, _ in _native.draw_all(POOL, logits, [(sampler, i, i, -1) for i, sampler in enumerate(mine)])]
-        for logits, mine in zip((target, draft), samplers, strict=True)
+        [token for token, _ in _native.draw_all(POOL, logits, [(sampler, i, i, -1) for i, sampler in enumerate(row_samplers)])]
+        for logits, row_samplers in zip((target, draft), samplers, strict=True)
     ]
     assert np.minimum(p, q).sum(axis=1).mean() == pytest.approx(best, abs=0.01)
     assert np.equal(*drawn).mean() == pytest.approx(shared, abs=0.015)
     assert (p * q).sum(axis=1).mean() == pytest.approx(independent, abs=0.01)
 
 
-def test_a_draft_without_probabilities_was_certain() -> None:
-    """So a plain draw decides, and a step has the probabilities of a draw and what follows it."""
+def test_a_draft_without_probabilities_counts_as_certain() -> None:
+    """So a plain draw decides: the draft token is accepted if the draw gives it."""
     sampler, logits = Sampler(VOCAB, [], seed=3), np.stack([TARGET, AFTER[2], AFTER[4]])
     for position in range(50):
         one = verification(0, position, sampler.clone(0), num_logprobs=1)
@@ -173,7 +174,7 @@ def test_a_draft_without_probabilities_was_certain() -> None:
         assert tree.path == {2: [0], 4: [1]}.get(one.tokens[0], [])
 
 
-def test_logits_that_are_not_finite_fail_their_own_sequence() -> None:
+def test_logits_that_are_not_finite_fail_only_their_own_sequence() -> None:
     logits = np.stack([TARGET, np.full(VOCAB, np.nan, np.float32)])
     verifications = [verification(i, 0, Sampler(VOCAB, [])) for i in range(2)]
     verify_rejection(verifications, logits, POOL)

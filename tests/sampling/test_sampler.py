@@ -33,7 +33,7 @@ def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], wo
 
 @st.composite
 def rows(draw: st.DrawFn) -> np.ndarray:
-    """Rows of all shapes: wide and narrow, flat and peaked, with ties and with -inf."""
+    """Rows of logits: wide and narrow, flat and peaked, with ties and with -inf."""
     vocab = draw(st.sampled_from([1, 2, 3, 15, 16, 31, 32, 33, 64, 127, 256, 257, 500, 3000]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     row = rng.normal(0, draw(st.sampled_from([0.0, 0.3, 2.0, 10.0, 60.0])), vocab)
@@ -59,7 +59,7 @@ FILTERS = {
 
 @settings(max_examples=300, deadline=None)
 @given(row=rows(), options=st.fixed_dictionaries(FILTERS), data=st.data())
-def test_draws_what_the_twin_draws(row: np.ndarray, options: dict[str, Any], data: st.DataObject) -> None:
+def test_native_draws_are_those_of_the_twin(row: np.ndarray, options: dict[str, Any], data: st.DataObject) -> None:
     vocab = len(row)
     token = st.integers(0, vocab - 1)
     biases = data.draw(st.dictionaries(token, st.sampled_from([-100.0, -1.0, 0.5, 30.0]), max_size=3))
@@ -75,7 +75,7 @@ def test_draws_what_the_twin_draws(row: np.ndarray, options: dict[str, Any], dat
 
 @settings(max_examples=100, deadline=None)
 @given(row=rows(), num_logprobs=st.integers(0, 20), isa=st.sampled_from(ISAS), data=st.data())
-def test_logprobs(row: np.ndarray, num_logprobs: int, isa: str, data: st.DataObject) -> None:
+def test_logprobs_are_those_of_the_twin(row: np.ndarray, num_logprobs: int, isa: str, data: st.DataObject) -> None:
     token = data.draw(st.integers(0, len(row) - 1))
     logprob, rank, top_ids, top_logprobs = _native.token_logprobs(row, token, num_logprobs, isa)
     expected, best = twin.logprobs(row), twin.order(row)
@@ -84,13 +84,13 @@ def test_logprobs(row: np.ndarray, num_logprobs: int, isa: str, data: st.DataObj
     assert top_ids == list(best[:num_logprobs])
 
 
-def test_draw_gives_raw_logprobs() -> None:
+def test_a_draw_gives_logprobs_of_the_raw_distribution() -> None:
     row = np.array([0.0, 2.0, 1.0], np.float32)
     sampler = _native.Sampler(3, [], temperature=0.0, logit_bias=[(0, 9.0)])
     assert sampler.draw(row, 0, 2) == (0, _native.token_logprobs(row, 0, 2))
 
 
-def test_a_clone_keeps_the_history_and_has_its_own_noise() -> None:
+def test_a_clone_keeps_the_tokens_and_has_its_own_noise() -> None:
     row = np.zeros(1000, np.float32)
     options = {"seed": 5, "presence_penalty": 2.0}
     first = _native.Sampler(1000, [], seq_index=0, **options)
@@ -104,7 +104,7 @@ def test_a_clone_keeps_the_history_and_has_its_own_noise() -> None:
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 0.5}])
 def test_draws_from_the_softmax(filters: dict[str, Any]) -> None:
-    """Chi-square over 40,000 positions; the limit is passed by chance once in 10^6 runs, and the seed is fixed."""
+    """Chi-square over 40,000 positions; a correct sampler passes the limit by chance once in 10^6 runs, and the seed is fixed."""
     row = np.array([1.0, 0.0, 2.0, -1.0, 0.5, 1.5, -3.0], np.float32)
     reference = twin.SamplerTwin(len(row), [], **filters)
     kept = reference._filtered(row)
@@ -121,7 +121,7 @@ def test_draws_from_the_softmax(filters: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_non_finite_logits(bad: float, temperature: float) -> None:
+def test_non_finite_logits_raise(bad: float, temperature: float) -> None:
     sampler = _native.Sampler(50, [], temperature=temperature)
     row = np.zeros(50, np.float32)
     row[37] = bad
@@ -151,12 +151,12 @@ def test_non_finite_logits(bad: float, temperature: float) -> None:
         {"banned": [8]},
     ],
 )
-def test_arguments_are_checked_again(options: dict[str, Any]) -> None:
+def test_arguments_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         _native.Sampler(8, [], **options)
 
 
-def test_ids_and_widths_are_checked() -> None:
+def test_token_ids_and_widths_are_checked() -> None:
     for prompt in ([8], [-1]):
         with pytest.raises(ValueError, match="vocabulary"):
             _native.Sampler(8, prompt)
@@ -166,7 +166,7 @@ def test_ids_and_widths_are_checked() -> None:
         _native.Sampler(8, []).draw(np.zeros(9, np.float32), 0, -1)
 
 
-def test_draws_of_many_are_draws_of_each() -> None:
+def test_a_batch_of_draws_is_as_draws_one_by_one() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 3, (7, 500)).astype(np.float32)
     logits[4, 17] = np.nan
@@ -181,7 +181,7 @@ def test_draws_of_many_are_draws_of_each() -> None:
             assert drawn == (None if row == 4 else sampler.draw(logits[row], position, num))
 
 
-def test_draws_of_many_are_checked() -> None:
+def test_arguments_of_a_batch_of_draws_are_checked() -> None:
     pool, logits, sampler = _native.Pool(1), np.zeros((2, 8), np.float32), _native.Sampler(8, [])
     assert _native.draw_all(pool, logits, []) == []
     with pytest.raises(ValueError, match="not there"):
@@ -192,8 +192,8 @@ def test_draws_of_many_are_checked() -> None:
         _native.draw_all(pool, logits, [(sampler, 0, 0, -1), (sampler, 1, 1, -1)])
 
 
-class TestBesideDraws:
-    """What other rules of acceptance need: the distribution of a draw, uniforms of its position, tokens drawn elsewhere."""
+class TestForAcceptanceMethods:
+    """What rejection sampling and typical acceptance need: the distribution of a draw, uniforms of a position, appended tokens."""
 
     @pytest.mark.parametrize("isa", _native.isas())
     @pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 7}, {"top_p": 0.6, "presence_penalty": 0.8}, {"min_p": 0.1}])
@@ -210,11 +210,11 @@ class TestBesideDraws:
         np.testing.assert_allclose(sampler.probabilities(logits, 3), expected / expected.sum(), rtol=1e-6)
         assert sampler.draw(logits, 3, -1)[0] == numpy.draw(logits, 3)
 
-    def test_greedy_is_certain(self) -> None:
+    def test_greedy_probabilities_are_one_and_zero(self) -> None:
         logits = np.array([0, 5, 5, 1], np.float32)
         assert _native.Sampler(4, [], temperature=0.0).probabilities(logits, 0).tolist() == [0, 1, 0, 0]
 
-    def test_refuses(self) -> None:
+    def test_arguments_are_checked(self) -> None:
         sampler = _native.Sampler(4, [], presence_penalty=1.0)
         with pytest.raises(ValueError, match="as wide as the vocabulary"):
             sampler.probabilities(np.zeros(5, np.float32), 0)
@@ -223,12 +223,12 @@ class TestBesideDraws:
         with pytest.raises(ValueError, match="outside the vocabulary"):
             sampler.append(4)
 
-    def test_uniforms_belong_to_seed_sequence_and_position(self) -> None:
+    def test_uniforms_depend_on_seed_sequence_and_position(self) -> None:
         samplers = [_native.Sampler(4, [], seed=seed, seq_index=seq) for seed in (0, 2**40) for seq in (0, 1)]
         values = np.array([s.uniforms(position) for s in samplers for position in range(5000)])
         assert len(np.unique(values)) == values.size and values.min() > 0 and values.max() < 1
         assert np.abs(values.mean(axis=0) - 0.5).max() < 0.01 and abs(np.corrcoef(values.T)[0, 1]) < 0.03
         assert samplers[0].uniforms(7) == samplers[1].clone(0).uniforms(7)
-        # With words of a counter of its own: none of them is among the noise of a draw.
+        # Their Philox counter is not that of a draw, so no word is used twice.
         words = _native.philox([0, 7, 0, 1], [0, 0])
         assert samplers[0].uniforms(7)[0] == (((words[0] << 32 | words[1]) >> 11) + 0.5) * 2.0**-53

@@ -1,4 +1,4 @@
-"""Typical acceptance: how likely a token must be, and that the longest path is kept."""
+"""Typical acceptance: the threshold of a token's probability, and the longest path."""
 
 import math
 
@@ -34,20 +34,20 @@ SURE = [0.93, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01]
 FLAT = [1 / 8] * 8
 
 
-@pytest.mark.parametrize(("row", "token", "survives"), [(SURE, 0, True), (SURE, 1, False), (FLAT, 5, True)])
-def test_where_more_is_possible_less_is_asked(row: list[float], token: int, survives: bool) -> None:
+@pytest.mark.parametrize(("row", "token", "expected"), [(SURE, 0, True), (SURE, 1, False), (FLAT, 5, True)])
+def test_the_threshold_falls_with_entropy(row: list[float], token: int, expected: bool) -> None:
     entropy = -sum(p * math.log(p) for p in row)
-    assert survives == (row[token] > min(0.09, 0.3 * math.exp(-entropy)))
-    assert accepted(DraftTree([token], [-1]), row, FLAT) == ([0] if survives else [])
+    assert expected == (row[token] > min(0.09, 0.3 * math.exp(-entropy)))
+    assert accepted(DraftTree([token], [-1]), row, FLAT) == ([0] if expected else [])
 
 
 def test_the_longest_path_is_kept() -> None:
     draft = DraftTree([0, 1, 2, 3], [-1, -1, 1, 2])
     assert accepted(draft, FLAT, FLAT, FLAT, FLAT, FLAT) == [1, 2, 3]
-    assert accepted(draft, FLAT, FLAT, SURE, FLAT, FLAT) == [0]  # 2 is unlikely after 1, and of equal paths the first is kept
+    assert accepted(draft, FLAT, FLAT, SURE, FLAT, FLAT) == [0]  # token 2 is unlikely after 1, and the first of equal paths is kept
 
 
-def test_greedy_loses_nothing() -> None:
+def test_greedy_acceptance_is_exact() -> None:
     rng = np.random.default_rng(0)
     for _ in range(30):
         rows = rng.dirichlet(np.ones(VOCAB), 4).tolist()
@@ -55,8 +55,8 @@ def test_greedy_loses_nothing() -> None:
         assert accepted(draft, *rows, temperature=0.0) == path("exact", draft, *rows, temperature=0.0)
 
 
-def test_penalties_count_on_the_way_down() -> None:
-    """The same token again and again is likely until it is penalised."""
+def test_penalties_apply_to_accepted_tokens() -> None:
+    """A repeated token is likely until it is penalised."""
     draft, row = DraftTree([0, 0, 0], [-1, 0, 1]), [0.3, *[0.1] * 7]
     assert accepted(draft, row, row, row, row) == [0, 1, 2]
     assert accepted(draft, row, row, row, row, frequency_penalty=3.0) == [0]
