@@ -55,7 +55,7 @@ def block_map(seqs: Iterable[Sequence], kv: KvManager, groups: Iterable[KvGroup]
 
 
 def lines(scheduler: Scheduler, now: float) -> list[SequenceStats]:
-    """A line for each sequence: those that run, oldest first, and then the queue."""
+    """A line for each sequence: those that run and then those that wait, each in the order of rank."""
     waiting = set(map(id, scheduler.waiting))
     return [_line(seq, id(seq) in waiting, now) for seq in chain(scheduler.running, scheduler.waiting)]
 
