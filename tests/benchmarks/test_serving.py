@@ -77,7 +77,7 @@ def test_kv_formats(run: TokenRun) -> None:
     [
         (("speed",), "there is no speed; there are waste, batching"),
         (("pauses", "--set", "max_num_batched_tokens"), "'max_num_batched_tokens' must be FIELD=VALUE"),
-        (("pauses", "--set", "max_rows=3"), "did you mean max_num_batched_tokens?"),
+        (("pauses", "--set", "max_num_batched_rows=3"), "did you mean max_num_batched_tokens?"),
     ],
 )
 def test_refusals(words: tuple[str, ...], message: str) -> None:

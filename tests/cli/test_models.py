@@ -41,7 +41,7 @@ class TestShow:
         }
         assert facts["bytes"] == sum(facts["bytes_by_type"].values()) < smollm2.stat().st_size
         checkpoint = open_checkpoint(smollm2)
-        executable = compile_program("cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors, KvConfig(1), 1)
+        executable = compile_program("cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors, KvConfig((1,)), 1)
         assert facts["bytes_in_memory"] == executable.plan.weight_bytes  # type: ignore[attr-defined]
         assert facts["fits"]["bf16"]["full_sequences"] == facts["fits"]["bf16"]["tokens"] // facts["context"]
         budget = facts["memory_available"] - facts["bytes_in_memory"] - RUNTIME_BYTES
