@@ -17,7 +17,8 @@ from native import VOCAB, AttentionPlan, ragged
 from headrace.batch import Ints, RaggedBatch
 from headrace.config import KvDtype
 from headrace.program import ops
-from headrace.quant.kv import BLOCK_SIZE, block_bytes, number_bytes
+from headrace.program.kv import KvGroup, KvLayout, number_bytes, token_bytes
+from headrace.quant.kv import BLOCK_SIZE
 
 KV_HEADS = {1: 8, 3: 3, 4: 8, 8: 8}
 """By query heads a KV head: 3 of 3 is the default model."""
@@ -65,9 +66,14 @@ class Shape(NamedTuple):
         return KV_HEADS[self.group]
 
     @property
+    def kv_group(self) -> KvGroup:
+        """What the layer keeps."""
+        return KvGroup((0,), KvLayout(self.kv_heads, self.head_dim, self.head_dim))
+
+    @property
     def token_bytes(self) -> int:
         """Key and value of a token, all heads."""
-        return self.kv_heads * block_bytes(self.kv_dtype, self.head_dim) // BLOCK_SIZE
+        return token_bytes((self.kv_group,), self.kv_dtype)
 
     def op(self) -> ops.Attention:
         """The op, for its costs."""
@@ -77,7 +83,7 @@ class Shape(NamedTuple):
 
     def load(self, case: Case) -> ops.Load:
         """What a step of the case costs by."""
-        return ops.Load(case.seqs, 0, number_bytes(self.kv_dtype, self.head_dim))
+        return ops.Load(case.seqs, 0, number_bytes((self.kv_group,), self.kv_dtype))
 
 
 def attention(bench: Bench) -> None:
