@@ -14,6 +14,7 @@ from headrace.engine.engine import Engine, EngineLimits
 from headrace.errors import RequestError
 from headrace.model import trace_model
 from headrace.planner.host import available_memory, usable_cores
+from headrace.program.trace import Program
 from headrace.prompts import PromptReader
 from headrace.propose import make_proposers
 from headrace.propose.draft_model import max_rows
@@ -41,7 +42,7 @@ def load_model(model: str, config: EngineConfig) -> LoadedModel:
     tokenizer = checkpoint.load_tokenizer()
     draft_checkpoints = open_draft_checkpoints(config, checkpoint, tokenizer)
     program = target_program(config, checkpoint)
-    kv, draft_kv = fit_memory(config, checkpoint, draft_checkpoints, max_model_len)
+    kv, draft_kv = fit_memory(config, checkpoint, program, draft_checkpoints, max_model_len)
     threads = config.threads or usable_cores()
     executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads)
     draft_models = compile_draft_models(config, draft_checkpoints, checkpoint, executable, draft_kv)
@@ -53,14 +54,14 @@ def load_model(model: str, config: EngineConfig) -> LoadedModel:
 
 
 def fit_memory(
-    config: EngineConfig, checkpoint: Checkpoint, draft_checkpoints: DraftCheckpoints, max_model_len: int
+    config: EngineConfig, checkpoint: Checkpoint, program: Program, draft_checkpoints: DraftCheckpoints, max_model_len: int
 ) -> tuple[KvConfig, KvConfig | None]:
-    """The KV of a model, and of its draft model, beside the weights of all that runs, as the backend will hold them; none of them is read.
+    """The KV of a model, which runs this program, and of its draft model, beside the weights of all that runs, as the backend holds them.
 
-    Raises MemoryLimitError where they do not fit in the memory that is available.
+    No weight is read. Raises MemoryLimitError where they do not fit in the memory that is available.
     """
-    program = lower_program(config.backend, target_program(config, checkpoint), checkpoint.tensors)
-    weights = program.weight_bytes + draft_checkpoints.weight_bytes(config.backend, checkpoint.spec)
+    lowered = lower_program(config.backend, program, checkpoint.tensors)
+    weights = lowered.weight_bytes + draft_checkpoints.weight_bytes(config.backend, checkpoint.spec)
     models = [KvUse(program.kv_groups, config.max_num_batched_tokens)]
     if draft := draft_checkpoints.draft:
         models.append(KvUse(trace_model(draft.spec, draft.tensors).kv_groups, max_rows(config.draft_depth)))

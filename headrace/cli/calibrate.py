@@ -83,8 +83,8 @@ def _measure(args: argparse.Namespace) -> "list[Candidate]":
     if length > checkpoint.spec.max_context:
         raise RequestError(f"this needs {length:,} tokens, and the model's context ends at {checkpoint.spec.max_context:,}: lower --tokens")
     draft_checkpoints = open_draft_checkpoints(config, checkpoint, tokenizer)
-    kv, draft_kv = fit_memory(config, checkpoint, draft_checkpoints, length)
     program = trace_model(checkpoint.spec, checkpoint.tensors)
+    kv, draft_kv = fit_memory(config, checkpoint, program, draft_checkpoints, length)
     _tell("writing a text")
     target = compile_program(config.backend, program, checkpoint.tensors, kv, config.threads or usable_cores())
     try:
