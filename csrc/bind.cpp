@@ -101,7 +101,7 @@ std::vector<KvRows> kv_rows(const std::vector<std::pair<Ints, Ints>>& kv, const 
 
 // tokens, positions [T]; row_start [B + 1]; context_len, scheduled_len [B]; (slots, block_table) of each group; ancestors [T, words];
 // logit_rows [R]; inputs [T, width] or none
-void run(Plan& plan, int vocab, const Ints& tokens, const Ints& positions, const Ints& row_start, const Ints& context_len,
+bool run(Plan& plan, int vocab, const Ints& tokens, const Ints& positions, const Ints& row_start, const Ints& context_len,
          const Ints& scheduled_len, const std::vector<std::pair<Ints, Ints>>& kv, const std::optional<Array<uint64_t>>& ancestors,
          const Ints& logit_rows, const std::optional<Array<float>>& inputs, int program) {
   require(program >= 0 && program < plan.num_programs(), "a plan has no such program");
@@ -128,7 +128,7 @@ void run(Plan& plan, int vocab, const Ints& tokens, const Ints& positions, const
   }
   check_step(s, plan, vocab);
   nb::gil_scoped_release release;
-  plan.run(program, s);
+  return plan.run(program, s);
 }
 
 // (group, place in it) of a layer that the last program reads or writes.
@@ -253,8 +253,8 @@ void bind_plan(nb::module_& m) {
       .def("add_program", &Plan::add_program, "Begin another program over the same weights, KV and buffers; returns its number.")
       .def("run", &run, nb::arg("vocab"), nb::arg("tokens"), nb::arg("positions"), nb::arg("row_start"), nb::arg("context_len"),
            nb::arg("scheduled_len"), nb::arg("kv"), nb::arg("ancestors").none(), nb::arg("logit_rows"),
-           nb::arg("inputs").none() = nb::none(), nb::arg("program") = 0)
-      .def("floats", &floats_of, "A view of the float rows of a buffer; valid until the next run.")
+           nb::arg("inputs").none() = nb::none(), nb::arg("program") = 0, "Run a step; returns whether the buffers have moved.")
+      .def("floats", &floats_of, "A view of the float rows of a buffer; valid until the next run overwrites them or moves the buffers.")
       .def("move_slots",
            [](Plan& p, int group, const Ints& source, const Ints& target) {
              require(group >= 0 && group < static_cast<int>(p.kv_groups().size()), "there is no such group of layers");

@@ -40,6 +40,19 @@ int width_of(const Logits& logits, size_t ndim) {
 
 nb::tuple as_tuple(const TokenLogprobs& p) { return nb::make_tuple(p.logprob, p.rank, nb::cast(p.top_ids), nb::cast(p.top_logprobs)); }
 
+nb::tuple as_tuple(const Verified& verified) {
+  nb::list logprobs;
+  for (const TokenLogprobs& of : verified.logprobs) logprobs.append(as_tuple(of));
+  return nb::make_tuple(nb::cast(verified.tokens), nb::cast(verified.path), logprobs);
+}
+
+// The likeliest tokens of a row.
+struct Ranked {
+  TokenLogprobs best;
+};
+
+nb::tuple as_tuple(const Ranked& ranked) { return nb::make_tuple(nb::cast(ranked.best.top_ids), nb::cast(ranked.best.top_logprobs)); }
+
 nb::tuple as_tuple(const Drawn& drawn) {
   return nb::make_tuple(drawn.token, drawn.logprobs ? nb::object(as_tuple(*drawn.logprobs)) : nb::none());
 }
@@ -68,37 +81,59 @@ Probabilities probabilities(const Sampler& sampler, const Logits& logits, uint32
   return {data, 1, shape, nb::capsule(data, [](void* p) noexcept { delete[] static_cast<double*>(p); })};
 }
 
-using Draw = std::tuple<Sampler*, int, uint32_t, int>;  // sampler, row, position, and how many log-probabilities
+// The fields of a `Draw` of headrace/logit_ops.py, and of its `DraftTree`; what has no type is not read here.
+using DraftFields = std::tuple<std::vector<int>, std::vector<int>, nb::handle, nb::handle, nb::handle>;
+using Draw = std::tuple<int, uint32_t, Sampler*, DraftFields, int, nb::handle>;
+// The fields of a `TopTokens`: row, position, sampler and the number of tokens.
+using TopTokens = std::tuple<int, uint32_t, Sampler*, int>;
 
-void check_draws(const std::vector<Draw>& draws, int rows, int width) {
-  std::vector<Sampler*> samplers;
-  for (const auto& [sampler, row, position, count] : draws) {
-    require(sampler && sampler->vocab() == width, "the rows of logits are not as wide as the vocabulary");
-    require(row >= 0 && row < rows, "a draw names a row that is not there");
-    samplers.push_back(sampler);
-  }
-  std::sort(samplers.begin(), samplers.end());
-  require(std::adjacent_find(samplers.begin(), samplers.end()) == samplers.end(), "a sampler can draw one token at a time");
+Sampler& sampler_of(const auto& op) { return *std::get<2>(op); }
+
+void check_draft(const DraftFields& draft) {
+  const auto& [tokens, parents, confidence, indivisible, probabilities] = draft;
+  require(tokens.size() == parents.size(), "a draft tree needs a parent for each of its tokens");
+  for (size_t i = 0; i < parents.size(); i++)
+    require(parents[i] >= -1 && parents[i] < static_cast<int>(i), "a draft node comes after its parent");
 }
 
-// What `method` of each sampler makes of its row, or nothing where the row is not finite; the threads of the pool share the rows.
-template <class Result, class Method>
-std::vector<std::optional<Result>> for_each(Pool& pool, const Logits& logits, const std::vector<Draw>& draws, Method method) {
+int rows_of(const TopTokens&) { return 1; }
+
+int rows_of(const Draw& draw) {
+  const DraftFields& draft = std::get<3>(draw);
+  check_draft(draft);
+  return 1 + static_cast<int>(std::get<0>(draft).size());
+}
+
+template <class Op>
+void check_ops(const std::vector<Op>& ops, int rows, int width) {
+  std::vector<const Sampler*> samplers;
+  for (const Op& op : ops) {
+    require(std::get<2>(op) && sampler_of(op).vocab() == width, "the rows of logits are not as wide as the vocabulary");
+    require(std::get<0>(op) >= 0 && std::get<0>(op) <= rows - rows_of(op), "a draw names a row that is not there");
+    samplers.push_back(&sampler_of(op));
+  }
+  std::sort(samplers.begin(), samplers.end());
+  require(std::adjacent_find(samplers.begin(), samplers.end()) == samplers.end(), "a sampler can make one draw at a time");
+}
+
+// What `method` makes of each op and its rows, or nothing where a row is not finite; the threads of the pool share the ops.
+template <class Result, class Op, class Method>
+std::vector<std::optional<Result>> for_each(Pool& pool, const Logits& logits, const std::vector<Op>& ops, Method method) {
   const int width = width_of(logits, 2);
-  check_draws(draws, static_cast<int>(logits.shape(0)), width);
-  std::vector<std::optional<Result>> results(draws.size());
+  check_ops(ops, static_cast<int>(logits.shape(0)), width);
+  std::vector<std::optional<Result>> results(ops.size());
   const auto run = [&](int begin, int end, int) {
     for (int i = begin; i < end; i++) {
-      const auto& [sampler, row, position, count] = draws[static_cast<size_t>(i)];
+      const Op& op = ops[static_cast<size_t>(i)];
       try {
-        results[static_cast<size_t>(i)] = (sampler->*method)(logits.data() + static_cast<size_t>(row) * width, position, count, scratch);
+        results[static_cast<size_t>(i)] = method(op, logits.data() + static_cast<size_t>(std::get<0>(op)) * width);
       } catch (const NonFiniteLogits&) {  // stays without a result
       }
     }
   };
   {
     nb::gil_scoped_release released;
-    const int n = static_cast<int>(draws.size());
+    const int n = static_cast<int>(ops.size());
     if (n == 1)
       run(0, 1, 0);
     else
@@ -107,19 +142,27 @@ std::vector<std::optional<Result>> for_each(Pool& pool, const Logits& logits, co
   return results;
 }
 
-nb::list draw_all(Pool& pool, const Logits& logits, const std::vector<Draw>& draws) {
+// `as_tuple` of each result; None for what has none.
+template <class Result>
+nb::list as_list(const std::vector<std::optional<Result>>& results) {
   nb::list list;
-  for (const auto& result : for_each<Drawn>(pool, logits, draws, &Sampler::draw))
-    list.append(result ? nb::object(as_tuple(*result)) : nb::none());
+  for (const auto& result : results) list.append(result ? nb::object(as_tuple(*result)) : nb::none());
   return list;
 }
 
-nb::list likeliest_all(Pool& pool, const Logits& logits, const std::vector<Draw>& draws) {
-  for (const Draw& draw : draws) require(std::get<3>(draw) > 0, "a count must be above 0");
-  nb::list list;
-  for (const auto& result : for_each<TokenLogprobs>(pool, logits, draws, &Sampler::likeliest))
-    list.append(result ? nb::object(nb::make_tuple(nb::cast(result->top_ids), nb::cast(result->top_logprobs))) : nb::none());
-  return list;
+nb::list verify_all(Pool& pool, const Logits& logits, const std::vector<Draw>& draws) {
+  return as_list(for_each<Verified>(pool, logits, draws, [](const Draw& op, const float* rows) {
+    const auto& [row, position, sampler, draft, num_logprobs, method] = op;
+    return verify_exact(*sampler, rows, position, {std::get<0>(draft), std::get<1>(draft)}, num_logprobs, scratch);
+  }));
+}
+
+nb::list top_tokens_all(Pool& pool, const Logits& logits, const std::vector<TopTokens>& ops) {
+  for (const TopTokens& op : ops) require(std::get<3>(op) > 0, "a count must be above 0");
+  return as_list(for_each<Ranked>(pool, logits, ops, [](const TopTokens& op, const float* logits_row) {
+    const auto& [row, position, sampler, num_tokens] = op;
+    return Ranked{sampler->likeliest(logits_row, position, num_tokens, scratch)};
+  }));
 }
 
 nb::tuple logprobs_of(const Logits& logits, int token, int num_logprobs, const std::string& isa) {
@@ -156,11 +199,11 @@ void bind_sampler(nb::module_& m) {
       },
       "counter"_a, "key"_a, "isa"_a = "");
   m.def("token_logprobs", &logprobs_of, "logits"_a, "token"_a, "num_logprobs"_a, "isa"_a = "");
-  m.def("draw_all", &draw_all, "pool"_a, "logits"_a, "draws"_a,
-        "What each (sampler, row, position, num_logprobs) draws from its row of logits [rows, vocab]; None where the row is not finite.");
-  m.def("likeliest_all", &likeliest_all, "pool"_a, "logits"_a, "draws"_a,
-        "The likeliest tokens for each (sampler, row, position, count) and their log-probabilities under biases, penalties and bans, "
-        "best first; None where the row is not finite.");
+  m.def("verify_exact", &verify_all, "pool"_a, "logits"_a, "draws"_a,
+        "The fields of the `Drawn` that each `Draw` gives by exact verification, from logits [rows, vocab], with its log-probabilities as "
+        "tuples; None where a row that it came to is not finite.");
+  m.def("top_tokens", &top_tokens_all, "pool"_a, "logits"_a, "ops"_a,
+        "The fields of the `Ranked` that each `TopTokens` gives; None where its row is not finite.");
   nb::class_<Sampler>(m, "Sampler")
       .def(
           "__init__",

@@ -99,11 +99,11 @@ void Plan::writes_pieces(int buffer) {
   check_whole_rows(buffers_[buffer]);
 }
 
-// Gives every buffer room for the rows of the step. Grows by doubling, and never shrinks.
-void Plan::reserve(const Step& step) {
-  if (step.rows <= capacity_rows_ && step.logit_rows <= capacity_logit_rows_) return;
-  if (step.rows > capacity_rows_) capacity_rows_ = std::max(step.rows, 2 * capacity_rows_);
-  if (step.logit_rows > capacity_logit_rows_) capacity_logit_rows_ = std::max(step.logit_rows, 2 * capacity_logit_rows_);
+// Gives every buffer room for the rows of the step; returns whether the buffers have moved. Grows by doubling, and never shrinks.
+bool Plan::reserve(const Step& step) {
+  if (step.rows <= capacity_rows_ && step.logit_rows <= capacity_logit_rows_) return false;
+  const auto grown = [](int needed, int capacity) { return needed > capacity ? std::max(needed, 2 * capacity) : capacity; };
+  const int capacity_rows = grown(step.rows, capacity_rows_), capacity_logit_rows = grown(step.logit_rows, capacity_logit_rows_);
   const auto walk = [&](uint8_t* base) {  // lays all buffers out from `base` on; returns where they end
     size_t at = 0;
     const auto place = [&](size_t bytes) {
@@ -112,7 +112,7 @@ void Plan::reserve(const Step& step) {
       return p;
     };
     for (Buffer& b : buffers_) {
-      const size_t rows = b.logit ? capacity_logit_rows_ : capacity_rows_;
+      const size_t rows = b.logit ? capacity_logit_rows : capacity_rows;
       if (!b.packed) b.floats = reinterpret_cast<float*>(place(rows * b.width * 4));
       for (int f = 0; f < kNumForms; f++)
         if (b.wanted[f]) b.forms[f] = place(rows * form_row_bytes(static_cast<Form>(f), b.columns));
@@ -120,8 +120,11 @@ void Plan::reserve(const Step& step) {
     return at;
   };
   activations_ = Arena();
+  capacity_rows_ = capacity_logit_rows_ = 0;  // so it stays if there is not enough memory
   activations_ = Arena(walk(nullptr));
   walk(activations_.data());
+  capacity_rows_ = capacity_rows, capacity_logit_rows_ = capacity_logit_rows;
+  return true;
 }
 
 void Plan::pack_columns(const Buffer& buffer, int row, int count, int first, const float* x, size_t stride, int n) const {
@@ -170,11 +173,11 @@ int Plan::advance(const Program& program, int op, const Step& step, int thread) 
   return op;
 }
 
-void Plan::run(int number, const Step& step) {
+bool Plan::run(int number, const Step& step) {
   const Program& program = programs_[static_cast<size_t>(number)];
   row_blocks_ = Blocks(step.rows, kernels_->max_rows);
   logit_blocks_ = Blocks(step.logit_rows, kernels_->max_rows);
-  reserve(step);
+  const bool moved = reserve(step);
   step_number_++;
   last_time_ = now();
   const int n = static_cast<int>(program.ops.size());
@@ -191,6 +194,7 @@ void Plan::run(int number, const Step& step) {
       });
     }
   });
+  return moved;
 }
 
 void Plan::set_profiling(bool on) {

@@ -123,7 +123,8 @@ class Plan {
   // Declares that an op writes the rows of `buffer` piece by piece.
   void writes_pieces(int buffer);
 
-  void run(int program, const Step& step);
+  // Runs a step; returns whether the buffers have moved.
+  bool run(int program, const Step& step);
 
   int num_programs() const { return static_cast<int>(programs_.size()); }
   const Program& program(int number) const { return programs_[static_cast<size_t>(number)]; }
@@ -159,7 +160,7 @@ class Plan {
 
  private:
   uint8_t* allocate(size_t bytes);
-  void reserve(const Step& step);
+  bool reserve(const Step& step);
   int advance(const Program& program, int op, const Step& step, int thread);
   void add_time(const Op& op);
 

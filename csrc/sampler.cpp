@@ -275,4 +275,21 @@ const float* Sampler::adjusted(const float* logits, uint32_t position, std::vect
   return memory.data();
 }
 
+Verified verify_exact(Sampler& sampler, const float* logits, uint32_t position, DraftTree draft, int num_logprobs, Scratch& scratch) {
+  const int num_nodes = static_cast<int>(draft.tokens.size());
+  Verified result;
+  int node = -1;
+  do {
+    if (node >= 0) result.path.push_back(node);
+    const float* row = logits + static_cast<ptrdiff_t>(node + 1) * sampler.vocab();
+    Drawn drawn = sampler.draw(row, position++, num_logprobs, scratch);
+    result.tokens.push_back(drawn.token);
+    if (drawn.logprobs) result.logprobs.push_back(std::move(*drawn.logprobs));
+    const int parent = node++;  // children come after their parent
+    const auto is_next = [&](size_t i) { return draft.parents[i] == parent && draft.tokens[i] == drawn.token; };
+    while (node < num_nodes && !is_next(static_cast<size_t>(node))) node++;
+  } while (node < num_nodes);
+  return result;
+}
+
 }  // namespace headrace

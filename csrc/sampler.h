@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <unordered_map>
 #include <utility>
@@ -96,5 +97,20 @@ class Sampler {
   std::vector<Seen> seen_;                 // kept only when there are penalties, and of the prompt only what they look at
   std::unordered_map<int, size_t> index_;  // of a token in seen_
 };
+
+// Draft tokens below the last known token of a sequence: node i follows node parents[i] < i, or that token if it is -1.
+struct DraftTree {
+  std::span<const int> tokens, parents;
+};
+
+// The tokens of the accepted path of a draft tree, and the one drawn at its end.
+struct Verified {
+  std::vector<int> tokens, path;        // the path names nodes, from the root down
+  std::vector<TokenLogprobs> logprobs;  // of each token, if they were asked for
+};
+
+// Draws a token, goes to the first draft node that has it, and so on until there is none. The rows of the nodes follow `logits`, that of
+// the last known token; `position` is that of the first token. Throws NonFiniteLogits.
+Verified verify_exact(Sampler& sampler, const float* logits, uint32_t position, DraftTree draft, int num_logprobs, Scratch& scratch);
 
 }  // namespace headrace

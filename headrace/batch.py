@@ -14,6 +14,11 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 
 
+def ints(values: list[int]) -> Ints:
+    """An array of these numbers, as batches have them."""
+    return np.array(values, np.int32)
+
+
 class DraftTree(NamedTuple):
     """Draft tokens for one sequence. `parents[i] < i` is the node that node i follows; -1 is the last scheduled known token."""
 

@@ -32,10 +32,11 @@ class TimedPlan:
         self.seconds = 0.0
         self._plan = plan
 
-    def run(self, *arguments: Any) -> None:
+    def run(self, *arguments: Any) -> bool:
         start = time.perf_counter()
-        self._plan.run(*arguments)
+        moved: bool = self._plan.run(*arguments)
         self.seconds += time.perf_counter() - start
+        return moved
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plan, name)

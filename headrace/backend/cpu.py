@@ -21,7 +21,7 @@ from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.quant.kv import BLOCK_SIZE
-from headrace.sampling.host import run_logit_ops, with_tokens
+from headrace.sampling.host import run_logit_ops, tokens_of
 
 
 def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
@@ -82,7 +82,10 @@ class CpuExecutable:
                 self.plan.add_kv_group(len(group.layers), heads, size, group.window, num_blocks, kv.dtype)
         except ValueError as error:
             raise RequestError(str(error)) from None
+        self._pool = self.plan.pool
         self._number = 0
+        self._views: dict[tuple[int, int], NDArray[np.float32]] = {}
+        """Views of the plan's buffers, by buffer and number of rows, until they move: to make one takes as long as to draw a token."""
         self._values: list[LogitOpResult] = []
         """Results of the logit ops of the last launch."""
         self._fill_plan(weights, None)
@@ -97,7 +100,7 @@ class CpuExecutable:
 
     def attach(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None) -> "CpuExecutable":
         if kv is not None:
-            return _compile(program, weights, kv, self.plan.pool)
+            return _compile(program, weights, kv, self._pool)
         other = copy(self)
         weights = {**self._lowering.tensors, **weights}
         other.program = self._lower(program, weights)
@@ -106,16 +109,16 @@ class CpuExecutable:
         return other
 
     def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Done:
-        self._run(with_tokens(batch, self._values))
+        self._run(batch, tokens_of(batch, self._values))
         rows = self._rows(self._logits, batch)
-        self._values = run_logit_ops(ops, rows, self.plan.pool)
+        self._values = run_logit_ops(ops, rows, self._pool)
         kept = self._rows(self._hidden, batch) if hidden and self._hidden is not None else None
         return Done(StepResult(self._values, rows if logits else None, kept))
 
-    def _run(self, batch: RaggedBatch) -> None:
-        self.plan.run(
+    def _run(self, batch: RaggedBatch, tokens: Ints) -> None:
+        moved = self.plan.run(
             self._vocab,
-            batch.tokens,
+            tokens,
             batch.positions,
             batch.row_start,
             batch.context_len,
@@ -126,15 +129,19 @@ class CpuExecutable:
             batch.inputs,
             self._number,
         )
+        if moved:
+            self._views.clear()
 
     def _rows(self, buffer: int, batch: RaggedBatch) -> NDArray[np.float32]:
-        rows: NDArray[np.float32] = self.plan.floats(buffer, len(batch.logit_rows))
-        return rows
+        key = buffer, len(batch.logit_rows)
+        if key not in self._views:
+            self._views[key] = self.plan.floats(*key)
+        return self._views[key]
 
     def profile(self, batch: RaggedBatch) -> StepTimes:
         self.plan.set_profiling(True)  # from zero
         started = time.perf_counter()
-        self._run(batch)
+        self._run(batch, batch.tokens)
         wall = time.perf_counter() - started
         ops, barriers = self.plan.profile()
         self.plan.set_profiling(False)
@@ -144,6 +151,7 @@ class CpuExecutable:
         self.plan.move_slots(group, np.ascontiguousarray(source, np.int32), np.ascontiguousarray(target, np.int32))
 
     def close(self) -> None:
+        self._views.clear()
         del self.plan
 
 

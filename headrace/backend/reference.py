@@ -18,7 +18,7 @@ from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.quant.kv import stored
-from headrace.sampling.host import run_logit_ops, with_tokens
+from headrace.sampling.host import run_logit_ops, tokens_of
 
 Floats = NDArray[np.float64]
 _DTYPE = np.float64
@@ -51,7 +51,7 @@ class ReferenceExecutable:
         """Results of the logit ops of the last launch."""
 
     def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Done:
-        step = _Step(self, with_tokens(batch, self._results))
+        step = _Step(self, batch._replace(tokens=tokens_of(batch, self._results)))
         for op in self.program.ops:
             step.run(op)
         rows = step.rows[self.program.logits.id].astype(np.float32)

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.batch import DraftTree, Ints, RaggedBatch
+from headrace.batch import DraftTree, Ints, RaggedBatch, ints
 from headrace.engine.scheduled import ScheduledSequence
-from headrace.kv.rows import ints, kv_rows
+from headrace.kv.rows import kv_rows
 
 WORD_BITS = 64
 """Draft rows for which a word of `ancestors` has bits."""

@@ -102,11 +102,14 @@ def _concatenate(values: list[LogitOpResult]) -> LogitOpResult:
     """What one sequence drew in several launches, up to logits that were not finite; None where those of the first were not."""
     if len(values) == 1:
         return values[0]
-    found = values[: values.index(None)] if None in values else values
-    drawn = [value for value in found if isinstance(value, Drawn)]
-    if not drawn:
-        return None
-    return Drawn([token for d in drawn for token in d.tokens], [], [logprobs for d in drawn for logprobs in d.logprobs])
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    for value in values:
+        if not isinstance(value, Drawn):
+            break
+        tokens += value.tokens
+        logprobs += value.logprobs
+    return Drawn(tokens, [], logprobs) if tokens else None
 
 
 def _accept(

@@ -8,26 +8,22 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.backend import Executable
-from headrace.batch import Ints, KvRows, RaggedBatch
+from headrace.batch import Ints, KvRows, RaggedBatch, ints
 from headrace.kv.blocks import Table
 from headrace.kv.manager import Copy, Tables
 
 
-def ints(values: list[int]) -> Ints:
-    """The same as np.array, which takes several times as long for a few numbers."""
-    return np.frombuffer(array("i", values), np.int32)
-
-
 def kv_rows(tables: Sequence[Tables], written: Sequence[range], block_size: int) -> tuple[KvRows, ...]:
     """Slots and block table of each group for sequences that write these of their tokens."""
-    return tuple(_rows_of(group, written, block_size) for group in zip(*tables, strict=True))
+    return tuple(KvRows(slots_of(group, written, block_size), block_table(group)) for group in zip(*tables, strict=True))
 
 
-def _rows_of(tables: Sequence[Table], written: Sequence[range], block_size: int) -> KvRows:
+def slots_of(tables: Sequence[Table], written: Sequence[range], block_size: int) -> Ints:  # [rows]
+    """The slots of these tokens of each table."""
     slots: list[int] = []
     for table, indices in zip(tables, written, strict=True):
         slots += [table[index // block_size] * block_size + index % block_size for index in indices]
-    return KvRows(ints(slots), block_table(tables))
+    return ints(slots)
 
 
 def block_table(tables: Sequence[Table]) -> Ints:  # [sequences, max_blocks]

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend import Executable
-from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch, TokenLogprobs
-from headrace.kv.rows import ints
+from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch, TokenLogprobs, ints
 from headrace.logit_ops import Score, StepResult
 from headrace.program.ops import Value
 from headrace.program.trace import Tracer

@@ -6,28 +6,26 @@ Every token then has the target's distribution. Which tokens are drawn depends o
 batch; only exact verification gives the same tokens every time.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace._native import Pool
 from headrace.errors import NonFiniteLogitsError
-from headrace.sampling.exact import Verification
+from headrace.logit_ops import Draw, Drawn
 from headrace.sampling.sampler import NativeDraw, scored
+from headrace.sampling.verification import Logits, Verification
 
 Distribution = NDArray[np.float64]  # [vocab]
 
 
-def verify_rejection(verifications: list[Verification], logits: NDArray[np.float32], pool: Pool) -> None:
-    """Complete verifications of chains by rejection sampling: a `Verifier`.
+def verify_rejection(draws: Sequence[Draw], logits: Logits, pool: Pool) -> list[Drawn | None]:
+    """The results of draws with chains, by rejection sampling: a `Verifier`.
 
     A draft without probabilities counts as certain (q is 1 for its token), so its token is accepted if a plain draw gives it.
     """
-    for verification in verifications:
-        try:
-            while verification.take(_next(verification, logits[verification.row])):
-                pass
-        except NonFiniteLogitsError:
-            verification.failed = True
+    return [_verify(draw, logits) for draw in draws]
 
 
 def residual(p: Distribution, q: Distribution) -> Distribution:
@@ -42,6 +40,16 @@ def pick(p: Distribution, uniform: float) -> int:
     cumulative = np.cumsum(p)
     token = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
     return min(token, int(np.flatnonzero(p)[-1]))  # rounding may lead past the last possible token
+
+
+def _verify(draw: Draw, logits: Logits) -> Drawn | None:
+    verification = Verification(draw)
+    try:
+        while verification.take(_next(verification, logits[verification.row])):
+            pass
+    except NonFiniteLogitsError:
+        return None
+    return verification.drawn
 
 
 def _next(verification: Verification, row: NDArray[np.float32]) -> NativeDraw:

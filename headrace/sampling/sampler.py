@@ -7,13 +7,12 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace._native import Sampler, draw_all
-from headrace._native import likeliest_all as rank_all
+from headrace._native import Sampler
 from headrace._native import token_logprobs as native_token_logprobs
 from headrace.batch import TokenLogprobs
 from headrace.request import SamplingParams
 
-__all__ = ["NativeDraw", "Sampler", "derive_seed", "draw_all", "make_sampler", "rank_all", "scored", "token_logprobs"]
+__all__ = ["NativeDraw", "Sampler", "derive_seed", "make_sampler", "scored", "token_logprobs"]
 
 NativeDraw = tuple[int, tuple[float, int, list[int], list[float]] | None]
 """A token, and the fields of its `TokenLogprobs` where they are asked for."""

@@ -5,14 +5,17 @@ the threshold is lower where many tokens are possible. The longest accepted path
 only the likeliest token is accepted, as by exact verification.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace._native import Pool
 from headrace.batch import NO_DRAFT
 from headrace.errors import NonFiniteLogitsError
-from headrace.sampling.exact import Verification
+from headrace.logit_ops import Draw, Drawn
 from headrace.sampling.sampler import Sampler, scored
+from headrace.sampling.verification import Logits, Verification
 
 _EPSILON = 0.09
 """Probability above which any token is accepted."""
@@ -20,35 +23,40 @@ _DELTA = 0.3
 """Share of exp(-entropy), the probability of a typical token, above which a token is accepted."""
 
 
-def verify_typical(verifications: list[Verification], logits: NDArray[np.float32], pool: Pool) -> None:
-    """Complete verifications by the longest accepted path of each tree and a draw after it: a `Verifier`."""
-    for verification in verifications:
-        try:
-            draw = verification.draw
-            for node in _longest(verification, logits, verification.sampler, -1, verification.position):
-                token = draw.draft.tokens[node]
-                verification.sampler.append(token)
-                verification.take(scored(logits[verification.row], token, draw.num_logprobs))
-            verification.draw = draw._replace(draft=NO_DRAFT)  # the path ends here, whatever is drawn
-            verification.take(verification.sampler.draw(logits[verification.row], verification.position, draw.num_logprobs))
-        except NonFiniteLogitsError:
-            verification.failed = True
+def verify_typical(draws: Sequence[Draw], logits: Logits, pool: Pool) -> list[Drawn | None]:
+    """The longest accepted path of each tree and a draw after it: a `Verifier`."""
+    return [_verify(draw, logits) for draw in draws]
 
 
-def _longest(verification: Verification, logits: NDArray[np.float32], sampler: Sampler, node: int, position: int) -> list[int]:
+def _verify(draw: Draw, logits: Logits) -> Drawn | None:
+    verification = Verification(draw)
+    sampler = verification.sampler
+    try:
+        for node in _longest(draw, logits, sampler, -1, draw.position):
+            token = draw.draft.tokens[node]
+            sampler.append(token)
+            verification.take(scored(logits[verification.row], token, draw.num_logprobs))
+        verification.draw = draw._replace(draft=NO_DRAFT)  # the path ends here, whatever is drawn
+        verification.take(sampler.draw(logits[verification.row], verification.position, draw.num_logprobs))
+    except NonFiniteLogitsError:
+        return None
+    return verification.drawn
+
+
+def _longest(draw: Draw, logits: Logits, sampler: Sampler, node: int, position: int) -> list[int]:
     """The longest path of accepted draft nodes below `node`; the first of equal length. `position` is that of its first token."""
-    draft = verification.draw.draft
+    draft = draw.draft
     children = [child for child, parent in enumerate(draft.parents) if parent == node]
     if not children:
         return []
-    p = sampler.probabilities(logits[verification.draw.row + 1 + node], position)
+    p = sampler.probabilities(logits[draw.row + 1 + node], position)
     longest: list[int] = []
     for child in _first_of_each_token(draft.tokens, children):
         token = draft.tokens[child]
         if p[token] > _threshold(p):
             after = sampler.clone(0)  # for its penalties; its noise is not used
             after.append(token)
-            longest = max(longest, [child, *_longest(verification, logits, after, child, position + 1)], key=len)
+            longest = max(longest, [child, *_longest(draw, logits, after, child, position + 1)], key=len)
     return longest
 
 

@@ -11,6 +11,7 @@ from headrace.accept.beam import BeamSearch
 from headrace.batch import NO_DRAFT
 from headrace.engine.output import Output
 from headrace.engine.stops import StopPattern
+from headrace.logit_ops import TopTokens
 from headrace.request import SamplingParams
 from headrace.sampling.host import run_logit_ops
 from tests.tiny import TinyVocabulary
@@ -101,6 +102,6 @@ def test_penalties_apply_to_the_tokens_of_each_beam() -> None:
     fresh, seen = sampler.clone(0), sampler.clone(0)
     seen.append(1)
     row = np.array([[0.0, 1.0, 0.5, -1.0]], np.float32)
-    (before,), (after,) = (_native.likeliest_all(POOL, row, [(s, 0, 5, 4)]) for s in (fresh, seen))
+    (before,), (after,) = (_native.top_tokens(POOL, row, [TopTokens(0, 5, s, 4)]) for s in (fresh, seen))
     assert (before[0], after[0]) == ([1, 2, 0, 3], [2, 0, 1, 3])
     assert np.exp(after[1]).sum() == pytest.approx(1)

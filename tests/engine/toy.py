@@ -23,7 +23,7 @@ from headrace.program.kv import KvGroup, KvLayout
 from headrace.propose import make_proposers
 from headrace.proposer import Proposer
 from headrace.request import SamplingParams
-from headrace.sampling.host import run_logit_ops, with_tokens
+from headrace.sampling.host import run_logit_ops, tokens_of
 from tests.late import LateExecutable
 from tests.sampling.sampler_twin import SamplerTwin
 from tests.tiny import TinyVocabulary
@@ -83,7 +83,7 @@ class ToyExecutable:
         self.closed = False
 
     def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Done:
-        rows = self.forward(with_tokens(batch, self._values))
+        rows = self.forward(batch._replace(tokens=tokens_of(batch, self._values)))
         self._values = run_logit_ops(ops, rows, self._pool)
         return Done(StepResult(self._values, rows if logits else None))
 

@@ -6,7 +6,7 @@ the draw these are p(y) (1 - q(y)) and p(x) q(x) p2(b | x). In both cases the fi
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from headrace import _native
 from headrace.batch import NO_DRAFT, DraftTree
-from headrace.logit_ops import Draw
+from headrace.logit_ops import Draw, Drawn
 from headrace.sampling import rejection
-from headrace.sampling.exact import Verification, Verifier, verify_exact
+from headrace.sampling.exact import verify_exact
 from headrace.sampling.rejection import pick, residual, verify_rejection
 from headrace.sampling.sampler import Sampler
+from headrace.sampling.verification import Verifier
 
 VOCAB = 5
 DRAWS = 200_000
@@ -42,10 +43,6 @@ def softmax(logits: NDArray[np.float32]) -> Floats:
 P, Q, P2 = softmax(TARGET), softmax(DRAFT), softmax(AFTER)
 
 
-def verification(row: int, position: int, sampler: Sampler, draft: DraftTree = NO_DRAFT, num_logprobs: int = -1) -> Verification:
-    return Verification(Draw(row, position, sampler, draft, num_logprobs), sampler, position)
-
-
 def tally(accept: Verifier, draft_seed: int, num_draws: int = DRAWS) -> Tally:
     """Counts of the tokens that steps give. With the same seed, 1, the draft draws with the target's noise, as in the engine."""
     counts: Tally = Counter()
@@ -54,18 +51,23 @@ def tally(accept: Verifier, draft_seed: int, num_draws: int = DRAWS) -> Tally:
     rows = np.tile(DRAFT, (size, 1))
     for first in range(0, 2 * num_draws, 2 * size):
         positions = range(first, first + 2 * size, 2)
-        drafts = [draft.clone(0) for _ in positions]
-        drawn = _native.draw_all(POOL, rows, [(d, i, p, -1) for i, (d, p) in enumerate(zip(drafts, positions, strict=True))])
-        drafts = [token for token, _ in drawn]
+        drafts = first_drawn(rows, [Draw(i, p, draft.clone(0)) for i, p in enumerate(positions)])
         logits = np.stack([np.tile(TARGET, (size, 1)), AFTER[drafts]], axis=1).reshape(2 * size, VOCAB)
-        verifications = [
-            verification(2 * i, p, target.clone(0), DraftTree([x], [-1], probabilities=Q[None]))
+        draws = [
+            Draw(2 * i, p, target.clone(0), DraftTree([x], [-1], probabilities=Q[None]))
             for i, (x, p) in enumerate(zip(drafts, positions, strict=True))
         ]
-        accept(verifications, logits, POOL)
-        assert not any(v.failed for v in verifications)
-        counts.update(tuple(v.tokens) for v in verifications)
+        counts.update(tuple(drawn.tokens) for drawn in finite(accept(draws, logits, POOL)))
     return counts
+
+
+def finite(results: list[Drawn | None]) -> list[Drawn]:
+    assert None not in results
+    return [result for result in results if result]
+
+
+def first_drawn(logits: NDArray[np.float32], draws: list[Draw]) -> list[int]:
+    return [drawn.tokens[0] for drawn in finite(verify_exact(draws, logits, POOL))]
 
 
 def exact(single: Floats, pair: Floats) -> dict[tuple[int, ...], float]:
@@ -99,11 +101,9 @@ def first_tokens(counts: Tally) -> Tally:
     return firsts
 
 
-def without_bonus(verifications: list[Verification], logits: NDArray[np.float32], pool: _native.Pool) -> None:
+def without_bonus(draws: Sequence[Draw], logits: NDArray[np.float32], pool: _native.Pool) -> list[Drawn | None]:
     """A wrong verifier: a step ends with its last draft token."""
-    verify_rejection(verifications, logits, pool)
-    for v in verifications:
-        del v.tokens[max(1, len(v.path)) :]
+    return [drawn._replace(tokens=drawn.tokens[: max(1, len(drawn.path))]) for drawn in finite(verify_rejection(draws, logits, pool))]
 
 
 class TestRejection:
@@ -155,7 +155,7 @@ def test_shared_noise_recovers_nearly_what_rejection_sampling_gains(spread: floa
     p, q = softmax(target), softmax(draft)
     samplers = [[Sampler(50, [], seed=1) for _ in range(rows)] for _ in range(2)]
     drawn = [
-        [token for token, _ in _native.draw_all(POOL, logits, [(sampler, i, i, -1) for i, sampler in enumerate(row_samplers)])]
+        first_drawn(logits, [Draw(i, i, sampler) for i, sampler in enumerate(row_samplers)])
         for logits, row_samplers in zip((target, draft), samplers, strict=True)
     ]
     assert np.minimum(p, q).sum(axis=1).mean() == pytest.approx(best, abs=0.01)
@@ -167,16 +167,14 @@ def test_a_draft_without_probabilities_counts_as_certain() -> None:
     """So a plain draw decides: the draft token is accepted if the draw gives it."""
     sampler, logits = Sampler(VOCAB, [], seed=3), np.stack([TARGET, AFTER[2], AFTER[4]])
     for position in range(50):
-        one = verification(0, position, sampler.clone(0), num_logprobs=1)
-        tree = verification(0, position, sampler.clone(0), DraftTree([2, 4], [-1, -1]), 1)
-        verify_rejection([one, tree], logits, POOL)
+        draws = [Draw(0, position, sampler.clone(0), draft, 1) for draft in (NO_DRAFT, DraftTree([2, 4], [-1, -1]))]
+        one, tree = finite(verify_rejection(draws, logits, POOL))
         assert tree.tokens[0] == one.tokens[0] and tree.logprobs[0] == one.logprobs[0]
         assert tree.path == {2: [0], 4: [1]}.get(one.tokens[0], [])
 
 
 def test_logits_that_are_not_finite_fail_only_their_own_sequence() -> None:
     logits = np.stack([TARGET, np.full(VOCAB, np.nan, np.float32)])
-    verifications = [verification(i, 0, Sampler(VOCAB, [])) for i in range(2)]
-    verify_rejection(verifications, logits, POOL)
-    assert [v.failed for v in verifications] == [False, True]
-    assert len(verifications[0].tokens) == 1
+    drawn, failed = verify_rejection([Draw(i, 0, Sampler(VOCAB, [])) for i in range(2)], logits, POOL)
+    assert drawn is not None and len(drawn.tokens) == 1
+    assert failed is None

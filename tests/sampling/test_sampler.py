@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace import _native
+from headrace.batch import NO_DRAFT, DraftTree
 from headrace.errors import NonFiniteLogitsError
+from headrace.logit_ops import Draw, TopTokens
 from tests.sampling import sampler_twin as twin
 
 VECTORS = [  # from the kat_vectors file of Random123, the authors' own code
@@ -176,20 +178,38 @@ def test_a_batch_of_draws_is_as_draws_one_by_one() -> None:
     for position in range(5):
         rows = rng.integers(0, 7, 12).tolist()
         wanted = rng.integers(-1, 4, 12).tolist()
-        draws = [(sampler, row, position, num) for sampler, row, num in zip(at_once, rows, wanted, strict=True)]
-        for sampler, row, num, drawn in zip(one_by_one, rows, wanted, _native.draw_all(pool, logits, draws), strict=True):
-            assert drawn == (None if row == 4 else sampler.draw(logits[row], position, num))
+        draws = [Draw(row, position, sampler, NO_DRAFT, num) for sampler, row, num in zip(at_once, rows, wanted, strict=True)]
+        for sampler, row, num, drawn in zip(one_by_one, rows, wanted, _native.verify_exact(pool, logits, draws), strict=True):
+            if row == 4:
+                assert drawn is None
+            else:
+                token, logprobs = sampler.draw(logits[row], position, num)
+                assert drawn == ([token], [], [] if logprobs is None else [logprobs])
 
 
 def test_arguments_of_a_batch_of_draws_are_checked() -> None:
     pool, logits, sampler = _native.Pool(1), np.zeros((2, 8), np.float32), _native.Sampler(8, [])
-    assert _native.draw_all(pool, logits, []) == []
-    with pytest.raises(ValueError, match="not there"):
-        _native.draw_all(pool, logits, [(sampler, 2, 0, -1)])
+    assert _native.verify_exact(pool, logits, []) == []
+    for bad in (
+        Draw(2, 0, sampler),
+        Draw(-1, 0, sampler),
+        Draw(0, 0, sampler, DraftTree([1, 1], [-1, 0])),
+    ):
+        with pytest.raises(ValueError, match="not there"):
+            _native.verify_exact(pool, logits, [bad])
+    for parents in ([0], [-2], [2**31 - 1]):
+        with pytest.raises(ValueError, match="after its parent"):
+            _native.verify_exact(pool, logits, [Draw(0, 0, sampler, DraftTree([1], parents))])
+    with pytest.raises(ValueError, match="a parent for each"):
+        _native.verify_exact(pool, logits, [Draw(0, 0, sampler, DraftTree([1], []))])
     with pytest.raises(ValueError, match="as wide"):
-        _native.draw_all(pool, np.zeros((2, 9), np.float32), [(sampler, 0, 0, -1)])
-    with pytest.raises(ValueError, match="one token at a time"):
-        _native.draw_all(pool, logits, [(sampler, 0, 0, -1), (sampler, 1, 1, -1)])
+        _native.verify_exact(pool, np.zeros((2, 9), np.float32), [Draw(0, 0, sampler)])
+    with pytest.raises(ValueError, match="one draw at a time"):
+        _native.verify_exact(pool, logits, [Draw(0, 0, sampler), Draw(1, 1, sampler)])
+    with pytest.raises(ValueError, match="not there"):
+        _native.top_tokens(pool, logits, [TopTokens(2, 0, sampler, 1)])
+    with pytest.raises(ValueError, match="above 0"):
+        _native.top_tokens(pool, logits, [TopTokens(0, 0, sampler, 0)])
 
 
 class TestForAcceptanceMethods:
