@@ -31,7 +31,7 @@ void require(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(message);
 }
 
-int width_of(const Logits& logits, size_t ndim) {
+int width_of(const auto& logits, size_t ndim) {
   require(logits.ndim() == ndim, ndim == 1 ? "logits must be [vocab]" : "logits must be [rows, vocab]");
   const size_t width = logits.shape(ndim - 1);
   require(width > 0 && width <= 1 << 24, "a row of logits must have between 1 and 2^24 entries");
@@ -84,8 +84,10 @@ Probabilities probabilities(const Sampler& sampler, const Logits& logits, uint32
 // The fields of a `Draw` of headrace/logit_ops.py, and of its `DraftTree`; what has no type is not read here.
 using DraftFields = std::tuple<std::vector<int>, std::vector<int>, nb::handle, nb::handle, nb::handle>;
 using Draw = std::tuple<int, uint32_t, Sampler*, DraftFields, int, nb::handle>;
-// The fields of a `TopTokens`: row, position, sampler and the number of tokens.
+// Those of a `TopTokens`: row, position, sampler and the number of tokens.
 using TopTokens = std::tuple<int, uint32_t, Sampler*, int>;
+// Those of an `Expand`: row, position, sampler, index of the sequence and the number of tokens.
+using Expand = std::tuple<int, uint32_t, Sampler*, uint32_t, int, nb::handle>;
 
 Sampler& sampler_of(const auto& op) { return *std::get<2>(op); }
 
@@ -96,7 +98,7 @@ void check_draft(const DraftFields& draft) {
     require(parents[i] >= -1 && parents[i] < static_cast<int>(i), "a draft node comes after its parent");
 }
 
-int rows_of(const TopTokens&) { return 1; }
+int rows_of(const auto&) { return 1; }
 
 int rows_of(const Draw& draw) {
   const DraftFields& draft = std::get<3>(draw);
@@ -118,7 +120,7 @@ void check_ops(const std::vector<Op>& ops, int rows, int width) {
 
 // What `method` makes of each op and its rows, or nothing where a row is not finite; the threads of the pool share the ops.
 template <class Result, class Op, class Method>
-std::vector<std::optional<Result>> for_each(Pool& pool, const Logits& logits, const std::vector<Op>& ops, Method method) {
+std::vector<std::optional<Result>> for_each(Pool& pool, const auto& logits, const std::vector<Op>& ops, Method method) {
   const int width = width_of(logits, 2);
   check_ops(ops, static_cast<int>(logits.shape(0)), width);
   std::vector<std::optional<Result>> results(ops.size());
@@ -165,6 +167,17 @@ nb::list top_tokens_all(Pool& pool, const Logits& logits, const std::vector<TopT
   }));
 }
 
+nb::list expand_all(Pool& pool, const nb::ndarray<float, nb::c_contig, nb::device::cpu>& logits, const std::vector<Expand>& ops) {
+  for (const Expand& op : ops) require(std::get<4>(op) > 0, "a width must be above 0");
+  nb::list list;
+  const auto results = for_each<std::vector<int>>(pool, logits, ops, [](const Expand& op, float* logits_row) {
+    const auto& [row, position, sampler, seq_index, width, probabilities] = op;
+    return expand(*sampler, logits_row, position, seq_index, width, scratch);
+  });
+  for (const auto& tokens : results) list.append(tokens ? nb::cast(*tokens) : nb::none());
+  return list;
+}
+
 nb::tuple logprobs_of(const Logits& logits, int token, int num_logprobs, const std::string& isa) {
   const int width = width_of(logits, 1);
   const Kernels& kernels = *kernels_for(isa);
@@ -204,6 +217,8 @@ void bind_sampler(nb::module_& m) {
         "tuples; None where a row that it came to is not finite.");
   m.def("top_tokens", &top_tokens_all, "pool"_a, "logits"_a, "ops"_a,
         "The fields of the `Ranked` that each `TopTokens` gives; None where its row is not finite.");
+  m.def("expand", &expand_all, "pool"_a, "logits"_a, "ops"_a,
+        "The tokens of the `Expanded` that each `Expand` gives, whose row it overwrites; None where its row is not finite.");
   nb::class_<Sampler>(m, "Sampler")
       .def(
           "__init__",

@@ -292,4 +292,19 @@ Verified verify_exact(Sampler& sampler, const float* logits, uint32_t position, 
   return result;
 }
 
+std::vector<int> expand(Sampler& sampler, float* logits, uint32_t position, uint32_t seq_index, int width, Scratch& scratch) {
+  std::optional<Sampler> initial;
+  if (width > 1) initial = sampler.clone(seq_index);
+  std::vector<int> tokens = {sampler.draw(logits, position, -1, scratch).token};
+  while (static_cast<int>(tokens.size()) < width) {
+    logits[tokens.back()] = -kInfinity;
+    try {
+      tokens.push_back(initial->clone(seq_index).draw(logits, position, -1, scratch).token);
+    } catch (const NonFiniteLogits&) {
+      break;
+    }
+  }
+  return tokens;
+}
+
 }  // namespace headrace

@@ -113,4 +113,9 @@ struct Verified {
 // the last known token; `position` is that of the first token. Throws NonFiniteLogits.
 Verified verify_exact(Sampler& sampler, const float* logits, uint32_t position, DraftTree draft, int num_logprobs, Scratch& scratch);
 
+// Draws a token, and then the next best under the same noise, up to `width`; the logits of drawn tokens become -inf. It ends early where
+// no token is left; throws NonFiniteLogits where there is not one. The first token becomes part of the state of `sampler`, which draws
+// as sequence `seq_index` of its request does.
+std::vector<int> expand(Sampler& sampler, float* logits, uint32_t position, uint32_t seq_index, int width, Scratch& scratch);
+
 }  // namespace headrace

@@ -6,7 +6,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace._native import Pool, top_tokens
+from headrace import _native
+from headrace._native import Pool
 from headrace.batch import Ints, RaggedBatch, TokenLogprobs, ints
 from headrace.config import AcceptanceMethod
 from headrace.errors import NonFiniteLogitsError
@@ -65,23 +66,13 @@ def _score_one(op: Score, row: NDArray[np.float32]) -> TokenLogprobs | None:
 
 
 def _rank(ops: Sequence[TopTokens], logits: Logits, pool: Pool) -> list[Ranked | None]:
-    return [None if ranked is None else Ranked(*ranked) for ranked in top_tokens(pool, logits, cast(Any, ops))]
+    return [None if ranked is None else Ranked(*ranked) for ranked in _native.top_tokens(pool, logits, cast(Any, ops))]
 
 
 def _expand(ops: Sequence[Expand], logits: Logits, pool: Pool) -> list[Expanded | None]:
-    """Draw one token of each op at a time; a drawn token's logit becomes -inf, so that the next draw there gives the next best token."""
     probabilities = [_probabilities(op, logits) for op in ops]
-    initial = {i: op.sampler.clone(op.seq_index) for i, op in enumerate(ops) if op.width > 1}
-    tokens: list[list[int]] = [[] for _ in ops]
-    for rank in range(max(op.width for op in ops)):
-        turn = [(i, op) for i, op in enumerate(ops) if op.width > rank]
-        samplers = [initial[i].clone(op.seq_index) if rank else op.sampler for i, op in turn]
-        draws = [Draw(op.row, op.position, sampler) for (_, op), sampler in zip(turn, samplers, strict=True)]
-        for (i, op), drawn in zip(turn, verify_exact(draws, logits, pool), strict=True):
-            if drawn is not None:
-                tokens[i] += drawn.tokens
-                logits[op.row, drawn.tokens[0]] = -np.inf
-    return [Expanded(found, p) if found else None for found, p in zip(tokens, probabilities, strict=True)]
+    results = _native.expand(pool, logits, cast(Any, ops))
+    return [None if tokens is None else Expanded(tokens, p) for tokens, p in zip(results, probabilities, strict=True)]
 
 
 def _probabilities(op: Expand, logits: Logits) -> NDArray[np.float64] | None:
