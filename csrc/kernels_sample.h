@@ -104,40 +104,54 @@ HR_INLINE Vf exp_negative(Vf x) {
   return mul(p, exponent_from_low_bits(shifted));
 }
 
-// Sixteen terms a lane are summed in float, which loses less there than exp_negative does.
+// A sum of weights, as good as one in double: what the float sum of a lane rounds away is summed beside it (Knuth's two-sum). Where a
+// nucleus ends at equal logits, a share that is there or not decides: of two equal tokens and a little more, the first has no half.
+struct Mass {
+  double total = 0;
+  Vf sums = zero(), lost = zero();
+
+  HR_INLINE void operator+=(Vf w) {
+    const Vf sum = add(sums, w), added = sub(sum, sums);
+    lost = add(lost, add(sub(sums, sub(sum, added)), sub(w, added)));
+    sums = sum;
+  }
+
+  HR_INLINE void flush() {
+    float lanes[2][16];
+    store(lanes[0], sums);
+    store(lanes[1], lost);
+    for (const float* of : lanes)
+      for (int i = 0; i < 16; i++) total += static_cast<double>(of[i]);
+    sums = lost = zero();
+  }
+};
+
 double weigh(const LogitRow& row, Cut cut, float inverse_temperature, float* weights) {
   const Vf top = set1(row.top), factor = set1(inverse_temperature);
-  double total = 0;
-  Vf part = zero();
+  Mass mass;
   each_tile(
       row, cut.logit,
       [&](int tile, Vf x) {
         const Vf w = keep_bits(exp_negative(mul(sub(x, top), factor)), kept(x, tile, cut));
         store(weights + kTileRows * tile, w);
-        part = add(part, w);
+        mass += w;
       },
-      [&] {
-        total += static_cast<double>(reduce_add(part));
-        part = zero();
-      });
-  return total;
+      [&] { mass.flush(); });
+  return mass.total;
 }
 
 Share share(const LogitRow& row, Cut cut, const float* weights) {
-  Share result{0, 0};
-  Vf part = zero();
+  int count = 0;
+  Mass mass;
   each_tile(
       row, cut.logit,
       [&](int tile, Vf x) {
         const uint32_t inside = kept(x, tile, cut);
-        result.count += __builtin_popcount(inside);
-        part = add(part, keep_bits(load(weights + kTileRows * tile), inside));
+        count += __builtin_popcount(inside);
+        mass += keep_bits(load(weights + kTileRows * tile), inside);
       },
-      [&] {
-        result.mass += static_cast<double>(reduce_add(part));
-        part = zero();
-      });
-  return result;
+      [&] { mass.flush(); });
+  return {mass.total, count};
 }
 
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) of 8 counters at once.

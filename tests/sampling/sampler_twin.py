@@ -6,6 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 GREEDY_BELOW = 1e-5
+SLACK = 1e-6
+"""Share of a nucleus by which its end may be missed: native weights are floats, so a share that is so near to `top_p` may be below it."""
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int]:
@@ -55,15 +57,21 @@ class SamplerTwin:
     output: list[int] = field(default_factory=list)
 
     def draw(self, logits: NDArray[np.float32], position: int) -> int:
-        x = self.adjusted(logits, position)
-        if self.temperature < GREEDY_BELOW:
-            token = int(np.argmax(x))
-        else:
-            kept = self._filtered(x)
-            scores = (x.astype(np.float64) - x.max()) / self.temperature + gumbel(self.vocab, position, self.seq_index, self.seed)
-            token = int(kept[np.argmax(scores[kept])])
+        token = self._best(self.adjusted(logits, position), position, self.top_p)
         self.output.append(token)
         return token
+
+    def draws(self, logits: NDArray[np.float32], position: int) -> set[int]:
+        """The tokens that a draw may give: two, rarely, where a nucleus ends so near to `top_p` that floats cannot tell."""
+        x, slack = self.adjusted(logits, position), SLACK if self.top_p < 1 else 0
+        return {self._best(x, position, self.top_p * factor) for factor in (1 - slack, 1 + slack)}
+
+    def _best(self, x: NDArray[np.float32], position: int, top_p: float) -> int:
+        if self.temperature < GREEDY_BELOW:
+            return int(np.argmax(x))
+        kept = self.filtered(x, top_p)
+        scores = (x.astype(np.float64) - x.max()) / self.temperature + gumbel(self.vocab, position, self.seq_index, self.seed)
+        return int(kept[np.argmax(scores[kept])])
 
     def adjusted(self, logits: NDArray[np.float32], position: int) -> NDArray[np.float32]:
         x = logits.copy()
@@ -78,14 +86,14 @@ class SamplerTwin:
             x[self.banned] = -np.inf
         return x
 
-    def _filtered(self, x: NDArray[np.float32]) -> NDArray[np.int64]:
+    def filtered(self, x: NDArray[np.float32], top_p: float) -> NDArray[np.int64]:
         """The tokens that min_p, then top_k, then top_p keep, in ascending order."""
         kept = order(x)
         if self.min_p > 0:
             kept = kept[x[kept] >= np.float32(float(x.max()) + self.temperature * np.log(self.min_p))]
         if self.top_k:
             kept = kept[: self.top_k]
-        if self.top_p < 1:
+        if top_p < 1:
             weights = np.exp((x[kept].astype(np.float64) - x.max()) / self.temperature)
-            kept = kept[: int(np.searchsorted(np.cumsum(weights), self.top_p * weights.sum())) + 1]
+            kept = kept[: int(np.searchsorted(np.cumsum(weights), top_p * weights.sum())) + 1]
         return np.sort(kept)

@@ -72,7 +72,40 @@ def test_native_draws_are_those_of_the_twin(row: np.ndarray, options: dict[str, 
     native = _native.Sampler(vocab, prompt, isa=data.draw(st.sampled_from(ISAS)), **options)
     reference = twin.SamplerTwin(vocab, prompt, **options)
     for position in (10, 11, 12, 13):
-        assert native.draw(row, position, -1) == (reference.draw(row, position), None)
+        token, logprobs = native.draw(row, position, -1)
+        assert token in reference.draws(row, position) and logprobs is None
+        reference.output.append(token)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("row", "temperature", "top_p"),
+    [
+        ([-3, -4, -15, -1, -1, -23, -1, -13, 6, -9, -17, 12, 12, 7, 3], 0.3, 0.5),
+        ([0, 0], 1.0, 0.5),
+        ([0, 0, -20], 1.0, 0.5),
+        ([0, 0, 0, 0, -30], 1.0, 0.75),
+        ([*[0] * 300, *[-17] * 9], 1.0, 0.5),
+        ([*[-30] * 700, 0, *[-25] * 700, 0, *[-30] * 700], 1.0, 0.5),
+    ],
+)
+def test_a_nucleus_that_ends_at_equal_logits(row: list[float], temperature: float, top_p: float, isa: str) -> None:
+    """A share of 10^-13 beside two equal tokens decides whether the first alone has half of all."""
+    logits = np.array(row, np.float32)
+    options = {"temperature": temperature, "top_p": top_p}
+    kept = twin.SamplerTwin(len(row), [], **options).filtered(logits, top_p)
+    assert np.flatnonzero(_native.Sampler(len(row), [], isa=isa, **options).probabilities(logits, 0)).tolist() == kept.tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(row=rows(), isa=st.sampled_from(ISAS), top_p=st.sampled_from([0.1, 0.25, 0.5, 0.9]), temperature=st.sampled_from([0.3, 1.0, 50.0]))
+def test_a_nucleus_is_the_smallest_of_best_tokens(row: np.ndarray, isa: str, top_p: float, temperature: float) -> None:
+    sampler = _native.Sampler(len(row), [], isa=isa, top_p=top_p, temperature=temperature)
+    kept, best = np.flatnonzero(sampler.probabilities(row, 0)), twin.order(row)
+    assert set(kept) == set(best[: len(kept)])
+    shares = np.cumsum(np.exp(twin.logprobs(row / np.float32(temperature)))[best])
+    assert shares[len(kept) - 1] > top_p - 1e-6
+    assert len(kept) == 1 or shares[len(kept) - 2] < top_p + 1e-6
 
 
 @settings(max_examples=100, deadline=None)
@@ -109,7 +142,7 @@ def test_draws_from_the_softmax(filters: dict[str, Any]) -> None:
     """Chi-square over 40,000 positions; a correct sampler passes the limit by chance once in 10^6 runs, and the seed is fixed."""
     row = np.array([1.0, 0.0, 2.0, -1.0, 0.5, 1.5, -3.0], np.float32)
     reference = twin.SamplerTwin(len(row), [], **filters)
-    kept = reference._filtered(row)
+    kept = reference.filtered(row, reference.top_p)
     weights = np.exp(row[kept].astype(np.float64) / reference.temperature)
     sampler = _native.Sampler(len(row), [], seed=1, **filters)
     draws = 40_000
@@ -224,7 +257,7 @@ class TestForAcceptanceMethods:
             sampler.append(token)
             numpy.output.append(token)
         x = numpy.adjusted(logits, 3)
-        kept = numpy._filtered(x)
+        kept = numpy.filtered(x, numpy.top_p)
         expected = np.zeros(40)
         expected[kept] = np.exp((x[kept].astype(np.float64) - x.max()) / numpy.temperature)
         np.testing.assert_allclose(sampler.probabilities(logits, 3), expected / expected.sum(), rtol=1e-6)
