@@ -38,9 +38,13 @@ class StaticScheduler(Scheduler):
         crowded = len(done) >= self._config.max_num_batched_tokens  # padding would leave no row to the others
         if seq not in done or crowded or seq.output.finish_reason in ("abort", "error", "timeout"):
             super().drop(seq)
-        if all(member.output.finish_reason for member in self.running):
-            for member in self.running[:]:
-                super().drop(member)
+        self._end_batch()
+
+    def replace_sequences(self, seqs: list[Sequence], sources: list[Sequence]) -> list[Sequence]:
+        """Put the successors of a group in their place; a search that ends has none, and may have been the last of the batch."""
+        successors = super().replace_sequences(seqs, sources)
+        self._end_batch()
+        return successors
 
     def schedule(self) -> SchedulerOutput:
         """The rows of the batch; when there is none, of the next one."""
@@ -51,6 +55,12 @@ class StaticScheduler(Scheduler):
     def reserve_steps(self, scheduled: list[ScheduledSequence], most: int) -> int:
         """One step: all slots are reserved already, and what is left of them after some steps would be given back."""
         return 1
+
+    def _end_batch(self) -> None:
+        """Forget the padding once there is nothing else."""
+        if all(member.output.finish_reason for member in self.running):
+            for member in self.running[:]:
+                super().drop(member)
 
     def _form(self) -> None:
         """Choose the next batch: as many of the queue as may run at once, with blocks for the longest of them each."""

@@ -81,6 +81,16 @@ def test_padding_ends_with_an_aborted_last_member() -> None:
     assert step(engine) == [(2, 2, 0)]
 
 
+def test_padding_ends_with_a_beam_search() -> None:
+    engine = static_engine(max_num_seqs=3)
+    add(engine, 2, max_tokens=1)
+    add(engine, 2, max_tokens=5, beam_width=2, temperature=1.0)
+    add(engine, 2, max_tokens=1)
+    results = [update.result for _ in range(20) for update in engine.step() if update.result]
+    assert len(results) == 3 and not engine.has_work
+    assert engine.stats().running == 0 and engine.stats().blocks_free == engine.stats().blocks_total
+
+
 REQUEST = st.tuples(
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12),
     st.integers(1, 12),
