@@ -1,4 +1,6 @@
 // Python's view of the plan and of the machine. Everything is checked here, once; the ops trust what they get.
+#include "bind.h"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
@@ -24,10 +26,6 @@ template <class T>
 using Array = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
 using Ints = Array<int32_t>;
 
-void require(bool ok, const char* message) {
-  if (!ok) throw std::invalid_argument(message);
-}
-
 Stored stored_from(const std::string& format, int rows, int cols, const Array<uint8_t>& data, const std::optional<Array<int64_t>>& order,
                    const std::optional<Array<float>>& scales) {
   Stored s{format, rows, cols, data.data(), data.size()};
@@ -44,12 +42,15 @@ KvRecord kv_record(const std::string& dtype, int head_dim) {
   throw std::invalid_argument("unknown number format of keys and values: " + dtype);
 }
 
+constexpr int kMaxContext = 1 << 30;
+
 void check_sequences(const Step& s) {
   require(s.row_start[0] == 0 && s.row_start[s.num_seqs] == s.rows, "row_start must run from 0 to the number of rows");
+  for (int b = 0; b < s.num_seqs; b++) require(s.row_start[b + 1] > s.row_start[b], "a sequence needs a row");  // so all lie in the step
   for (int b = 0; b < s.num_seqs; b++) {
     const int rows = s.row_start[b + 1] - s.row_start[b], context = s.context_len[b];
-    require(rows >= 1 && s.scheduled_len[b] >= 1 && s.scheduled_len[b] <= rows && context >= 0,
-            "a sequence needs a scheduled row and no more than its rows");
+    require(s.scheduled_len[b] >= 1 && s.scheduled_len[b] <= rows, "a sequence needs a scheduled row and no more than its rows");
+    require(context >= 0 && context <= kMaxContext, "a context has no more than 2^30 tokens");
     for (int row = s.row_start[b]; row < s.row_start[b + 1]; row++) {
       require(s.positions[row] >= context && s.positions[row] <= context + row - s.row_start[b], "a position lies outside its sequence");
       const int drafts = rows - s.scheduled_len[b];
@@ -78,7 +79,7 @@ void check_kv(const Step& s, const KvRows& kv, const KvCache& cache) {
   for (int i = 0; i < s.rows; i++) check_slot(kv.slots[i], cache);
 }
 
-void check_step(const Step& s, const Plan& plan, int vocab) {
+void check_step(const Step& s, const Plan& plan, int vocab) {  // tokens that the program has embeddings for
   require(s.rows >= 1 && s.num_seqs >= 1, "a step needs a row");
   check_sequences(s);
   for (size_t g = 0; g < s.kv.size(); g++) check_kv(s, s.kv[g], plan.kv(static_cast<int>(g)));
@@ -101,9 +102,9 @@ std::vector<KvRows> kv_rows(const std::vector<std::pair<Ints, Ints>>& kv, const 
 
 // tokens, positions [T]; row_start [B + 1]; context_len, scheduled_len [B]; (slots, block_table) of each group; ancestors [T, words];
 // logit_rows [R]; inputs [T, width] or none
-bool run(Plan& plan, int vocab, const Ints& tokens, const Ints& positions, const Ints& row_start, const Ints& context_len,
-         const Ints& scheduled_len, const std::vector<std::pair<Ints, Ints>>& kv, const std::optional<Array<uint64_t>>& ancestors,
-         const Ints& logit_rows, const std::optional<Array<float>>& inputs, int program) {
+bool run(Plan& plan, const Ints& tokens, const Ints& positions, const Ints& row_start, const Ints& context_len, const Ints& scheduled_len,
+         const std::vector<std::pair<Ints, Ints>>& kv, const std::optional<Array<uint64_t>>& ancestors, const Ints& logit_rows,
+         const std::optional<Array<float>>& inputs, int program) {
   require(program >= 0 && program < plan.num_programs(), "a plan has no such program");
   Step s{};
   s.rows = static_cast<int>(tokens.size());
@@ -126,140 +127,102 @@ bool run(Plan& plan, int vocab, const Ints& tokens, const Ints& positions, const
             "inputs must be [rows, the width that the program reads]");
     s.inputs = inputs->data();
   }
-  check_step(s, plan, vocab);
+  check_step(s, plan, plan.program(program).vocab);
   nb::gil_scoped_release release;
   return plan.run(program, s);
 }
 
-// (group, place in it) of a layer that the last program reads or writes.
-KvLayer kv_layer(Plan& plan, std::array<int, 2> layer) {
-  const auto [group, place] = layer;
-  require(group >= 0 && group < static_cast<int>(plan.kv_groups().size()), "there is no such group of layers");
-  require(place >= 0 && place < plan.kv(group).layers(), "there is no such layer in its group");
-  plan.keeps();
-  return {group, place};
-}
-
-void bind_ops(nb::class_<Plan>& c) {
-  c.def("embed", [](Plan& p, int out, int w) { p.add_op(make_embed(out, w)); })
-      .def("input", [](Plan& p, int out) { p.add_input(out); })
-      .def("silu", [](Plan& p, int out, int x) { p.add_op(make_silu(out, x)); })
-      .def(
-          "rope_angles",
-          [](Plan& p, std::vector<double> f, double scale, int head_dim) {
-            require(head_dim > 0 && head_dim % 2 == 0, "a rope needs an even head size");
-            const int out = p.add_buffer(angles_width(head_dim), false, false);
-            p.add_op(make_rope_angles(out, std::move(f), scale, head_dim));
-            return out;
-          },
-          "The angles of one head for each row, in a buffer of their own.")
-      .def("rope",
-           [](Plan& p, int out, int x, int angles, int head_dim) {
-             require(p.buffer(angles).width == angles_width(head_dim), "angles are those of another head size");
-             require(p.buffer(x).width % head_dim == 0 && p.buffer(x).width == p.buffer(out).width, "a rope rotates whole heads");
-             p.add_op(make_rope(out, x, angles, head_dim));
-           })
-      .def("norm", [](Plan& p, int out, int x, int w, float eps) { p.add_op(make_norm(out, x, w, eps)); })
-      .def("pack", [](Plan& p, int out, int x) { p.add_op(make_pack(out, x)); })
-      .def("gather_rows", [](Plan& p, int out, int x) { p.add_op(make_gather_rows(out, x)); })
-      .def("add", [](Plan& p, int out, int x, int y) { p.add_op(make_add(out, x, y)); })
-      .def("glu", [](Plan& p, int out, int gate, int up) { p.add_op(make_glu(out, gate, up)); })
-      .def("linear",
-           [](Plan& p, int out, int x, int w, int bias, int residual, bool offset) {
-             p.reads(x, w, offset);
-             p.add_op(make_linear(out, x, w, bias, residual, offset));
-           })
-      .def("glu_linear",
-           [](Plan& p, int out, int x, int gate, int up, int gate_bias, int up_bias) {
-             p.reads(x, gate, false);
-             p.reads(x, up, false);
-             p.writes_pieces(out);
-             p.add_op(make_glu_linear(out, x, gate, up, gate_bias, up_bias));
-           })
-      .def("qkv_rope_write",
-           [](Plan& p, int out, int x, int angles, std::array<int, 3> weights, std::array<int, 3> biases, std::array<int, 2> layer) {
-             const KvLayer at = kv_layer(p, layer);
-             require(p.buffer(angles).width == angles_width(p.kv(at.group).shape().head_dim), "angles are those of another head size");
-             for (const int w : weights) p.reads(x, w, true);
-             const auto kv = p.kv_buffers(at.group);
-             p.add_op(make_qkv_rope_write({out, x, angles, weights, biases, at, kv}));
-             if (kv[0] >= 0) p.add_op(make_kv_write("qkv_rope_write", kv[0], kv[1], at));
-           })
-      .def("kv_write",
-           [](Plan& p, int k, int v, std::array<int, 2> layer) {
-             const KvLayer at = kv_layer(p, layer);
-             const KvCache& cache = p.kv(at.group);
-             for (const int x : {k, v})
-               require(p.buffer(x).width == cache.heads() * cache.shape().head_dim,
-                       "keys and values are as wide as the heads of the cache");
-             p.add_op(make_kv_write("kv_write", k, v, at));
-           })
-      .def("attention", [](Plan& p, int out, int q, std::array<int, 2> layer, int num_heads, float scale) {
-        const KvLayer at = kv_layer(p, layer);
-        require(num_heads > 0 && num_heads % p.kv(at.group).heads() == 0, "query heads must be a multiple of KV heads");
-        p.writes_pieces(out);
-        for (auto& op : make_attention(out, q, at.layer, scale, p.attention_work(at.group, num_heads))) p.add_op(std::move(op));
-      });
+int checked_threads(int threads) {
+  require(threads <= 1024, "a pool has at most 1,024 threads");
+  return threads;
 }
 
 nb::ndarray<nb::numpy, float, nb::ndim<2>> floats_of(Plan& plan, int id, int rows) {
+  require(id >= 0 && id < plan.num_buffers(), "a plan has no such buffer");
   const Buffer& b = plan.buffer(id);
   if (!b.floats) throw std::invalid_argument("a packed buffer, or one of a plan that has not run, has no float rows");
+  require(rows >= 0 && rows <= plan.capacity(b), "a buffer has not so many rows");
   const size_t shape[] = {static_cast<size_t>(rows), static_cast<size_t>(b.width)};
-  return {b.row(0), 2, shape, nb::find(plan)};
+  using Owner = std::shared_ptr<Arena>;  // the memory stays while there is a view of it, also when the plan has moved on to a larger one
+  nb::capsule owner(new Owner(plan.activations()), [](void* p) noexcept { delete static_cast<Owner*>(p); });
+  return {b.row(0), 2, shape, owner};
 }
 
 }  // namespace
 
 void bind_plan(nb::module_& m) {
-  nb::class_<Pool>(m, "Pool").def(nb::init<int>(), nb::arg("threads"));
+  nb::class_<Pool>(m, "Pool").def(
+      "__init__", [](Pool* self, int threads) { new (self) Pool(checked_threads(threads)); }, nb::arg("threads"));
   nb::class_<Plan> plan(m, "Plan");
   plan.def(
           "__init__",
-          [](Plan* self, const std::string& isa, std::shared_ptr<Pool> pool) { new (self) Plan(kernels_for(isa), std::move(pool)); },
+          [](Plan* self, const std::string& isa, std::shared_ptr<Pool> pool) {
+            require(pool != nullptr, "a plan needs threads");
+            new (self) Plan(kernels_for(isa), std::move(pool));
+          },
           nb::arg("isa"), nb::arg("pool"), "A plan on the threads of another, which never runs at the same time.")
       .def(
           "__init__",
-          [](Plan* self, const std::string& isa, int threads) { new (self) Plan(kernels_for(isa), std::make_shared<Pool>(threads)); },
+          [](Plan* self, const std::string& isa, int threads) {
+            new (self) Plan(kernels_for(isa), std::make_shared<Pool>(checked_threads(threads)));
+          },
           nb::arg("isa"), nb::arg("threads"))
       .def(
           "add_kv_group",
           [](Plan& p, int layers, int kv_heads, int head_dim, int window, int blocks, const std::string& kv_dtype) {
-            require(layers > 0 && kv_heads > 0 && blocks > 0, "a KV cache needs layers, heads and blocks");
+            require(layers > 0 && kv_heads > 0 && blocks > 0 && blocks <= kMaxContext / kKvTile,
+                    "a KV cache needs layers, heads and blocks");
             require(head_dim % 2 == 0, "a KV cache needs an even head size");
+            require(kv_heads <= kMaxWidth / std::max(head_dim, 1), "a KV cache is not so wide");
             require(window >= 0, "a window is a number of positions");
-            p.add_kv_group({KvCache(layers, kv_heads, blocks, kv_record(kv_dtype, head_dim)), window});
+            changeable(p).add_kv_group({KvCache(layers, kv_heads, blocks, kv_record(kv_dtype, head_dim)), window});
           },
           nb::arg("layers"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("window"), nb::arg("blocks"), nb::arg("kv_dtype"),
           "Layers that keep alike and see alike; groups are numbered in the order in which they come.")
       .def(
           "add_weight",
           [](Plan& p, const std::string& format, int rows, int cols, const Array<uint8_t>& data, const std::optional<Array<int64_t>>& order,
-             const std::optional<Array<float>>& scales) { return p.add_weight(stored_from(format, rows, cols, data, order, scales)); },
+             const std::optional<Array<float>>& scales) {
+            return changeable(p).add_weight(stored_from(format, rows, cols, data, order, scales));
+          },
           nb::arg("format"), nb::arg("rows"), nb::arg("cols"), nb::arg("data"), nb::arg("row_order").none(),
           nb::arg("row_scales").none() = nb::none())
       .def(
           "add_weight_pair",
           [](Plan& p, const std::string& format_a, const Array<uint8_t>& a, const std::optional<Array<float>>& scales_a,
              const std::string& format_b, const Array<uint8_t>& b, const std::optional<Array<float>>& scales_b, int rows, int cols) {
-            return p.add_weight_pair(stored_from(format_a, rows, cols, a, {}, scales_a),
-                                     stored_from(format_b, rows, cols, b, {}, scales_b));
+            return changeable(p).add_weight_pair(stored_from(format_a, rows, cols, a, {}, scales_a),
+                                                 stored_from(format_b, rows, cols, b, {}, scales_b));
           },
           nb::arg("format_a"), nb::arg("a"), nb::arg("scales_a").none(), nb::arg("format_b"), nb::arg("b"), nb::arg("scales_b").none(),
           nb::arg("rows"), nb::arg("cols"))
-      .def("reserve_weights", &Plan::reserve_weights, nb::arg("nbytes"), "Make room for the weights that come next, in one piece.")
-      .def("add_vector", [](Plan& p, const Array<float>& data) { return p.add_vector(data.data(), static_cast<int>(data.size())); })
-      .def("add_buffer", &Plan::add_buffer, nb::arg("width"), nb::arg("logit"), nb::arg("packed"))
-      .def("add_program", &Plan::add_program, "Begin another program over the same weights, KV and buffers; returns its number.")
-      .def("run", &run, nb::arg("vocab"), nb::arg("tokens"), nb::arg("positions"), nb::arg("row_start"), nb::arg("context_len"),
-           nb::arg("scheduled_len"), nb::arg("kv"), nb::arg("ancestors").none(), nb::arg("logit_rows"),
-           nb::arg("inputs").none() = nb::none(), nb::arg("program") = 0, "Run a step; returns whether the buffers have moved.")
+      .def(
+          "reserve_weights", [](Plan& p, size_t nbytes) { changeable(p).reserve_weights(nbytes); }, nb::arg("nbytes"),
+          "Make room for the weights that come next, in one piece.")
+      .def("add_vector",
+           [](Plan& p, const Array<float>& data) {
+             require(data.size() > 0 && data.size() <= kMaxWidth, "a vector has 1 to 2^24 numbers");
+             return changeable(p).add_vector(data.data(), static_cast<int>(data.size()));
+           })
+      .def(
+          "add_buffer",
+          [](Plan& p, int width, bool logit, bool packed) {
+            require(width > 0 && width <= kMaxWidth, "a buffer is 1 to 2^24 numbers wide");
+            return changeable(p).add_buffer(width, logit, packed);
+          },
+          nb::arg("width"), nb::arg("logit"), nb::arg("packed"))
+      .def(
+          "add_program", [](Plan& p) { return changeable(p).add_program(); },
+          "Begin another program over the same weights, KV and buffers; returns its number.")
+      .def("run", &run, nb::arg("tokens"), nb::arg("positions"), nb::arg("row_start"), nb::arg("context_len"), nb::arg("scheduled_len"),
+           nb::arg("kv"), nb::arg("ancestors").none(), nb::arg("logit_rows"), nb::arg("inputs").none() = nb::none(), nb::arg("program") = 0,
+           "Run a step; returns whether the buffers have moved.")
       .def("floats", &floats_of, "A view of the float rows of a buffer; valid until the next run overwrites them or moves the buffers.")
       .def("move_slots",
            [](Plan& p, int group, const Ints& source, const Ints& target) {
              require(group >= 0 && group < static_cast<int>(p.kv_groups().size()), "there is no such group of layers");
              require(source.size() == target.size(), "moves need as many targets as sources");
-             const KvCache& cache = p.kv(group);
+             const KvCache& cache = changeable(p).kv(group);
              for (size_t i = 0; i < source.size(); i++)
                for (const int slot : {source.data()[i], target.data()[i]}) check_slot(slot, cache);
              nb::gil_scoped_release release;

@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "bind.h"
 #include "hardware.h"
 #include "pool.h"
 #include "sampler.h"
@@ -26,10 +27,6 @@ using Logits = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 
 // Draws come from the caller's thread and from those of a pool; each keeps its memory for the next step.
 thread_local Scratch scratch;
-
-void require(bool holds, const char* message) {
-  if (!holds) throw std::invalid_argument(message);
-}
 
 int width_of(const auto& logits, size_t ndim) {
   require(logits.ndim() == ndim, ndim == 1 ? "logits must be [vocab]" : "logits must be [rows, vocab]");

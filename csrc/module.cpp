@@ -1,10 +1,5 @@
 // The extension module: each part of csrc binds itself.
-#include <nanobind/nanobind.h>
-
-namespace headrace {
-void bind_plan(nanobind::module_& m);
-void bind_sampler(nanobind::module_& m);
-}  // namespace headrace
+#include "bind.h"
 
 NB_MODULE(_native, m) {
   headrace::bind_plan(m);

@@ -16,6 +16,12 @@ void check_whole_rows(const Buffer& buffer) {
     throw std::invalid_argument("a buffer that is written in pieces cannot be packed with one scale a row");
 }
 
+template <class F>
+struct Finally : F {
+  explicit Finally(F f) : F(std::move(f)) {}
+  ~Finally() { (*this)(); }
+};
+
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 }  // namespace
@@ -60,6 +66,7 @@ int Plan::add_vector(const float* data, int n) {
   v.resize(vector_bytes(n) / sizeof(float));
   weight_bytes_ += vector_bytes(n);
   vectors_.push_back(std::move(v));
+  vector_lengths_.push_back(n);
   return static_cast<int>(vectors_.size()) - 1;
 }
 
@@ -78,8 +85,16 @@ int Plan::add_program() {
   return num_programs() - 1;
 }
 
+void Plan::add_embed(int out, int weight) {
+  Program& program = programs_.back();
+  program.vocab = std::min(program.vocab, weights_[weight].rows);
+  add_op(make_embed(out, weight));
+}
+
 void Plan::add_input(int out) {
-  programs_.back().input_width = buffers_[out].width;
+  int& width = programs_.back().input_width;
+  if (width && width != buffers_[out].width) throw std::invalid_argument("a program has inputs of one width");
+  width = buffers_[out].width;
   add_op(make_input(out));
 }
 
@@ -119,10 +134,10 @@ bool Plan::reserve(const Step& step) {
     }
     return at;
   };
-  activations_ = Arena();
+  activations_.reset();
   capacity_rows_ = capacity_logit_rows_ = 0;  // so it stays if there is not enough memory
-  activations_ = Arena(walk(nullptr));
-  walk(activations_.data());
+  activations_ = std::make_shared<Arena>(walk(nullptr));
+  walk(activations_->data());
   capacity_rows_ = capacity_rows, capacity_logit_rows_ = capacity_logit_rows;
   return true;
 }
@@ -174,26 +189,36 @@ int Plan::advance(const Program& program, int op, const Step& step, int thread) 
 }
 
 bool Plan::run(int number, const Step& step) {
+  if (running_.exchange(true)) throw std::runtime_error("the plan is running a step: one at a time");
+  const Finally end([this] { running_.store(false, std::memory_order_release); });
   const Program& program = programs_[static_cast<size_t>(number)];
   row_blocks_ = Blocks(step.rows, kernels_->max_rows);
   logit_blocks_ = Blocks(step.logit_rows, kernels_->max_rows);
   const bool moved = reserve(step);
   step_number_++;
   last_time_ = now();
+  FirstError error;
   const int n = static_cast<int>(program.ops.size());
   int op = advance(program, 0, step, 0);  // changed by one thread, between regions
   pool_->run([&](int thread) {
     while (op < n) {
       Op& region = *program.ops[op];
-      int begin, end;
-      while (deal_.next(thread, begin, end)) region.run(*this, step, begin, end, thread);
+      error.guard([&] {
+        int begin, end;
+        while (deal_.next(thread, begin, end)) region.run(*this, step, begin, end, thread);
+      });
       pool_->barrier([&] {
-        add_time(region);
-        profile_.barriers++;
-        op = advance(program, op + 1, step, thread);
+        int next = n;
+        error.guard([&] {
+          add_time(region);
+          profile_.barriers++;
+          if (!error) next = advance(program, op + 1, step, thread);
+        });
+        op = next;
       });
     }
   });
+  error.rethrow();
   return moved;
 }
 

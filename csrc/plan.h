@@ -1,6 +1,8 @@
 // A compiled program: ops over buffers, run by all threads of a pool, one barrier between ops. A step is one call of run().
 #pragma once
 #include <array>
+#include <atomic>
+#include <climits>
 #include <map>
 #include <memory>
 #include <string>
@@ -93,6 +95,7 @@ struct Program {
   std::vector<std::unique_ptr<Op>> ops;
   int input_width = 0;  // of the rows that the caller gives; 0: none
   bool keeps = false;   // whether it reads or writes KV
+  int vocab = INT_MAX;  // tokens that it has embeddings for
 };
 
 class Plan {
@@ -116,6 +119,8 @@ class Plan {
   void add_op(std::unique_ptr<Op> op) { programs_.back().ops.push_back(std::move(op)); }
   // Declares that the last program reads or writes KV.
   void keeps() { programs_.back().keeps = true; }
+  // The op that looks up the embeddings of the tokens.
+  void add_embed(int out, int weight);
   // The op that brings the caller's rows into a buffer.
   void add_input(int out);
   // Declares that a linear op reads `buffer` through `weight`, with offset activations or without.
@@ -123,20 +128,28 @@ class Plan {
   // Declares that an op writes the rows of `buffer` piece by piece.
   void writes_pieces(int buffer);
 
-  // Runs a step; returns whether the buffers have moved.
+  // Runs a step; returns whether the buffers have moved. What an op throws ends the step, and is thrown here.
   bool run(int program, const Step& step);
+  bool is_running() const { return running_.load(std::memory_order_acquire); }
 
   int num_programs() const { return static_cast<int>(programs_.size()); }
   const Program& program(int number) const { return programs_[static_cast<size_t>(number)]; }
   const Kernels& kernels() const { return *kernels_; }
+  int num_weights() const { return static_cast<int>(weights_.size()); }
   const Weight& weight(int id) const { return weights_[id]; }
+  int num_vectors() const { return static_cast<int>(vectors_.size()); }
+  int vector_length(int id) const { return vector_lengths_[id]; }
   const float* vector(int id) const { return id < 0 ? nullptr : vectors_[id].data(); }
+  int num_buffers() const { return static_cast<int>(buffers_.size()); }
   const Buffer& buffer(int id) const { return buffers_[id]; }
   Buffer& buffer(int id) { return buffers_[id]; }
   const std::vector<KvGroup>& kv_groups() const { return kv_; }
   const KvCache& kv(int group) const { return kv_[static_cast<size_t>(group)].cache; }
   int threads() const { return pool_->threads(); }
   const std::shared_ptr<Pool>& pool() const { return pool_; }
+  // The memory of the buffers, and the rows that a buffer has room for. The memory is another when they have grown.
+  const std::shared_ptr<Arena>& activations() const { return activations_; }
+  int capacity(const Buffer& buffer) const { return buffer.logit ? capacity_logit_rows_ : capacity_rows_; }
   // Rows of a buffer in a step, and the blocks that they are packed in.
   static int rows_of(const Buffer& buffer, const Step& step) { return buffer.logit ? step.logit_rows : step.rows; }
   const Blocks& blocks_of(const Buffer& buffer) const { return buffer.logit ? logit_blocks_ : row_blocks_; }
@@ -171,11 +184,13 @@ class Plan {
   size_t arena_used_ = 0, weight_bytes_ = 0;
   std::vector<Weight> weights_;
   std::vector<std::vector<float>> vectors_;
+  std::vector<int> vector_lengths_;  // without what fills their last line
   std::vector<Buffer> buffers_;
   std::map<int, std::array<int, 2>> kv_buffers_;  // by width
   std::vector<Program> programs_;
   Blocks row_blocks_, logit_blocks_;
-  Arena activations_;
+  std::shared_ptr<Arena> activations_;
+  std::atomic<bool> running_{false};
   int capacity_rows_ = 0, capacity_logit_rows_ = 0;
   Deal deal_;
   std::map<std::pair<int, int>, std::unique_ptr<AttentionWork>> attention_work_;  // by group and heads

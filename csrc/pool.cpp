@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <stdexcept>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -49,10 +50,17 @@ bool Deal::next(int thread, int& begin, int& end) {
 }
 
 Pool::Pool(int threads) : threads_(std::max(1, threads)) {
-  for (int t = 1; t < threads_; t++) workers_.emplace_back([this, t] { work(t); });
+  try {
+    for (int t = 1; t < threads_; t++) workers_.emplace_back([this, t] { work(t); });
+  } catch (...) {
+    stop();
+    throw;
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
   stop_ = true;
   job_number_.fetch_add(1, std::memory_order_release);
   job_number_.notify_all();
@@ -78,7 +86,7 @@ void Pool::work(int thread) {
     job_number_.wait(seen, std::memory_order_acquire);
     seen = job_number_.load(std::memory_order_acquire);
     if (stop_) return;
-    (*job_)(thread);
+    error_->guard([&] { (*job_)(thread); });
     running_.fetch_sub(1, std::memory_order_release);
   }
 }
@@ -98,18 +106,23 @@ void Pool::keep_off_caller() {
 
 void Pool::run(const std::function<void(int)>& job) {
   if (threads_ == 1) return job(0);
+  if (in_use_.exchange(true)) throw std::runtime_error("the threads are at work for another caller: one at a time");
   keep_off_caller();
+  FirstError error;
   job_ = &job;
+  error_ = &error;
   running_.store(threads_ - 1, std::memory_order_relaxed);
   job_number_.fetch_add(1, std::memory_order_release);
   job_number_.notify_all();
-  job(0);
+  error.guard([&] { job(0); });
   for (int spins = 0; running_.load(std::memory_order_acquire) != 0; spins++) {
     if (spins < kSpins)
       pause_cpu();
     else
       std::this_thread::yield();
   }
+  in_use_.store(false, std::memory_order_release);
+  error.rethrow();
 }
 
 void Pool::parallel(int items, const std::function<void(int, int, int)>& body) {

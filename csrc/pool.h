@@ -4,6 +4,7 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <thread>
 #include <vector>
@@ -28,8 +29,31 @@ class Deal {
   int chunk_ = 1;
 };
 
+// Of the exceptions that threads met, the first to come: it is thrown again where all of them are done.
+class FirstError {
+ public:
+  // Calls f, and keeps what it throws.
+  template <class F>
+  void guard(F&& f) {
+    try {
+      f();
+    } catch (...) {
+      if (!is_set_.exchange(true)) error_ = std::current_exception();
+    }
+  }
+  explicit operator bool() const { return is_set_.load(std::memory_order_acquire); }
+  void rethrow() const {
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  std::atomic<bool> is_set_{false};
+  std::exception_ptr error_;
+};
+
 class Pool {
  public:
+  // Throws std::system_error if a thread cannot be started.
   explicit Pool(int threads);
   ~Pool();
   Pool(const Pool&) = delete;
@@ -37,7 +61,8 @@ class Pool {
 
   int threads() const { return threads_; }
 
-  // Runs job(thread) on every thread and returns when all are done. One caller at a time.
+  // Runs job(thread) on every thread and returns when all are done, or throws what one of them threw. Throws std::runtime_error to a
+  // second caller at the same time.
   void run(const std::function<void(int)>& job);
 
   // Waits for all threads; the last to arrive runs `between` before any goes on. Called by every thread inside run().
@@ -59,11 +84,14 @@ class Pool {
  private:
   static void wait_change(const std::atomic<uint32_t>& value, uint32_t old);
   void work(int thread);
+  void stop();
   void keep_off_caller();
 
   const int threads_;
   std::vector<std::thread> workers_;
   const std::function<void(int)>* job_ = nullptr;
+  FirstError* error_ = nullptr;
+  std::atomic<bool> in_use_{false};
   alignas(64) std::atomic<uint32_t> job_number_{0};
   alignas(64) std::atomic<int> running_{0};
   alignas(64) std::atomic<int> arrived_{0};

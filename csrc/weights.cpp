@@ -249,6 +249,7 @@ float unpack_grouped(const Weight& w, const uint8_t* tile, int r, int k) {
 Format packed_format(const std::string& stored) { return source_of(stored).format; }
 
 size_t packed_bytes(const std::string& format, int rows, int cols) {
+  if (rows <= 0 || cols <= 0) throw std::invalid_argument("a weight needs rows and columns");
   const Format f = packed_format(format);
   return static_cast<size_t>((rows + kTileRows - 1) / kTileRows) * tile_bytes(f, units_of(f, cols));
 }

@@ -3,6 +3,8 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import count
+from os import PathLike, fspath
 from threading import RLock
 from types import TracebackType
 from typing import Any, TypeVar
@@ -31,12 +33,17 @@ class LLM:
     with what it has) and `cache_salt` (only requests of the same salt share KV in the prefix cache).
     """
 
-    def __init__(self, model: str = "smollm2", **options: Any) -> None:
-        self._model = model
-        self._engine, self._prompts, self._tokenizer, self._checkpoint = load_model(model, engine_config(options, OFFLINE))
+    def __init__(self, model: str | PathLike[str] = "smollm2", **options: Any) -> None:
+        if not isinstance(model, str | PathLike):
+            raise RequestError(f"model must be a name or a path, not {type(model).__name__}")
+        self._model = model = fspath(model)
+        self._engine, self._prompts, self._tokenizer, checkpoint = load_model(model, engine_config(options, OFFLINE))
+        self._spec = checkpoint.spec  # and not the rest, which keeps the file open
         self.config = self._engine.config
         self._inboxes: dict[str, deque[Update]] = {}
         """Where the updates of each request go; the requests of one call have one inbox together."""
+        self._numbers = count()
+        """Ids of requests: chosen here, so that they are known before the engine has the request."""
         self._lock = RLock()
         self._closed = False
 
@@ -118,7 +125,7 @@ class LLM:
     @property
     def spec(self) -> ModelSpec:
         """Shape and constants of the model."""
-        return self._checkpoint.spec
+        return self._spec
 
     def stats(self) -> Stats:
         """What the engine does now, and what it has done."""
@@ -163,10 +170,10 @@ class LLM:
     def _run(self, requests: Sequence[CheckedRequest], progress: bool) -> list[RequestOutput]:
         results: dict[str, RequestOutput] = {}
         inbox: deque[Update] = deque()
-        ids: list[str] = []
+        ids = [str(next(self._numbers)) for _ in requests]
         try:
-            for request in requests:
-                ids.append(self._add(request, inbox))
+            for request_id, request in zip(ids, requests, strict=True):
+                self._add(request, request_id, inbox)
             updates = self._updates(inbox, len(ids))
             for update in _shown(updates, len(ids)) if progress else updates:
                 if update.result:
@@ -181,8 +188,9 @@ class LLM:
 
     def _stream(self, request: CheckedRequest) -> Iterator[str]:
         inbox: deque[Update] = deque()
-        request_id = self._add(request, inbox)
+        request_id = str(next(self._numbers))
         try:
+            self._add(request, request_id, inbox)
             for update in self._updates(inbox, 1):
                 if update.text:
                     yield update.text
@@ -191,11 +199,11 @@ class LLM:
         finally:
             self._forget([request_id])
 
-    def _add(self, request: CheckedRequest, inbox: deque[Update]) -> str:
+    def _add(self, request: CheckedRequest, request_id: str, inbox: deque[Update]) -> None:
+        """Queue a request; the caller forgets it, also where this was interrupted half way."""
         with self._lock:
-            request_id = self._engine.add(request)
             self._inboxes[request_id] = inbox
-            return request_id
+            self._engine.add(request, request_id)
 
     def _updates(self, inbox: deque[Update], num_requests: int) -> Iterator[Update]:
         """All updates of the requests of an inbox. Steps the engine when it is empty; other requests' updates go to their inboxes."""

@@ -38,12 +38,12 @@ _NUMBERS = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.0, 100.0),
+    "repetition_penalty": (1e-6, 100.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
     "length_penalty": (-10.0, 10.0),
 }
-_NOT_ZERO = ("top_p", "repetition_penalty")
+_NOT_ZERO = ("top_p",)
 _NULLABLE = ("beam_width", "seed", "max_tokens", "logprobs", "prompt_logprobs")
 _NO_DRAW = {"temperature": (0.0, 1.0), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
 """What these may be where nothing is drawn."""
@@ -266,7 +266,7 @@ def check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:
     known = list(known)
     for name in given:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
             hint = f"; did you mean {nearest[0]}?" if nearest else f"; there are: {', '.join(known)}"
             raise RequestError(f"unknown {what} {reprlib.repr(name)}{hint}")
 

@@ -1,6 +1,7 @@
 """The offline face over a tiny model on disk, from file to text."""
 
 import gc
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -128,7 +129,7 @@ class TestGenerate:
     def test_priorities_reach_the_engine(self, model: str) -> None:
         with LLM(model, backend="reference", max_model_len=64, max_num_seqs=1) as llm:
             add, seen = llm._engine.add, []
-            llm._engine.add = lambda request: seen.append(request.priority) or add(request)  # type: ignore[method-assign,func-returns-value]
+            llm._engine.add = lambda request, request_id: seen.append(request.priority) or add(request, request_id)  # type: ignore[method-assign,func-returns-value]
             llm.generate(["hello", "w"], GREEDY, priority=[3, -2])
             llm.chat([MESSAGES, MESSAGES], GREEDY, priority=5)
             "".join(llm.stream("hello", GREEDY, priority=-1))
@@ -194,6 +195,24 @@ class TestGenerate:
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["hello", "w"], GREEDY)
         assert clean(llm)
+
+    @pytest.mark.parametrize("before", [True, False])
+    def test_an_interrupt_while_requests_are_added(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
+        add, calls = llm._engine._scheduler.add, iter(range(100))
+
+        def interrupted(seq: Any) -> None:
+            last = next(calls) == 1
+            if last and before:
+                raise KeyboardInterrupt
+            add(seq)
+            if last:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(llm._engine._scheduler, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["hello", "w", "hello w"], GREEDY)
+        assert clean(llm)
+        assert llm.generate("hello", GREEDY)[0].finished
 
     def test_progress(self, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
         assert llm.generate("hello", GREEDY, progress=True)[0].outputs == llm.generate("hello", GREEDY)[0].outputs
@@ -299,6 +318,12 @@ def test_several_threads(llm: LLM) -> None:
 
 
 class TestLife:
+    def test_a_model_is_a_name_or_a_path(self, model: str) -> None:
+        with LLM(Path(model), backend="reference") as llm:
+            assert repr(llm).startswith(f"LLM({model!r}: llama")
+        with pytest.raises(RequestError, match="model must be a name or a path, not int"):
+            LLM(5)  # type: ignore[arg-type]
+
     def test_closed(self, model: str) -> None:
         llm = LLM(model, backend="reference")
         assert "context 256" in repr(llm) and "llama, 2 layers of width 64" in repr(llm)
@@ -308,6 +333,27 @@ class TestLife:
         for use in (lambda: llm.generate("hello"), lambda: llm.chat(MESSAGES), lambda: llm.stream("hello")):
             with pytest.raises(ClosedError):
                 use()
+
+    @pytest.mark.parametrize("options", [{}, {"proposer": "auto", "draft_layers": 1}, {"proposer": "draft_model"}, {"batching": "static"}])
+    def test_closing_gives_all_back_at_once(self, model: str, options: dict[str, Any]) -> None:
+        """The thread beside the caller's lives as long as the packed weights, the descriptor as long as the file's pages."""
+        if options.get("proposer") == "draft_model":
+            options = options | {"draft_model": model}
+
+        def held() -> list[int]:
+            return [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")]
+
+        gc.collect()
+        gc.disable()
+        try:
+            before = held()
+            for _ in range(3):
+                with LLM(model, threads=2, max_model_len=64, **options) as llm:
+                    llm.generate(["hello", "w"], GREEDY)
+                    assert held() > before
+                assert held() == before
+        finally:
+            gc.enable()
 
     def test_closed_under_a_stream(self, model: str) -> None:
         llm = LLM(model, backend="reference")

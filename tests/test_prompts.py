@@ -104,6 +104,7 @@ class TestRefusals:
             ({"prompt_token_ids": []}, "the prompt is empty"),
             ({"prompt": 3}, "a prompt must be text, not int"),
             ({"prompt_token_ids": [1], "prompt": b"x"}, "a prompt must be text, not bytes"),
+            ({5: "hello"}, "unknown key of a prompt 5; there are: prompt, prompt_token_ids"),
             ({"promt": "hello"}, "unknown key of a prompt 'promt'; did you mean prompt"),
             ({"prompt_token_ids": None}, "prompt_token_ids must be a list of token ids, not None"),
             ({"prompt_token_ids": "12"}, "prompt_token_ids must be a list of token ids, not '12'"),

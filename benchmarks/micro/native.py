@@ -43,17 +43,17 @@ def single_rows(num_rows: int, logits: bool = False) -> RaggedBatch:
     return ragged([(0, 1)] * num_rows, np.zeros((num_rows, 1), np.int32), num_rows, logits)
 
 
-def run(plan: _native.Plan, batch: RaggedBatch, vocab: int) -> None:
+def run(plan: _native.Plan, batch: RaggedBatch) -> None:
     """One step."""
     kv = batch.kv if plan.kv_bytes else ()
-    plan.run(vocab, batch.tokens, batch.positions, batch.row_start, batch.context_len, batch.scheduled_len, kv, None, batch.logit_rows)
+    plan.run(batch.tokens, batch.positions, batch.row_start, batch.context_len, batch.scheduled_len, kv, None, batch.logit_rows)
 
 
-def op_seconds(plan: _native.Plan, batches: Sequence[RaggedBatch], vocab: int) -> dict[str, float]:
+def op_seconds(plan: _native.Plan, batches: Sequence[RaggedBatch]) -> dict[str, float]:
     """Seconds that a run of all the batches spends in each kind of op, the barrier behind it included."""
     plan.set_profiling(True)
     for batch in batches:
-        run(plan, batch, vocab)
+        run(plan, batch)
     seconds: dict[str, float] = dict(plan.profile()[0])
     plan.set_profiling(False)
     return seconds
@@ -98,7 +98,7 @@ class LinearPlan:
     def seconds(self, num_rows: int) -> float:
         """Seconds of one of the ops."""
         batch = [single_rows(num_rows)]
-        return statistics.median(op_seconds(self.plan, batch, len(self.x))["linear"] for _ in range(_PASSES)) / self.copies
+        return statistics.median(op_seconds(self.plan, batch)["linear"] for _ in range(_PASSES)) / self.copies
 
     @property
     def bits(self) -> float:
@@ -108,7 +108,7 @@ class LinearPlan:
     def refuse_wrong_results(self) -> None:
         """Hold some outputs of the last op against NumPy: the time of a wrong kernel is worth nothing."""
         num_rows = min(5, len(self.x))
-        run(self.plan, single_rows(num_rows), len(self.x))
+        run(self.plan, single_rows(num_rows))
         columns = np.linspace(0, self.stored.rows - 1, _CHECKED).astype(int)
         got = self.plan.floats(self._out, num_rows)[:, columns]
         want = self.x[:num_rows] @ self.stored.dequantise_rows(columns).T
@@ -146,4 +146,4 @@ class AttentionPlan:
 
     def seconds(self, batches: Sequence[RaggedBatch]) -> float:
         """Seconds of attention in all the batches together, partial results merged."""
-        return op_seconds(self.plan, batches, VOCAB)["attention"]
+        return op_seconds(self.plan, batches)["attention"]

@@ -94,7 +94,6 @@ class CpuExecutable:
         places = {layer: (number, i) for number, group in enumerate(self.kv_groups) for i, layer in enumerate(group.layers)}
         self._lowering = Lowering(self.plan, self.program, weights, places, earlier)
         self._lowering.lower()
-        self._vocab = next((op.weight.rows for op in self.program.ops if isinstance(op, ops.Embed)), 1)
         self._logits = self._lowering.buffers[self.program.logits.id]
         self._hidden = self._lowering.buffers[self.program.hidden.id] if self.program.hidden else None
 
@@ -117,7 +116,6 @@ class CpuExecutable:
 
     def _run(self, batch: RaggedBatch, tokens: Ints) -> None:
         moved = self.plan.run(
-            self._vocab,
             tokens,
             batch.positions,
             batch.row_start,
@@ -151,8 +149,7 @@ class CpuExecutable:
         self.plan.move_slots(group, np.ascontiguousarray(source, np.int32), np.ascontiguousarray(target, np.int32))
 
     def close(self) -> None:
-        self._views.clear()
-        del self.plan
+        del self.plan, self._pool, self._lowering, self._views, self._values
 
 
 def _head_size(group: KvGroup) -> int:

@@ -84,6 +84,7 @@ class ReferenceExecutable:
 
     def close(self) -> None:
         self.weights.clear()
+        self.stores.clear()
 
 
 class _Store:

@@ -8,6 +8,7 @@ bounds time or memory altogether: a server that renders the templates of others 
 import json
 import math
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -46,6 +47,10 @@ def render_chat(
     if not isinstance(further, Mapping):
         raise RequestError(f"chat_template_kwargs must be a dictionary, not {type(further).__name__}")
     names = {"messages": messages, "tools": tools, "bos_token": bos, "eos_token": eos, "add_generation_prompt": add_generation_prompt}
+    if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise RequestError(f"tools must be a list of dictionaries, not {reprlib.repr(tools)}")
+    if not isinstance(add_generation_prompt, bool):
+        raise RequestError(f"add_generation_prompt must be true or false, not {reprlib.repr(add_generation_prompt)}")
     if taken := sorted(names.keys() & further.keys()):
         raise RequestError(f"chat_template_kwargs may not replace {', '.join(taken)}")
     compiled = _compile(template)

@@ -40,7 +40,7 @@ def run_rows(plan: _native.Plan, num_rows: int) -> None:
     """One step of `num_rows` one-row sequences; row i carries token i."""
     i32 = lambda x: np.ascontiguousarray(x, np.int32)  # noqa: E731
     rows, zeros = np.arange(num_rows), np.zeros(num_rows)
-    plan.run(num_rows, i32(rows), i32(zeros), i32(np.arange(num_rows + 1)), i32(zeros), i32(zeros + 1), (), None, i32([0]))
+    plan.run(i32(rows), i32(zeros), i32(np.arange(num_rows + 1)), i32(zeros), i32(zeros + 1), (), None, i32([0]))
 
 
 def expected(isa: str, format_name: str, x: Array, rows: int, seed: int, offset: bool) -> tuple[Array, Array]:
@@ -113,7 +113,7 @@ def test_scales_go_with_the_formats_that_have_them() -> None:
 def test_what_is_written_in_pieces_has_no_scale_by_row() -> None:
     """The maximum of a row is known once it is complete: such a plan would compute with a wrong one, so it cannot be made."""
     plan = _native.Plan("", 1)
-    x, y, out = (plan.add_buffer(32, False, True) for _ in range(3))
+    x, y, out = (plan.add_buffer(32, False, packed) for packed in (True, True, False))
     by_row, by_group = (
         plan.add_weight(t.format.name, 32, 32, t.parts["codes"], None, t.parts.get("row_scales"))
         for t in (random_stored(f, 32, 32, 0) for f in ("I8_ROW", "Q8_0"))

@@ -201,7 +201,7 @@ def test_a_rope_needs_its_own_angles() -> None:
         plan.rope(q, q, narrow, 16)
     with pytest.raises(ValueError, match="even head size"):
         plan.rope_angles([1.0], 1.0, 7)
-    with pytest.raises(ValueError, match="whole heads"):
+    with pytest.raises(ValueError, match="one width"):
         plan.rope(q, wide, narrow, 8)
     with pytest.raises(ValueError, match="as wide as the heads"):
         plan.kv_write(k, q, (0, 0))

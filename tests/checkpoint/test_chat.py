@@ -67,6 +67,18 @@ class TestWhatTemplatesMayNot:
         with pytest.raises(RequestError, match="chat_template_kwargs must be a dictionary, not list"):
             render("{{ mood }}", chat_template_kwargs=["mood"])
 
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"tools": 5}, "tools must be a list of dictionaries, not 5"),
+            ({"tools": ["a"]}, "tools must be a list of dictionaries"),
+            ({"add_generation_prompt": "x"}, "add_generation_prompt must be true or false, not 'x'"),
+        ],
+    )
+    def test_other_arguments_have_types(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(RequestError, match=message):
+            render("{{ tools }}", **options)
+
     @pytest.mark.parametrize("name", ["bos_token", "eos_token"])
     def test_arguments_replace_nothing(self, name: str) -> None:
         with pytest.raises(RequestError, match=name):

@@ -1,0 +1,214 @@
+// The builder of a plan as Python sees it: each op is checked here, with the shapes of all that it touches, and runs without a check.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <stdexcept>
+
+#include "bind.h"
+#include "plan.h"
+
+namespace nb = nanobind;
+
+namespace headrace {
+namespace {
+
+constexpr int kMaxHeadDim = 1 << 12;
+
+const Buffer& buffer(const Plan& p, int id) {
+  changeable(p);
+  require(id >= 0 && id < p.num_buffers(), "a plan has no such buffer");
+  return p.buffer(id);
+}
+
+const Buffer& floats(const Plan& p, int id) {
+  const Buffer& b = buffer(p, id);
+  require(!b.packed, "an op works on a buffer of floats here, not on a packed one");
+  return b;
+}
+
+// Floats with a row for each row of the step.
+const Buffer& row_floats(const Plan& p, int id) {
+  const Buffer& b = floats(p, id);
+  require(!b.logit, "an op works on a buffer with all rows here, not with the logit rows alone");
+  return b;
+}
+
+const Weight& weight(const Plan& p, int id) {
+  require(id >= 0 && id < p.num_weights(), "a plan has no such weight");
+  return p.weight(id);
+}
+
+void check_vector(const Plan& p, int id, int length) {
+  require(id >= 0 && id < p.num_vectors() && p.vector_length(id) == length, "a vector is not there, or not as long as what it goes with");
+}
+
+void check_bias(const Plan& p, int id, int length) {
+  if (id != -1) check_vector(p, id, length);
+}
+
+void check_alike(const Buffer& a, const Buffer& b) {
+  require(a.width == b.width && a.logit == b.logit, "an op works on buffers of one width, all with the logit rows alone, or none");
+}
+
+// The weight that a packed buffer is multiplied with.
+const Weight& factor(Plan& p, int x, int w, bool offset) {
+  buffer(p, x);
+  const Weight& of = weight(p, w);
+  require(p.kernels().matmul[offset][static_cast<int>(of.format)][0] != nullptr,
+          "no kernel multiplies with this format and such activations");
+  p.reads(x, w, offset);
+  return of;
+}
+
+void check_angles(const Plan& p, int angles, int head_dim) {
+  require(head_dim > 0 && head_dim <= kMaxHeadDim, "a rope needs a head size");
+  require(row_floats(p, angles).width == angles_width(head_dim), "angles are those of another head size");
+}
+
+// (group, place in it) of a layer that the last program reads or writes.
+KvLayer kv_layer(Plan& p, std::array<int, 2> layer) {
+  const auto [group, place] = layer;
+  require(group >= 0 && group < static_cast<int>(p.kv_groups().size()), "there is no such group of layers");
+  require(place >= 0 && place < p.kv(group).layers(), "there is no such layer in its group");
+  p.keeps();
+  return {group, place};
+}
+
+int kv_width(const Plan& p, KvLayer at) { return p.kv(at.group).heads() * p.kv(at.group).shape().head_dim; }
+
+void embed(Plan& p, int out, int w) {
+  require(row_floats(p, out).width == weight(p, w).cols, "an embedding is as wide as its buffer");
+  p.add_embed(out, w);
+}
+
+void input(Plan& p, int out) {
+  row_floats(p, out);
+  p.add_input(out);
+}
+
+void norm(Plan& p, int out, int x, int w, float eps) {
+  check_alike(buffer(p, out), floats(p, x));
+  check_vector(p, w, p.buffer(x).width);
+  require(std::isfinite(eps) && eps >= 0, "the epsilon of a norm is a number, not below 0");
+  p.add_op(make_norm(out, x, w, eps));
+}
+
+int rope_angles(Plan& p, std::vector<double> inverse_frequencies, double scale, int head_dim) {
+  require(head_dim > 0 && head_dim % 2 == 0 && head_dim <= kMaxHeadDim, "a rope needs an even head size");
+  const int out = changeable(p).add_buffer(angles_width(head_dim), false, false);
+  p.add_op(make_rope_angles(out, std::move(inverse_frequencies), scale, head_dim));
+  return out;
+}
+
+void rope(Plan& p, int out, int x, int angles, int head_dim) {
+  check_angles(p, angles, head_dim);
+  require(row_floats(p, x).width % head_dim == 0, "a rope rotates whole heads");
+  check_alike(row_floats(p, out), p.buffer(x));
+  p.add_op(make_rope(out, x, angles, head_dim));
+}
+
+void pack_rows(Plan& p, int out, int x) {
+  check_alike(buffer(p, out), floats(p, x));
+  require(p.buffer(out).packed, "what is packed goes to a packed buffer");
+  p.add_op(make_pack(out, x));
+}
+
+void gather_rows(Plan& p, int out, int x) {
+  require(buffer(p, out).logit && row_floats(p, x).width == p.buffer(out).width, "logit rows are as wide as the rows that they come from");
+  p.add_op(make_gather_rows(out, x));
+}
+
+void add(Plan& p, int out, int x, int y) {
+  check_alike(floats(p, out), floats(p, x));
+  check_alike(p.buffer(out), floats(p, y));
+  p.add_op(make_add(out, x, y));
+}
+
+void glu(Plan& p, int out, int gate, int up) {
+  check_alike(floats(p, out), floats(p, gate));
+  check_alike(p.buffer(out), floats(p, up));
+  p.add_op(make_glu(out, gate, up));
+}
+
+void silu(Plan& p, int out, int x) {
+  check_alike(floats(p, out), floats(p, x));
+  p.add_op(make_silu(out, x));
+}
+
+void linear(Plan& p, int out, int x, int w, int bias, int residual, bool offset) {
+  const int rows = factor(p, x, w, offset).rows;
+  require(floats(p, out).width == rows && p.buffer(out).logit == p.buffer(x).logit,
+          "a linear op writes as many columns as its weight has rows");
+  check_bias(p, bias, rows);
+  if (residual != -1) check_alike(p.buffer(out), floats(p, residual));
+  p.add_op(make_linear(out, x, w, bias, residual, offset));
+}
+
+void glu_linear(Plan& p, int out, int x, int gate, int up, int gate_bias, int up_bias) {
+  const int rows = factor(p, x, gate, false).rows;
+  require(factor(p, x, up, false).rows == rows, "gate and up have one shape");
+  require(buffer(p, out).width == rows && p.buffer(out).logit == p.buffer(x).logit,
+          "a gated unit writes as many columns as its weights have rows");
+  check_bias(p, gate_bias, rows);
+  check_bias(p, up_bias, rows);
+  p.writes_pieces(out);
+  p.add_op(make_glu_linear(out, x, gate, up, gate_bias, up_bias));
+}
+
+void qkv_rope_write(Plan& p, int out, int x, int angles, std::array<int, 3> weights, std::array<int, 3> biases, std::array<int, 2> layer) {
+  const KvLayer at = kv_layer(p, layer);
+  const int head_dim = p.kv(at.group).shape().head_dim;
+  check_angles(p, angles, head_dim);
+  require(!buffer(p, x).logit, "keys and values are those of all rows");
+  const int widths[] = {row_floats(p, out).width, kv_width(p, at), kv_width(p, at)};
+  for (int i = 0; i < 3; i++) {
+    require(factor(p, x, weights[i], true).rows == widths[i] && widths[i] % head_dim == 0, "queries, keys and values are whole heads");
+    check_bias(p, biases[i], widths[i]);
+  }
+  const auto kv = p.kv_buffers(at.group);
+  p.add_op(make_qkv_rope_write({out, x, angles, weights, biases, at, kv}));
+  if (kv[0] >= 0) p.add_op(make_kv_write("qkv_rope_write", kv[0], kv[1], at));
+}
+
+void kv_write(Plan& p, int k, int v, std::array<int, 2> layer) {
+  const KvLayer at = kv_layer(p, layer);
+  for (const int x : {k, v}) require(row_floats(p, x).width == kv_width(p, at), "keys and values are as wide as the heads of the cache");
+  p.add_op(make_kv_write("kv_write", k, v, at));
+}
+
+void attention(Plan& p, int out, int q, std::array<int, 2> layer, int num_heads, float scale) {
+  const KvLayer at = kv_layer(p, layer);
+  const int head_dim = p.kv(at.group).shape().head_dim;
+  require(num_heads > 0 && num_heads <= kMaxWidth / head_dim && num_heads % p.kv(at.group).heads() == 0,
+          "query heads must be a multiple of KV heads");
+  require(row_floats(p, q).width == num_heads * head_dim, "queries are as wide as their heads");
+  check_alike(buffer(p, out), p.buffer(q));
+  require(!p.buffer(out).packed || head_dim % kGroup == 0, "what attention packs are heads of whole groups");
+  p.writes_pieces(out);
+  for (auto& op : make_attention(out, q, at.layer, scale, p.attention_work(at.group, num_heads))) p.add_op(std::move(op));
+}
+
+}  // namespace
+
+void bind_ops(nb::class_<Plan>& c) {
+  c.def("embed", &embed)
+      .def("input", &input)
+      .def("norm", &norm)
+      .def("rope_angles", &rope_angles, "The angles of one head for each row, in a buffer of their own.")
+      .def("rope", &rope)
+      .def("pack", &pack_rows)
+      .def("gather_rows", &gather_rows)
+      .def("add", &add)
+      .def("glu", &glu)
+      .def("silu", &silu)
+      .def("linear", &linear)
+      .def("glu_linear", &glu_linear)
+      .def("qkv_rope_write", &qkv_rope_write)
+      .def("kv_write", &kv_write)
+      .def("attention", &attention);
+}
+
+}  // namespace headrace
