@@ -138,7 +138,7 @@ class AttentionPlan:
         plan.attention(out, q, (0, 0), heads, head_dim**-0.5)
         for first in range(0, num_blocks, VOCAB):
             blocks = np.arange(first, min(first + VOCAB, num_blocks), dtype=np.int32)
-            run(plan, ragged([(0, BLOCK_SIZE)] * len(blocks), blocks[:, None], VOCAB, False), VOCAB)
+            run(plan, ragged([(0, BLOCK_SIZE)] * len(blocks), blocks[:, None], VOCAB, False))
 
     def _weight(self, rng: np.random.Generator, rows: int) -> Any:
         values = rng.standard_normal((rows, BLOCK_SIZE), np.float32) * np.float32(BLOCK_SIZE**-0.5)
