@@ -1,4 +1,4 @@
-// Python's view of the plan and of the machine. Everything is checked here, once; the ops trust what they get.
+// Python's view of the plan and of the machine. Each batch is checked here, once; the ops trust what they get.
 #include "bind.h"
 
 #include <nanobind/nanobind.h>
