@@ -1,8 +1,18 @@
 """The op vocabulary: what each op reads, writes and costs.
 
-Every op is one line of equations over row matrices of float32. `flops(load)` counts a multiply-add as two operations;
-`bytes(load)` counts what must come from or go to memory at least once: weights and KV. Activations live in the caches.
-The planner, the profiler and the benchmarks read these figures; there is no other copy of the arithmetic.
+Every op is one line of equations over row matrices of float32, and says what it costs in a step of a given load. The planner, the
+profiler and the benchmarks read these figures; there is no other copy of the arithmetic. tests/program/test_costs.py holds each to
+what the reference backend is seen to do. They are least costs, of which limits are made:
+
+* `flops` of an op with products (with weights, keys or values) counts two for each multiply-add. What such an op does besides, number
+  by number (a bias, a residual, a rotation, silu, softmax), hides behind the products and does not count.
+* `flops` of any other op counts one for each sum, product, quotient, root, exponential, sine and cosine of a number of its rows. What
+  it computes once for a whole row, like the mean square of a norm, counts only for the numbers that go into it.
+* `bytes` counts what an op must read from memory or write to it: each weight once, however many rows read it; the rows of an embedding
+  for as many different tokens as there may be; the keys and values that it writes; those that the rows of a sequence see, once for
+  all of these rows and all heads that share a KV head. Activations and tables do not count: they live in the caches.
+
+All rows of a sequence count as one chain. Rows of a draft tree see less, so that their attention costs at most what is said here.
 """
 
 import re
@@ -17,7 +27,7 @@ Kind = Literal["int8", "bf16", "f32"]
 class Load(NamedTuple):
     """What the cost of a step depends on besides the program."""
 
-    seqs: tuple[tuple[int, int], ...]  # (context, rows) of each sequence
+    seqs: tuple[tuple[int, int], ...]  # (tokens with KV before the step, rows) of each sequence
     logit_rows: int
     kv_bytes: float  # bytes of one stored key or value number
 
@@ -122,7 +132,7 @@ class Embed(Op):
     weight: Weight
 
     def bytes(self, load: Load) -> int:
-        return load.rows * self.weight.nbytes // self.weight.rows
+        return min(load.rows, self.weight.rows) * self.weight.nbytes // self.weight.rows
 
 
 @dataclass(frozen=True)
@@ -139,6 +149,9 @@ class RopeAngles(Op):
     out: Value
     inverse_frequencies: tuple[float, ...]
     scale: float
+
+    def flops(self, load: Load) -> int:
+        return 5 * load.rows * len(self.inverse_frequencies)
 
 
 @dataclass(frozen=True)
@@ -189,7 +202,7 @@ class LinearAdd(Op):
 
 @dataclass(frozen=True)
 class Rope(Op):
-    """Rotates the pairs (2i, 2i + 1) of every head by the row's angles (Su et al. 2021)."""
+    """Rotates the first pairs (2i, 2i + 1) of every head, as many as there are angles, by the row's angles (Su et al. 2021)."""
 
     out: Value
     x: Value
@@ -197,7 +210,8 @@ class Rope(Op):
     head_dim: int
 
     def flops(self, load: Load) -> int:
-        return 6 * self.x.num_rows(load) * self.x.width // 2
+        pairs = self.x.width // self.head_dim * self.angles.width // 2
+        return 6 * self.x.num_rows(load) * pairs
 
 
 @dataclass(frozen=True)
@@ -309,6 +323,9 @@ class Add(Op):
     out: Value
     x: Value
     y: Value
+
+    def flops(self, load: Load) -> int:
+        return self.out.num_rows(load) * self.out.width
 
 
 @dataclass(frozen=True)

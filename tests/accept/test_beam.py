@@ -83,6 +83,13 @@ def test_the_end_of_a_search(early_stopping: bool, length_penalty: float, num_li
     assert sorted(search.finished) == [[0, END], [END]]
 
 
+def test_a_live_beam_that_is_only_as_good_as_all_finished_ones_ends_a_search() -> None:
+    search = Searching(length_penalty=0.0)
+    assert search.step([0.25, 0.25, 0, 0.5]) == [[0], [1]]
+    assert search.step([0.5, 0, 0, 0.5], [0.4, 0.3, 0.3, 0]) == []
+    assert search.finished == [[END], [0, END]]
+
+
 def test_a_search_looks_further_if_stop_strings_end_all_candidates() -> None:
     """The first beam's fourth continuation is better than all of the second beam, though its second and third have ended."""
     search = Searching(stop=["ab", "ac"], num_end_ids=0)

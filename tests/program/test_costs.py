@@ -1,0 +1,176 @@
+"""What ops say that they cost, against what the reference backend is seen to do."""
+
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from headrace.backend import lower_program
+from headrace.backend.reference import ReferenceExecutable, _Step
+from headrace.batch import RaggedBatch
+from headrace.config import KvConfig, KvDtype
+from headrace.model import trace_model
+from headrace.model.spec import RopeSpec
+from headrace.program import ops
+from headrace.program.kv import number_bytes
+from headrace.program.ops import Load, Op, Value
+from headrace.program.trace import Program, Tracer, trace
+from headrace.quant import kv
+from headrace.quant.formats import StoredTensor
+from tests.backend.batches import Sequence, batch_of
+from tests.backend.stored import random_stored
+from tests.program.counting import Memory, Tally
+from tests.tiny import Tensors, tiny_model
+
+BLOCK = 4
+VOCAB = 61
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "kv_heads": st.sampled_from([1, 2, 3]),
+        "groups": st.sampled_from([1, 2, 3]),
+        "head_dim": st.sampled_from([32, 64]),
+        "rotated": st.sampled_from([4, 32]),
+        "window": st.sampled_from([0, 1, 7, (5, 0)]),
+        "format": st.sampled_from(["F32", "BF16", "Q4_0", "Q8_0", "I8_ROW"]),
+    }
+)
+SEQUENCES = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12), st.integers(0, 3)), min_size=1, max_size=4)
+"""Context, known rows and drafts of each sequence."""
+
+
+def decoder(shape: dict[str, Any]) -> tuple[Program, Tensors]:
+    """A decoder of this shape."""
+    heads, head_dim = shape["kv_heads"] * shape["groups"], shape["head_dim"]
+    sizes = {"dim": heads * head_dim, "heads": heads, "kv_heads": shape["kv_heads"], "ffn": 96, "vocab": VOCAB}
+    spec, tensors = tiny_model(0, window=shape["window"], format=shape["format"], **sizes)
+    return trace_model(replace(spec, rope=RopeSpec(shape["rotated"])), tensors), tensors
+
+
+def others(shape: dict[str, Any]) -> tuple[Program, Tensors]:
+    """What no decoder here has: inputs, silu by itself, biases everywhere, a layer without rope."""
+    dim, kv_dim, ffn = (n * shape["head_dim"] for n in (shape["kv_heads"] * shape["groups"], shape["kv_heads"], 2))
+    shapes = {"q": (dim, dim), "k": (kv_dim, dim), "v": (kv_dim, dim), "gate": (ffn, dim), "up": (ffn, dim), "down": (dim, ffn)}
+    tensors = {name: random_stored(shape["format"], *size, i, name) for i, (name, size) in enumerate(shapes.items())}
+    for name, (rows, _) in shapes.items():
+        tensors[f"{name}.bias"] = StoredTensor.from_floats(f"{name}.bias", np.zeros(rows, np.float32))
+
+    def forward(g: Tracer) -> Value:
+        def linear(x: Value, name: str) -> Value:
+            return g.linear(x, g.weight(name, *shapes[name]), g.vector(f"{name}.bias", shapes[name][0]))
+
+        x = g.input(dim)
+        angles = g.rope_angles((1.0, 0.5), 1.0)
+        for layer, rotates in enumerate((True, False)):
+            q, k = (g.rope(linear(x, name), angles, shape["head_dim"]) if rotates else linear(x, name) for name in "qk")
+            g.kv_write(k, linear(x, "v"), layer)
+            x = g.add(x, g.attention(q, layer, shape["kv_heads"], shape["head_dim"]))
+        x = g.add(x, linear(g.glu(linear(x, "gate"), linear(x, "up")), "down"))
+        return linear(g.silu(g.gather_rows(x)), "gate")
+
+    return trace(forward, tensors), tensors
+
+
+def programs(shape: dict[str, Any]) -> list[tuple[Program, Tensors]]:
+    """Each program as both backends run it: op by op, and fused."""
+    made = [decoder(shape), others(shape)]
+    return [(lower_program(backend, program, tensors), tensors) for program, tensors in made for backend in ("reference", "cpu")]
+
+
+class Step:
+    """A step of the reference backend whose weights, KV and values count."""
+
+    def __init__(self, program: Program, tensors: Tensors, batch: RaggedBatch, num_blocks: int) -> None:
+        self.program = program
+        executable = ReferenceExecutable(program, tensors, KvConfig((num_blocks,) * len(program.kv_groups), BLOCK, "f32"))
+        self.tally = Tally()
+        self.weights: dict[str, Memory] = {}
+        for name, values in executable.weights.items():
+            executable.weights[name], self.weights[name] = self.tally.memory(values)
+        self.kv: list[Memory] = []
+        for store in executable.stores:
+            store.keys, keys = self.tally.memory(store.keys)
+            store.values, values = self.tally.memory(store.values)
+            self.kv += [keys, values]
+        first = program.ops[0].output()
+        assert first
+        inputs = np.zeros((len(batch.tokens), first.width), np.float32)
+        positions = self.tally.counted(batch.positions)
+        self._step = _Step(executable, batch._replace(positions=positions, inputs=self.tally.counted(inputs)))
+
+    def run(self, op: Op, number_bytes: float) -> tuple[int, float]:
+        """Operations and bytes that the op is seen to need, with so many bytes for a number of KV."""
+        self.tally.clear()
+        self._step.run(op)
+        nbytes = {weight.name: weight.nbytes for weight in op.weights()}
+        weights = sum(memory.was_read.mean() * nbytes.get(name, 0) for name, memory in self.weights.items())
+        numbers = sum(int(memory.was_read.sum() + memory.was_written.sum()) for memory in self.kv)
+        return 2 * self.tally.multiply_adds or self.tally.single, weights + numbers * number_bytes
+
+    @property
+    def strays(self) -> list[str]:
+        """Weights that the last op has read."""
+        return [name for name, memory in self.weights.items() if memory.was_read.any()]
+
+
+def batch_and_load(seqs: Many[tuple[int, int, int]], num_logits: int) -> tuple[RaggedBatch, Load, int]:
+    """A step of these sequences, each with blocks of its own, what a program is told of it, and the number of blocks.
+
+    The tokens differ as far as the vocabulary goes.
+    """
+    sequences, known, drafts, token, block = [], [], [], 0, 0
+    for context, rows, nodes in seqs:
+        num_blocks = -(-(context + rows + nodes) // BLOCK)
+        sequences.append(Sequence([block + num_blocks - 1 - i for i in range(num_blocks)], BLOCK))
+        sequences[-1].computed = context
+        tokens = [(token + i) % VOCAB for i in range(rows + nodes)]
+        known.append(tokens[:rows])
+        drafts.append((tokens[rows:], [*range(-1, nodes - 1)]))
+        token, block = token + rows + nodes, block + num_blocks
+    batch = batch_of(sequences, known, drafts, trees=False)
+    logit_rows = batch.logit_rows[: 1 + num_logits % len(batch.tokens)]
+    return batch._replace(logit_rows=logit_rows), Load(tuple((c, r + d) for c, r, d in seqs), len(logit_rows), 0), block
+
+
+@settings(max_examples=15, deadline=None)
+@given(shape=SHAPES, dtype=st.sampled_from(get_args(KvDtype)), seqs=SEQUENCES, num_logits=st.integers(0, 100))
+@example({"kv_heads": 2, "groups": 2, "head_dim": 32, "rotated": 4, "window": (7, 0), "format": "Q4_0"}, "int8", [(20, 19, 3)] * 3, 4)
+def test_every_op_costs_what_it_says(shape: dict[str, Any], dtype: KvDtype, seqs: list[tuple[int, int, int]], num_logits: int) -> None:
+    batch, load, num_blocks = batch_and_load(seqs, num_logits)
+    record = kv.block_bytes(dtype, shape["head_dim"], shape["head_dim"]) / kv.BLOCK_SIZE
+    for program, tensors in programs(shape):
+        load = load._replace(kv_bytes=number_bytes(program.kv_groups, dtype))
+        step = Step(program, tensors, batch._replace(kv=batch.kv * len(program.kv_groups)), num_blocks)
+        for op in program.ops:
+            flops, nbytes = step.run(op, record / (2 * shape["head_dim"]))
+            assert op.flops(load) == flops, op
+            assert op.bytes(load) == pytest.approx(nbytes, abs=1), op
+            assert set(step.strays) == {weight.name for weight in op.weights()}
+
+
+def test_every_op_is_counted() -> None:
+    shape = {"kv_heads": 1, "groups": 2, "head_dim": 32, "rotated": 32, "window": 0, "format": "F32"}
+    every = {op for op in vars(ops).values() if isinstance(op, type) and issubclass(op, Op) and op is not Op}
+    assert every == {type(op) for program, _ in programs(shape) for op in program.ops}
+
+
+def test_a_tree_costs_no_more_than_a_chain() -> None:
+    """Of equally many rows; it is what an op says of either."""
+    shape = {"kv_heads": 1, "groups": 2, "head_dim": 32, "rotated": 32, "window": 0, "format": "F32"}
+    program, tensors = decoder(shape)
+    attention = next(op for op in program.ops if isinstance(op, ops.Attention))
+    load = Load(((5, 4),), 4, 4)
+    seen = []
+    for parents in ([-1, 0, 1], [-1, 0, 0], [-1, -1, -1]):
+        sequence = Sequence([0, 1, 2], BLOCK)
+        sequence.computed = 5
+        step = Step(program, tensors, batch_of([sequence], [[1]], [([2, 3, 4], parents)], trees=True), 3)
+        for op in program.ops[: program.ops.index(attention)]:
+            step.run(op, 4)
+        seen.append(step.run(attention, 4))
+    assert seen[0] == (attention.flops(load), attention.bytes(load))
+    assert seen[0][0] > seen[1][0] > seen[2][0] and seen[0][1] == seen[1][1] == seen[2][1]
