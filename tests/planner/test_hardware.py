@@ -1,11 +1,11 @@
 import json
-import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from headrace.planner import hardware
+from headrace.planner import hardware, host
 from headrace.planner.hardware import Machine
 
 RATES = {"int8": 940e9, "bf16": 470e9, "f32": 235e9}
@@ -13,16 +13,17 @@ RATES = {"int8": 940e9, "bf16": 470e9, "f32": 235e9}
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
-    """A machine whose figures are known, which counts how often it is measured."""
-    fake = SimpleNamespace(calls=0, name="avx512")
+    """A machine whose figures are set, which counts how often it is measured."""
+    fake = SimpleNamespace(calls=0, name="avx512", bandwidth=36e9, share=1.0)
 
     def read_bandwidth(threads: int, nbytes: int) -> float:
+        assert nbytes == hardware.READ_BYTES
         fake.calls += 1
-        return 36e9
+        return fake.bandwidth * fake.share
 
     fake.isa = lambda: fake.name
     fake.read_bandwidth = read_bandwidth
-    fake.dot_rate = lambda kind, threads: RATES[kind]
+    fake.dot_rate = lambda kind, threads: RATES[kind] * fake.share
     monkeypatch.setattr("headrace._native", fake, raising=False)
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
     return fake
@@ -34,31 +35,108 @@ def test_ridge() -> None:
     assert Machine("Zen 4", "avx512", 2, 36e9, RATES).ridge("int8") == pytest.approx(26, abs=0.2)
 
 
-def test_measured_once_for_each_thread_count_and_instruction_set(native: SimpleNamespace) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The time of day, in seconds, which only tests move."""
+    clock = SimpleNamespace(now=1e9)
+    monkeypatch.setattr("headrace.planner.hardware.time.time", lambda: clock.now)
+    return clock
+
+
+def test_measured_for_each_thread_count_and_instruction_set(native: SimpleNamespace, clock: SimpleNamespace) -> None:
     assert hardware.remembered(2) is None
     first = hardware.this_machine(2)
-    assert first == hardware.this_machine(2) == hardware.remembered(2)
-    assert first.bandwidth == 36e9 and first.rates == RATES and first.threads == 2 and native.calls == 1
-    hardware.this_machine(1)
-    assert native.calls == 2
+    assert first == hardware.remembered(2) == Machine(host.cpu_name(), "avx512", 2, 36e9, RATES)
+    assert hardware.remembered(1) is None
     native.name = "portable"
     assert hardware.remembered(2) is None
-    hardware.this_machine(2)
+    assert hardware.this_machine(2) == replace(first, isa="portable")
     native.name = "avx512"
-    assert hardware.remembered(2) == first and native.calls == 3
-
-
-def test_an_old_measurement_is_remembered_but_no_longer_trusted(native: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = hardware.this_machine(2)
-    now = time.time()
-    monkeypatch.setattr("headrace.planner.hardware.time.time", lambda: now + 7200)
-    native.read_bandwidth = lambda threads, nbytes: 20e9  # a neighbour is busy
     assert hardware.remembered(2) == first
-    assert hardware.this_machine(2).bandwidth == 20e9
-    assert hardware.this_machine(2) == hardware.remembered(2) != first
 
 
-@pytest.mark.parametrize("text", ["", "[]", "not json", '{"%s": 3}', '{"%s": {"bandwidth": 1}}', '{"%s": {"bandwidth": 1, "rates": {}}}'])
+def test_as_many_threads_as_the_process_may_use(native: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.planner.hardware.host.usable_cores", lambda: 3)
+    assert hardware.measure() == hardware.remembered() == hardware.this_machine() == hardware.remembered(3)
+    assert hardware.remembered(3).threads == 3
+
+
+def test_measured_until_two_agree_and_then_once_an_hour(native: SimpleNamespace, clock: SimpleNamespace) -> None:
+    for calls in (1, 2, 2, 2):
+        assert hardware.this_machine(2).bandwidth == 36e9 and native.calls == calls
+    for calls in (2, 3, 3, 4):
+        clock.now += 1801
+        assert hardware.this_machine(2).bandwidth == 36e9 and native.calls == calls
+
+
+def test_a_busy_moment_does_not_stay(native: SimpleNamespace, clock: SimpleNamespace) -> None:
+    """Neither where it was the first measurement, nor after others."""
+    native.share = 1 / 3
+    assert hardware.this_machine(2).bandwidth == 12e9
+    native.share = 1.0
+    for _ in range(3):
+        assert hardware.this_machine(2).bandwidth == 36e9
+    assert native.calls == 3
+    native.share = 1 / 3
+    assert hardware.measure(2).bandwidth == 12e9  # as it is now
+    assert hardware.this_machine(2) == hardware.remembered(2)
+    assert (hardware.remembered(2).bandwidth, hardware.remembered(2).rates) == (36e9, RATES)
+
+
+def test_each_figure_is_the_best_of_its_own(native: SimpleNamespace, clock: SimpleNamespace) -> None:
+    hardware.measure(2)
+    native.bandwidth, native.share = 80e9, 0.5
+    hardware.measure(2)
+    assert hardware.remembered(2).bandwidth == 40e9 and hardware.remembered(2).rates == RATES
+
+
+def test_a_machine_that_is_never_quiet_is_measured_five_times_an_hour(native: SimpleNamespace, clock: SimpleNamespace) -> None:
+    for calls in range(1, 9):
+        native.share = 0.8**calls
+        hardware.this_machine(2)
+        assert native.calls == min(calls, 5)
+    clock.now += 3601
+    native.share = 0.01
+    hardware.this_machine(2)
+    assert native.calls == 6
+
+
+def test_a_machine_that_became_slower_is_believed_after_a_day(native: SimpleNamespace, clock: SimpleNamespace) -> None:
+    first = hardware.this_machine(2)
+    clock.now += 24 * 3600
+    native.share = 0.5
+    assert hardware.this_machine(2).bandwidth == 36e9
+    clock.now += 1
+    assert hardware.remembered(2).bandwidth == hardware.this_machine(2).bandwidth == 18e9
+    clock.now += 1e6
+    assert hardware.remembered(2).bandwidth == 18e9  # old, and better than nothing
+    assert first.bandwidth == 36e9
+
+
+def test_a_reading_from_the_future_does_not_stay(native: SimpleNamespace, clock: SimpleNamespace) -> None:
+    native.share = 2
+    hardware.measure(2)
+    clock.now -= 10
+    native.share = 1
+    assert hardware.this_machine(2).bandwidth == 36e9
+
+
+def test_what_is_kept_is_bounded(native: SimpleNamespace, clock: SimpleNamespace, tmp_path: Path) -> None:
+    for _ in range(250):
+        hardware.measure(2)
+    (readings,) = json.loads((tmp_path / "machine.json").read_text()).values()
+    assert len(readings) == 200
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "not json", '{"%s": 3}', '{"%s": [3]}', '{"%s": {"bandwidth": 1}}', '{"%s": [{"bandwidth": 1, "rates": {}}]}'),
+        '{"%s": [{"time": 1, "bandwidth": NaN, "rates": {"int8": 1, "bf16": 1, "f32": 1}}]}',
+        '{"%s": [{"time": 1, "bandwidth": 1, "rates": {"int8": 1, "bf16": 0, "f32": 1}}]}',
+        '{"%s": [{"time": 1, "bandwidth": 1, "rates": {"int8": Infinity, "bf16": 1, "f32": 1}}]}',
+    ],
+)
 def test_a_broken_cache_is_measured_over(native: SimpleNamespace, tmp_path: Path, text: str) -> None:
     hardware.measure(2)
     file = tmp_path / "machine.json"
