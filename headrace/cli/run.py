@@ -3,6 +3,10 @@
 Without a prompt, on a terminal, this is a chat. With a prompt, with `-`, or with something piped in, it is one answer:
 the answer alone goes to stdout as it comes, then a line with its speed to stderr. Text that is piped in beside a prompt
 is added to the prompt.
+
+The closing line has the tokens of the prompt and of the answer, each with its speed. Its limit is the speed at which the
+same steps, drafts included, would have run if they had only read weights and KV and computed, as fast as this machine was
+measured to do in the last day; then comes the share of it that was reached.
 """
 
 import argparse

@@ -10,7 +10,8 @@ from headrace.assembly.load import load_model
 from headrace.backend import lower_program
 from headrace.config import EngineConfig
 from headrace.model import trace_model
-from headrace.planner import hardware, roofline
+from headrace.planner import hardware
+from headrace.planner.answer import decode_loads, decode_seconds
 from headrace.program.kv import number_bytes
 from headrace.prompts import Message, Prompt
 from headrace.request import RequestOutput, SamplingParams
@@ -24,6 +25,8 @@ class Session:
         self._engine, self._prompts, _, self._checkpoint = load_model(model, config)
         self.result: RequestOutput | None = None
         """Of the last answer."""
+        self._beam_width: int | None = None
+        """Of the search for the last answer; None if it was not searched for."""
 
     def __enter__(self) -> "Session":
         return self
@@ -38,7 +41,7 @@ class Session:
         """
         token_ids, text = self._prompts.read(prompt)
         request_id = self._engine.add_request(token_ids, params, prompt=text)
-        self.result = None
+        self.result, self._beam_width = None, params.beam_width
         while self.result is None:
             if stop.is_set():
                 self.result = self._engine.abort(request_id)
@@ -51,31 +54,40 @@ class Session:
             raise self.result.error
 
     def closing_line(self) -> str:
-        """Tokens and speed of the last answer, the limit that this machine sets to plain decoding, and the accepted draft tokens."""
+        """Tokens and speed of the last answer, the limit that this machine sets to the steps it took, and the accepted draft tokens."""
         result = self.result
         if result is None:
             return ""
         num_in, num_out = len(result.prompt_token_ids), len(result.outputs[0].token_ids)
         computed = num_in - result.cached_tokens
         what = f"in, {result.cached_tokens:,} cached" if result.cached_tokens else "in"
-        parts = [_rate(num_in, what, computed, result.timing.prefill), _rate(num_out, "out", num_out - 1, result.timing.decode)]
-        if num_out > 1 and result.timing.decode > 0:
+        parts = [_rate(num_in, what, computed, result.timing.prefill)]
+        if share := self._share_of_limit(result):
             speed = (num_out - 1) / result.timing.decode
-            limit = self._decode_limit(num_in + num_out // 2, speed)
-            parts.append(f"limit {limit:,.0f} tok/s, {speed / limit:.0%}".replace("%", " %"))
+            parts.append(f"{num_out:,} out, {speed:,.0f} tok/s")
+            parts.append(f"limit {speed / share:,.0f} tok/s, {share:.0%}".replace("%", " %"))
+        else:
+            parts.append(f"{num_out:,} out")
         if accepted := sum(stats.accepted for stats in result.drafts.values()):
             parts.append(f"{accepted:,} accepted from drafts")
         return f"[{' · '.join(parts)}]"
 
-    def _decode_limit(self, depth: int, speed: float) -> float:
-        """For plain decoding. A measurement that the answer has just beaten was taken on a busy machine, and is taken again."""
+    def _share_of_limit(self, result: RequestOutput) -> float:
+        """Least time of the steps after the first token as a share of the time that they took; 0 where there were none.
+
+        A measurement that the answer has just beaten was taken on a busy machine, and is taken again.
+        """
         traced = trace_model(self._checkpoint.spec, self._checkpoint.tensors)
         program = lower_program(self.config.backend, traced, self._checkpoint.tensors)
-        threads, kv_bytes = self.config.threads, number_bytes(program.kv_groups, self.config.kv_dtype)
-        limit = roofline.decode_limit(program, hardware.this_machine(threads), depth, kv_bytes)
-        if speed > limit and self.result and not self.result.drafts:
-            limit = roofline.decode_limit(program, hardware.measure(threads), depth, kv_bytes)
-        return limit
+        loads = decode_loads(result, number_bytes(program.kv_groups, self.config.kv_dtype), self._beam_width)
+        if not loads or not result.timing.decode:
+            return 0.0
+        threads = self.config.threads
+        share = decode_seconds(program, hardware.this_machine(threads), loads) / result.timing.decode
+        if share > 1:
+            hardware.measure(threads)
+            share = decode_seconds(program, hardware.this_machine(threads), loads) / result.timing.decode
+        return share
 
 
 @contextmanager
