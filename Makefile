@@ -11,7 +11,7 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test lint format bench micro clean
+.PHONY: help run test lint format bench micro mutate clean
 
 help:
 	@echo 'make run     a real model answers a prompt (MODEL=$(MODEL), PROMPT="...")'
@@ -19,6 +19,7 @@ help:
 	@echo 'make lint    ruff, mypy, clang-format; `make format` repairs what can be repaired'
 	@echo 'make bench   cold start, a paired run against llama.cpp, and what serving many requests costs'
 	@echo 'make micro   kernels against the bandwidth and arithmetic of this machine'
+	@echo 'make mutate  deliberate faults that no test notices, in hours (MODULE=planner/roofline: in one file; MODULE=planner: in one part)'
 	@echo 'make clean   remove what the above made'
 
 run: .venv/.core
@@ -47,6 +48,9 @@ bench: .venv/.core
 micro: .venv/.core
 	$(BIN)/python benchmarks/micro
 
+mutate: .venv/.mutate
+	nice -n 15 $(BIN)/python tests/mutate.py '$(MODULE)'
+
 clean:
 	rm -rf .venv .bench build
 
@@ -73,4 +77,9 @@ clean:
 .venv/.lint: pyproject.toml | .venv/.core
 	@echo '[set-up] lint dependencies'
 	@$(INSTALL) '.[lint]'
+	@touch $@
+
+.venv/.mutate: pyproject.toml | .venv/.test
+	@echo '[set-up] mutation tool'
+	@$(INSTALL) '.[mutate]'
 	@touch $@

@@ -1,14 +1,20 @@
 """Which ops become one, and which must not."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
 
+from headrace.backend import forward, reference
+from headrace.config import KvConfig
 from headrace.program.fuse import fuse
 from headrace.program.ops import KvWrite, LinearAdd, Op, QkvRopeWrite, Rope, Value
 from headrace.program.trace import Tracer, trace
+from tests.backend.batches import Sequence, batch_of
 from tests.backend.stored import random_stored
+from tests.program.shapes import SHAPES, VOCAB, decoder, others
 
 DIM, HEAD = 32, 16
 TENSORS = {name: random_stored("F32", DIM, DIM, i, name) for i, name in enumerate(("q", "k", "v", "o"))}
@@ -125,3 +131,23 @@ def keys_read_twice(g: Tracer, x: Value) -> Parts:
 def test_what_must_stay_apart(layer: Callable[[Tracer, Value], Parts]) -> None:
     kinds = fused(layer)
     assert KvWrite in kinds and QkvRopeWrite not in kinds
+
+
+@settings(max_examples=10, deadline=None)
+@given(shape=SHAPES)
+def test_a_fused_program_computes_the_same(shape: dict[str, Any]) -> None:
+    sequence, rng = Sequence([1, 0, 2], 4), np.random.default_rng(0)
+    batch = batch_of([sequence], [rng.integers(0, VOCAB, 9).tolist()], [([], [])], trees=False)
+    inputs = rng.standard_normal((9, shape["kv_heads"] * shape["groups"] * shape["head_dim"])).astype(np.float32) / 4
+    for program, tensors in (decoder(shape), others(shape)):
+        batch = batch._replace(kv=batch.kv[:1] * len(program.kv_groups), inputs=inputs, logit_rows=batch.logit_rows[2:])
+        kv, joined = KvConfig((3,) * len(program.kv_groups), 4, "f32"), fuse(program)
+        assert len(joined.ops) < len(program.ops)
+        apart, together = (forward(reference.compile(p, tensors, kv, 1), batch).logits for p in (program, joined))
+        np.testing.assert_allclose(together, apart, rtol=1e-4, atol=1e-6)
+
+
+def test_a_layer_that_stays_apart_does_not_keep_the_next_one_so() -> None:
+    program, _ = others({"kv_heads": 1, "groups": 1, "head_dim": 32, "format": "F32"})
+    kinds = [type(op) for op in fuse(program).ops]
+    assert kinds.index(KvWrite) < kinds.index(QkvRopeWrite)

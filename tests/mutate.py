@@ -1,0 +1,122 @@
+"""Deliberate faults, one at a time, and whether a test notices: `make mutate`, or `make mutate MODULE=planner/roofline`.
+
+Each part is changed and tested in a copy under build/mutate, by the tests of the folder that mirrors it. What was found is kept
+there: the next call goes on where this one was stopped, tries again what had survived, and does anew what has changed.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+WORK = ROOT / "build/mutate"
+PARTS = {  # with the tests that are left out, which take minutes and hold no single part
+    **{part: () for part in ("program", "planner", "kv", "accept", "propose")},
+    "engine": ("test_machine.py", "test_machine_drafts.py", "test_promise_real.py", "test_drafts_real.py"),
+}
+CONFIG = """[mutmut]
+source_paths=headrace
+only_mutate=headrace/{part}/*
+do_not_mutate_patterns=^\\s*assert
+pytest_add_cli_args_test_selection=tests/{part}
+pytest_add_cli_args=
+    -p
+    no:cacheprovider
+{ignored}
+also_copy=
+    conftest.py
+    docs
+use_git_change_detection=false
+track_dependencies=false
+timeout_multiplier=4.0
+timeout_constant=10.0
+"""
+CONFTEST = """from hypothesis import Phase, settings
+
+settings.register_profile("mutate", database=None, phases=(Phase.explicit, Phase.generate))  # a failure is enough: it need not be small
+settings.load_profile("mutate")
+"""
+_NOISE = (r",? *\bstrict=\w+", r",(?= *\))", r"(?<=\bcast\()[^,]*")
+"""What may differ without a difference: whether zips are strict, commas at the end, types of casts."""
+
+
+def main(module: str) -> None:
+    """Try all mutants of a part, or of one of its files; of every part where none is named."""
+    part, _, file = module.partition("/")
+    if part and part not in PARTS:
+        sys.exit(f"no part {part!r}; there are: {', '.join(PARTS)}")
+    for name in [part] if part else PARTS:
+        folder = WORK / name
+        _prepare(name, folder)
+        _mutmut(folder, "run", "--max-children", "1", *([f"headrace.{name}.{file.removesuffix('.py')}.*"] if file else []))
+        _report(name, folder)
+
+
+def _prepare(part: str, folder: Path) -> None:
+    """Lay the present tree beside what was found before, and forget which mutants had survived."""
+    for name in ("headrace", "tests", "docs", "mutants/tests", "mutants/docs"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in ("headrace", "tests", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy2(ROOT / "pyproject.toml", folder)
+    native = find_spec("headrace._native")
+    assert native and native.origin
+    shutil.copy2(native.origin, folder / "headrace")
+    ignored = "\n".join(f"    --ignore=tests/{part}/{name}" for name in PARTS[part])
+    (folder / "setup.cfg").write_text(CONFIG.format(part=part, ignored=ignored))
+    (folder / "conftest.py").write_text(CONFTEST)
+    for file in folder.glob("mutants/**/*.meta"):
+        found = json.loads(file.read_text())
+        codes = found["exit_code_by_key"]
+        found["exit_code_by_key"] = {name: code if _status(code) in ("killed", "timeout") else None for name, code in codes.items()}
+        file.write_text(json.dumps(found))
+
+
+def _mutmut(folder: Path, *words: str) -> str:
+    """Runs mutmut there; its output where it is asked to show something.
+
+    Without `site` an editable installation, which would be found before the mutants, is not looked at.
+    """
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(packages), "PYTHONDONTWRITEBYTECODE": "1"}
+    wanted = subprocess.PIPE if words[0] == "show" else None
+    done = subprocess.run([sys.executable, "-S", "-m", "mutmut", *words], cwd=folder, env=environment, stdout=wanted, text=True)
+    if done.returncode:
+        sys.exit(done.returncode)
+    return done.stdout or ""
+
+
+def _report(part: str, folder: Path) -> None:
+    """Print how many mutants of each file came to what end, and what the survivors change."""
+    survivors = []
+    print(f"\n{part}")
+    for file in sorted(folder.glob(f"mutants/headrace/{part}/*.meta")):
+        codes = json.loads(file.read_text())["exit_code_by_key"]
+        print(f"  {file.stem}: {dict(Counter(map(_status, codes.values())))}")
+        survivors += [name for name, code in codes.items() if _status(code) == "survived"]
+    for name in survivors:
+        change = [line for line in _mutmut(folder, "show", name).splitlines() if re.match(r"[+-](?![+-]{2})", line)]
+        if len({_essence(line[1:]) for line in change}) > 1:
+            print(f"\n{name}", *change, sep="\n")
+
+
+def _essence(line: str) -> str:
+    for noise in _NOISE:
+        line = re.sub(noise, "", line)
+    return line
+
+
+def _status(code: int | None) -> str:
+    from mutmut.stats import status_by_exit_code
+
+    return str(status_by_exit_code[code])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "")

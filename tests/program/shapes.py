@@ -1,0 +1,58 @@
+"""Programs of generated shapes, which together have every op."""
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from headrace.model import trace_model
+from headrace.model.spec import RopeSpec
+from headrace.program.ops import Value
+from headrace.program.trace import Program, Tracer, trace
+from tests.backend.stored import random_stored
+from tests.tiny import Tensors, tiny_model
+
+VOCAB = 61
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "kv_heads": st.sampled_from([1, 2, 3]),
+        "groups": st.sampled_from([1, 2, 3]),
+        "head_dim": st.sampled_from([32, 64]),
+        "rotated": st.sampled_from([4, 32]),
+        "window": st.sampled_from([0, 1, 7, (5, 0)]),
+        "format": st.sampled_from(["F32", "BF16", "Q4_0", "Q8_0", "I8_ROW"]),
+    }
+)
+
+
+def decoder(shape: dict[str, Any]) -> tuple[Program, Tensors]:
+    """A decoder of this shape."""
+    heads, head_dim = shape["kv_heads"] * shape["groups"], shape["head_dim"]
+    sizes = {"dim": heads * head_dim, "heads": heads, "kv_heads": shape["kv_heads"], "ffn": 96, "vocab": VOCAB}
+    spec, tensors = tiny_model(0, window=shape["window"], format=shape["format"], **sizes)
+    return trace_model(replace(spec, rope=RopeSpec(shape["rotated"])), tensors), tensors
+
+
+def others(shape: dict[str, Any]) -> tuple[Program, Tensors]:
+    """What no decoder here has: inputs, silu by itself, biases everywhere, a layer without rope before one with it."""
+    dim, kv_dim, ffn = (n * shape["head_dim"] for n in (shape["kv_heads"] * shape["groups"], shape["kv_heads"], 2))
+    shapes = {"q": (dim, dim), "k": (kv_dim, dim), "v": (kv_dim, dim), "gate": (ffn, dim), "up": (ffn, dim), "down": (dim, ffn)}
+    tensors = {name: random_stored(shape["format"], *size, i, name) for i, (name, size) in enumerate(shapes.items())}
+    for name, (rows, _) in shapes.items():
+        tensors[f"{name}.bias"] = replace(random_stored("F32", 1, rows, rows, f"{name}.bias"), shape=(rows,))
+
+    def forward(g: Tracer) -> Value:
+        def linear(x: Value, name: str) -> Value:
+            return g.linear(x, g.weight(name, *shapes[name]), g.vector(f"{name}.bias", shapes[name][0]))
+
+        x = g.input(dim)
+        angles = g.rope_angles((1.0, 0.5), 1.0)
+        for layer, rotates in enumerate((False, True)):
+            q, k = (g.rope(linear(x, name), angles, shape["head_dim"]) if rotates else linear(x, name) for name in "qk")
+            g.kv_write(k, linear(x, "v"), layer)
+            x = g.add(x, g.attention(q, layer, shape["kv_heads"], shape["head_dim"]))
+        x = g.add(x, linear(g.glu(linear(x, "gate"), linear(x, "up")), "down"))
+        return linear(g.gather_rows(g.add(g.silu(x), x)), "gate")
+
+    return trace(forward, tensors), tensors

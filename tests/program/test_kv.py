@@ -1,0 +1,41 @@
+"""Blocks and bytes of the KV of groups of layers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.program.kv import KvGroup, KvLayout, number_bytes, token_bytes
+from headrace.quant import kv
+
+TWO, ONE = KvGroup((0, 2), KvLayout(3, 64, 64), window=8), KvGroup((1,), KvLayout(1, 96, 96))
+
+
+def test_bytes_of_a_block_are_those_of_all_layers_and_heads() -> None:
+    for dtype in ("f32", "bf16", "int8", "int4"):
+        record = kv.block_bytes(dtype, 64, 64)
+        assert [TWO.block_bytes(dtype, size) for size in (32, 64, 16)] == [6 * record, 12 * record, 3 * record]
+        assert isinstance(TWO.block_bytes(dtype, 32), int)
+
+
+def test_bytes_of_a_number_and_of_a_token() -> None:
+    assert TWO.block_bytes("f32", 32) == 32 * 4 * TWO.numbers == 32 * 4 * 2 * 3 * 128
+    assert number_bytes((TWO, ONE), "f32") == 4 and token_bytes((TWO, ONE), "f32") == 4 * (6 * 128 + 192)
+    both = TWO.block_bytes("int4", 32) + ONE.block_bytes("int4", 32)
+    assert number_bytes((TWO, ONE), "int4") == pytest.approx(both / (32 * (6 * 128 + 192)))
+    assert token_bytes((TWO, ONE), "int4") == -(-both // 32)
+    assert isinstance(token_bytes((TWO, ONE), "int4"), int)
+
+
+@given(window=st.integers(0, 20), max_rows=st.integers(1, 12), block_size=st.sampled_from([1, 4, 8]), num_tokens=st.integers(1, 90))
+def test_most_blocks_of_a_sequence(window: int, max_rows: int, block_size: int, num_tokens: int) -> None:
+    """Those that hold what the rows of one step see, wherever it begins and however many rows it has."""
+    most = 0
+    for computed in range(num_tokens):
+        last = min(computed + max_rows, num_tokens) - 1
+        first = max(0, computed - window + 1) if window else 0
+        most = max(most, last // block_size - first // block_size + 1)
+    found = KvGroup((0,), KvLayout(1, 32, 32), window).num_blocks(num_tokens, max_rows, block_size)
+    whole = -(-num_tokens // block_size)
+    assert most <= found <= whole
+    if not window or num_tokens >= window + max_rows + 2 * block_size:
+        assert found == most
