@@ -42,7 +42,7 @@ CONFTEST = """from hypothesis import Phase, settings
 settings.register_profile("mutate", database=None, phases=(Phase.explicit, Phase.generate))  # a failure is enough: it need not be small
 settings.load_profile("mutate")
 """
-_NOISE = (r",? *\bstrict=\w+", r",(?= *\))", r"(?<=\bcast\()[^,]*")
+_NOISE = (r",? *\bstrict=\w+", r", *(?=\))", r"(?<=\bcast\()[^,]*")
 """What may differ without a difference: whether zips are strict, commas at the end, types of casts."""
 
 

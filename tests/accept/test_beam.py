@@ -89,8 +89,9 @@ def test_the_end_of_a_search(early_stopping: bool, length_penalty: float, num_li
     assert sorted(search.finished) == [[0, END], [END]]
 
 
-def test_a_live_beam_that_is_only_as_good_as_all_finished_ones_ends_a_search() -> None:
-    search = Searching(length_penalty=0.0)
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0])
+def test_a_live_beam_that_is_only_as_good_as_all_finished_ones_ends_a_search(length_penalty: float) -> None:
+    search = Searching(length_penalty=length_penalty)
     assert search.step([0.25, 0.25, 0, 0.5]) == [[0], [1]]
     assert search.step([0.5, 0, 0, 0.5], [0.4, 0.3, 0.3, 0]) == []
     assert search.finished == [[END], [0, END]]
@@ -139,13 +140,17 @@ def test_what_a_search_shows() -> None:
     assert [output.cumulative_logprob for output in live] == pytest.approx(np.log([0.3, 0.2]))
 
 
-def test_log_probabilities_of_each_token() -> None:
-    search = Searching(logprobs=1)
+@pytest.mark.parametrize("logprobs", [0, 1])
+def test_log_probabilities_of_each_token(logprobs: int) -> None:
+    search = Searching(logprobs=logprobs)
     search.step([0.6, 0.3, 0.1, 0])
     search.step([0.5, 0.3, 0, 0.2], [0.25, 0.25, 0.25, 0.25])
     described = [[next(iter(position.values())) for position in output.logprobs] for _, output in search.beams]
     assert [[round(float(np.exp(one.logprob)), 3) for one in beam] for beam in described] == [[0.6, 0.5], [0.6, 0.3]]
     assert [[one.rank for one in beam] for beam in described] == [[1, 1], [1, 2]]
+    search.step([0.2, 0, 0, 0.8], [0.5, 0.5, 0, 0])
+    ((_, finished),) = search.search.finished
+    assert [next(iter(position.values())).rank for position in finished.logprobs] == [1, 1, 1]
 
 
 def test_penalties_see_the_last_token() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.kv.blocks import BlockPool, Table
+from headrace.kv.blocks import NULL_BLOCK, BlockPool, Table
 
 
 def test_reserve_takes_neighbours() -> None:
@@ -18,6 +18,35 @@ def test_reserve_takes_neighbours() -> None:
         assert list(table) == list(range(table[0], table[0] + 8))
         assert table[0] % 8 == 0
     pool.check([first, second])
+
+
+def test_blocks_that_sequences_with_a_common_beginning_need() -> None:
+    pool = BlockPool(20, 4)
+    assert [pool.needed(n) for n in (0, 1, 8, 9)] == [0, 1, 2, 3]
+    assert [pool.needed(9, width=3, common=n) for n in (0, 3, 6, 8)] == [9, 9, 7, 5]
+    assert BlockPool(20, 1).needed(3, width=2) == 6
+    assert isinstance(pool.needed(9, width=3, common=6), int)
+
+
+def test_a_block_in_a_table_is_shared_at_no_cost() -> None:
+    pool = BlockPool(8, 4)
+    table = Table()
+    pool.reserve(table, 0, 12)
+    blocks = list(table)
+    fork = pool.fork(table)
+    pool.trim(fork, 4)
+    pool.retain(blocks[2], lambda block: None)
+    pool.trim(table, 8)
+    assert pool.num_evictable == 1 and pool.num_shared(blocks) == 2
+
+
+def test_null_blocks_before_shared_ones() -> None:
+    pool = BlockPool(8, 4)
+    table, other = Table(), Table()
+    pool.reserve(table, 0, 12)
+    pool.share(other, [NULL_BLOCK, NULL_BLOCK, table[2]])
+    assert other.num_released == 2 and list(other) == [NULL_BLOCK, NULL_BLOCK, table[2]]
+    pool.check([table, other])
 
 
 def test_reserve_is_all_or_nothing() -> None:

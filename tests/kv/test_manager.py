@@ -38,6 +38,31 @@ def test_all_groups_or_none() -> None:
     kv.check([tables, other])
 
 
+def test_what_fits_beside_what_is_promised() -> None:
+    """Of 8 blocks of 4 tokens one sequence holds 2, and may want one more than it is known to need."""
+    kv = toy_kv(8, 4, (0,))
+    tables = kv.new_tables()
+    kv.reserve(tables, 0, 8)
+    held = list(tables[0])
+    for promised, most in ((Demand(8, 8), 5), (Demand(4, 4), 5), (Demand(9, 8), 4), (Demand(16, 8), 3)):
+        running = [(tables, promised)]
+        assert kv.fits(Demand(4 * most, 0), [[]], running)
+        assert not kv.fits(Demand(4 * most + 1, 0), [[]], running)
+        assert kv.fits(Demand(4 * most + 8, 0), [held], running) and not kv.fits(Demand(4 * most + 9, 0), [held], running)
+    assert kv.fits(Demand(24, 0), [[]]) and not kv.fits(Demand(25, 0), [[]])
+
+
+def test_a_window_goes_on_in_exactly_what_it_releases() -> None:
+    pool, table = WindowPool(20, 2, 5, 4), Table()
+    pool.reserve(table, 0, 40)
+    assert len(table) == 5
+    for computed, num_known, released, length in ((8, 40, 2, 7), (10, 40, 3, 8), (12, 17, 4, 9), (14, 17, 5, 9), (14, 40, 5, 9)):
+        pool.advance(table, computed, num_known)
+        assert (table.num_released, len(table)) == (released, length)
+    assert pool.num_shared(table[5:]) == 0  # each table pays for its own
+    pool.check([table])
+
+
 def test_a_fork_copies_and_moves_in_each_group() -> None:
     kv = toy_kv(8, 4, (0, 3))
     tables = kv.new_tables()

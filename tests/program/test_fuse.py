@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from headrace.backend import forward, reference
 from headrace.config import KvConfig
 from headrace.program.fuse import fuse
-from headrace.program.ops import KvWrite, LinearAdd, Op, QkvRopeWrite, Rope, Value
+from headrace.program.ops import GluLinear, KvWrite, Linear, LinearAdd, Op, QkvRopeWrite, Rope, Value
 from headrace.program.trace import Tracer, trace
 from tests.backend.batches import Sequence, batch_of
 from tests.backend.stored import random_stored
@@ -151,3 +151,20 @@ def test_a_layer_that_stays_apart_does_not_keep_the_next_one_so() -> None:
     program, _ = others({"kv_heads": 1, "groups": 1, "head_dim": 32, "format": "F32"})
     kinds = [type(op) for op in fuse(program).ops]
     assert kinds.index(KvWrite) < kinds.index(QkvRopeWrite)
+
+
+@pytest.mark.parametrize("keeps_hidden", [False, True])
+def test_what_only_linear_ops_read_is_packed(keeps_hidden: bool) -> None:
+    """But not what the program gives back."""
+    for make in (decoder, others):
+        program, _ = make({"kv_heads": 1, "groups": 2, "head_dim": 32, "rotated": 32, "window": 0, "format": "F32"})
+        program = fuse(program.keeping_hidden() if keeps_hidden else program)
+        linear = {Linear, LinearAdd, QkvRopeWrite, GluLinear}
+        values = [(value, name == "x" and type(op) in linear) for op in program.ops for name, value in vars(op).items() if name != "out"]
+        reads = [(value.id, as_x) for value, as_x in values if isinstance(value, Value)]
+        results = {value.id for value in (program.logits, program.hidden) if value}
+        packed = {id for id, _ in reads} - {id for id, as_x in reads if not as_x} - results
+        assert packed and (program.hidden is not None) == keeps_hidden
+        for op in program.ops:
+            for value in (*op.inputs(), *([op.output()] if op.output() else [])):
+                assert value.packed is (value.id in packed) and value.rows in ("step", "logit")
