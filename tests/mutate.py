@@ -81,12 +81,13 @@ def _prepare(part: str, folder: Path) -> None:
 def _mutmut(folder: Path, *words: str) -> str:
     """Runs mutmut there; its output where it is asked to show something.
 
-    Without `site` an editable installation, which would be found before the mutants, is not looked at.
+    Without `site` an editable installation, which would be found before the mutants, is not looked at; `setquit` gives back `exit`.
     """
+    start = "import site; site.setquit(); from mutmut.__main__ import cli; cli()"
     packages = [path for path in sys.path if path.endswith("site-packages")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(packages), "PYTHONDONTWRITEBYTECODE": "1"}
     wanted = subprocess.PIPE if words[0] == "show" else None
-    done = subprocess.run([sys.executable, "-S", "-m", "mutmut", *words], cwd=folder, env=environment, stdout=wanted, text=True)
+    done = subprocess.run([sys.executable, "-S", "-c", start, *words], cwd=folder, env=environment, stdout=wanted, text=True)
     if done.returncode:
         sys.exit(done.returncode)
     return done.stdout or ""

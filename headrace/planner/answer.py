@@ -18,8 +18,8 @@ def decode_loads(result: RequestOutput, kv_bytes: float, beam_width: int | None 
     steps = max(0.0, num_tokens - 1 - sum(s.accepted for s in stats) / num_outputs)  # each gives a token beside the accepted ones
     num_drafts, num_rows = sum(s.steps for s in stats), sum(s.proposed for s in stats)
     drafted = min(steps, num_drafts / num_outputs)  # the step of the first token may have had a draft, too
-    size, larger = divmod(num_rows, num_drafts) if num_drafts else (0, 0)
-    share = larger / num_drafts if num_drafts else 0.0
+    size, larger = divmod(num_rows, max(1, num_drafts))
+    share = larger / max(1, num_drafts)
     context, num_seqs = len(result.prompt_token_ids) + round(num_tokens / 2), beam_width or num_outputs
 
     def load(rows: int) -> Load:

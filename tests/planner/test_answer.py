@@ -16,6 +16,7 @@ def answer(num_in: int, *num_out: int, **drafts: DraftStats) -> RequestOutput:
 
 def test_plain_decoding_takes_a_step_for_each_token_after_the_first() -> None:
     assert decode_loads(answer(10, 21), 2) == [(20, Load(((20, 1),), 1, 2))]
+    assert decode_loads(answer(10, 2), 2) == [(1, Load(((11, 1),), 1, 2))]
     for num_out in (0, 1):
         assert decode_loads(answer(10, num_out), 2) == []
 

@@ -38,7 +38,7 @@ def others(shape: dict[str, Any]) -> tuple[Program, Tensors]:
     """What no decoder here has: inputs, silu by itself, biases everywhere, a layer without rope before one with it."""
     dim, kv_dim, ffn = (n * shape["head_dim"] for n in (shape["kv_heads"] * shape["groups"], shape["kv_heads"], 2))
     shapes = {"q": (dim, dim), "k": (kv_dim, dim), "v": (kv_dim, dim), "gate": (ffn, dim), "up": (ffn, dim), "down": (dim, ffn)}
-    tensors = {name: random_stored(shape["format"], *size, i, name) for i, (name, size) in enumerate(shapes.items())}
+    tensors = {name: random_stored(shape["format"], *size, i, name, 0.01) for i, (name, size) in enumerate(shapes.items())}
     for name, (rows, _) in shapes.items():
         tensors[f"{name}.bias"] = replace(random_stored("F32", 1, rows, rows, f"{name}.bias"), shape=(rows,))
 

@@ -141,10 +141,10 @@ def test_a_fused_program_computes_the_same(shape: dict[str, Any]) -> None:
     inputs = rng.standard_normal((9, shape["kv_heads"] * shape["groups"] * shape["head_dim"])).astype(np.float32) / 4
     for program, tensors in (decoder(shape), others(shape)):
         batch = batch._replace(kv=batch.kv[:1] * len(program.kv_groups), inputs=inputs, logit_rows=batch.logit_rows[2:])
-        kv, joined = KvConfig((3,) * len(program.kv_groups), 4, "f32"), fuse(program)
-        assert len(joined.ops) < len(program.ops)
-        apart, together = (forward(reference.compile(p, tensors, kv, 1), batch).logits for p in (program, joined))
-        np.testing.assert_allclose(together, apart, rtol=1e-4, atol=1e-6)
+        kv, together = KvConfig((3,) * len(program.kv_groups), 4, "f32"), fuse(program)
+        assert len(together.ops) < len(program.ops)
+        want, got = (forward(reference.compile(p, tensors, kv, 1), batch).logits for p in (program, together))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
 
 
 def test_a_layer_that_stays_apart_does_not_keep_the_next_one_so() -> None:
