@@ -57,16 +57,32 @@ def test_measured_for_each_thread_count_and_instruction_set(native: SimpleNamesp
 
 def test_as_many_threads_as_the_process_may_use(native: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.planner.hardware.host.usable_cores", lambda: 3)
+    assert hardware.this_machine().threads == 3 and hardware.this_machine(2).threads == 2
     assert hardware.measure() == hardware.remembered() == hardware.this_machine() == hardware.remembered(3)
-    assert hardware.remembered(3).threads == 3
 
 
 def test_measured_until_two_agree_and_then_once_an_hour(native: SimpleNamespace, clock: SimpleNamespace) -> None:
     for calls in (1, 2, 2, 2):
         assert hardware.this_machine(2).bandwidth == 36e9 and native.calls == calls
-    for calls in (2, 3, 3, 4):
-        clock.now += 1801
+    for calls in (2, 2, 3, 3, 4):
+        clock.now += 1800 if calls == 2 else 1801
         assert hardware.this_machine(2).bandwidth == 36e9 and native.calls == calls
+
+
+@pytest.mark.parametrize(("share", "calls"), [(0.9, 2), (0.89, 3)])
+def test_two_agree_within_a_tenth(native: SimpleNamespace, clock: SimpleNamespace, share: float, calls: int) -> None:
+    hardware.this_machine(2)
+    native.share = share
+    for _ in range(2):
+        hardware.this_machine(2)
+    assert native.calls == calls
+
+
+def test_of_old_measurements_the_newest_counts(native: SimpleNamespace, clock: SimpleNamespace) -> None:
+    for native.share in (1.0, 0.5, 0.25):
+        hardware.measure(2)
+    clock.now += 1e6
+    assert hardware.remembered(2).bandwidth == 9e9
 
 
 def test_a_busy_moment_does_not_stay(native: SimpleNamespace, clock: SimpleNamespace) -> None:
