@@ -56,6 +56,20 @@ def test_other_salt_or_adapter_is_never_a_hit() -> None:
     assert [path(cache, [1, 2, 3, 4], 4, scope) for scope in scopes] == tables
 
 
+def test_a_node_whose_blocks_were_evicted_takes_new_ones() -> None:
+    kv = toy_kv(4, 4, (0, 6))
+    cache, known = PrefixCache(kv), list(range(8))
+    kv.free(held(kv, cache, known))
+    node, other = cache.find(SCOPE, known, 8), kv.new_tables()  # a sequence may hold the node for long
+    assert NULL_BLOCK not in node.blocks
+    assert kv.reserve(other, 0, 16) == []
+    assert node.blocks == [NULL_BLOCK, NULL_BLOCK] and not any(path(cache, known, 8))
+    kv.free(other)
+    again = held(kv, cache, known)
+    assert cache.find(SCOPE, known, 8) is node and node.blocks == [table[1] for table in again]
+    kv.check([again])
+
+
 def test_equal_blocks_become_one() -> None:
     kv = toy_kv(16, 4, (0, 6))
     cache = PrefixCache(kv)

@@ -1,6 +1,6 @@
 """What an op says of its weights, and what a program says of all of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -71,3 +71,16 @@ class TestProgram:
         halved = program.with_weights({name: Weight(name, w.rows, w.cols, w.nbytes // 2) for name, w in program.weights.items()})
         assert 2 * halved.weight_bytes == program.weight_bytes
         assert isinstance(halved, Program) and [type(op) for op in halved.ops] == [type(op) for op in program.ops]
+
+    def test_the_rows_before_the_head_are_kept_where_they_are_asked_for(self) -> None:
+        program = trace_model(*tiny_model(0))
+        head = program.ops[-1]
+        assert isinstance(head, Linear) and program.hidden is None
+        assert program.keeping_hidden() == replace(program, hidden=head.x)
+
+    def test_the_last_use_of_each_value(self) -> None:
+        program = trace_model(*tiny_model(0)).keeping_hidden()
+        last = {value.id: [i for i, op in enumerate(program.ops) if value in op.inputs()] for op in program.ops for value in op.inputs()}
+        assert program.hidden
+        results = {program.logits.id: len(program.ops), program.hidden.id: len(program.ops)}
+        assert program.last_use() == {id: max(ops) for id, ops in last.items()} | results
