@@ -14,6 +14,7 @@ from headrace.errors import FormatError, MemoryLimitError, ModelNotFoundError
 
 MAX_CONFIG_BYTES = 16 << 20
 """Of `config.json` and its like; the largest known ones list many tokens or layers, in 2 MB."""
+_MAX_NAME_BYTES = 255
 _MAX_JSON_VALUES = 2_000_000
 """In one file: objects and numbers cost far more in memory than in JSON, so they are counted before any is built."""
 
@@ -66,7 +67,8 @@ def member(folder: Path, name: str) -> Path:
     A name with a path in it, or a link that leaves the folder or goes round in circles, is a FormatError. The one layout with links
     that we accept is the Hugging Face cache, whose `snapshots/REVISION/NAME` points to `blobs/HASH`.
     """
-    if name in ("", ".", "..") or any(character in name for character in "/\\:\0"):
+    plain = name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES and not any(character in name for character in "/\\:")
+    if name in ("", ".", "..") or not plain:
         raise FormatError(f"{folder.name}: file name {name[:100]!r} is not a plain name")
     path = folder / name
     home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))  # of a circle, a link in it

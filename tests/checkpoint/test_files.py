@@ -67,7 +67,7 @@ class TestWhatIsNoFile:
 
     def test_paths_that_cannot_be_opened(self, tmp_path: Path) -> None:
         (tmp_path / "x.gguf").symlink_to("x.gguf")
-        for model in (tmp_path / "x.gguf", tmp_path / "x.gguf/y", tmp_path / ("x" * 5000), "~nobody-of-that-name/x", "a\0b"):
+        for model in (tmp_path / "x.gguf", tmp_path / "x.gguf/y", tmp_path / ("x" * 5000), "~no-such-user/x", "a\0b"):
             with pytest.raises(ModelNotFoundError) as error:
                 resolve(str(model))
             assert len(str(error.value)) < 400

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from tests.fuzz import driver
 
+_MAX_SHOWN = 3000
+"""Characters of what is said of a finding."""
+
 
 def main() -> int:
     if sys.argv[1:2] == ["--child"]:
@@ -42,7 +45,7 @@ def fuzz(name: str, args: argparse.Namespace, num_targets: int) -> int:
         args.found.mkdir(exist_ok=True)
         path = args.found / f"{name}-{finding.label}"
         path.write_bytes(finding.content)
-        print(f"  {path}: {finding.what.strip()}", flush=True)
+        print(f"  {path}: {finding.what.strip()[-_MAX_SHOWN:]}", flush=True)
     return len(outcome.findings)
 
 
