@@ -6,7 +6,8 @@ import time
 
 from headrace.errors import FormatError
 
-SECONDS_PER_CASE = 1.0
+SECONDS_PER_CASE = 1
+PATIENCE = 10.0
 MEMORY = 64 << 20
 
 
@@ -22,7 +23,10 @@ def run(case: bytes) -> None:
             raise ZeroDivisionError("planted")
         case b"crash":
             os.abort()
-        case b"hang":
-            time.sleep(60)
+        case b"loop":
+            while True:
+                pass
+        case b"wait":
+            time.sleep(600)
         case b"grow":
             bytearray(128 << 20)

@@ -2,6 +2,7 @@
 
 import faulthandler
 import json
+import math
 import os
 import random
 import resource
@@ -25,10 +26,12 @@ from headrace.errors import HeadraceError
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CORPUS = HERE / "corpus"
-SECONDS_PER_CASE = 10.0
+SECONDS_PER_CASE = 10
+"""Of the processor, so that other load on the machine makes no findings."""
+PATIENCE = 120.0
+"""Seconds on the clock for a case that waits for something."""
 MEMORY = 512 << 20
 """Bytes by which a target's process may grow."""
-START_SECONDS = 120.0
 MOST_FINDINGS = 20
 """Of one target, after which its run ends."""
 
@@ -120,8 +123,7 @@ class _Child:
     def watch(self, outcome: Outcome, deadline: float) -> None:
         """Follow it until it ends, is too slow, or there is no more time."""
         assert self._process.stdout
-        stdout, limit = self._process.stdout.fileno(), getattr(load(self._cases.target), "SECONDS_PER_CASE", SECONDS_PER_CASE)
-        buffer, patience = b"", START_SECONDS
+        stdout, buffer, patience = self._process.stdout.fileno(), b"", PATIENCE
         while time.monotonic() < deadline:
             if not select.select([stdout], [], [], min(patience, max(0.0, deadline - time.monotonic())))[0]:
                 if time.monotonic() < deadline:
@@ -131,7 +133,7 @@ class _Child:
                 self._ended(outcome)
                 return
             *lines, buffer = (buffer + chunk).split(b"\n")
-            patience = limit
+            patience = getattr(load(self._cases.target), "PATIENCE", PATIENCE)
             for line in lines:
                 kind, *rest = json.loads(line)
                 outcome.cases += kind in ("returned", "refused", "finding")
@@ -162,13 +164,14 @@ def child(cases: Cases, first: int, faults: int) -> None:
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     module = load(cases.target)
-    memory = getattr(module, "MEMORY", MEMORY)
+    memory, seconds = getattr(module, "MEMORY", MEMORY), getattr(module, "SECONDS_PER_CASE", SECONDS_PER_CASE)
     with suppress(HeadraceError):
         module.run(module.case(random.Random(0)))  # what is made once is made now, and is not a case's
     peak = resident = _peak()
     # Beyond four times the growth that is a finding, even a library that ends the process where it gets no memory shows itself.
     resource.setrlimit(resource.RLIMIT_AS, (_address_space() + 4 * memory, resource.RLIM_INFINITY))
     for _, content in cases(first):
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + seconds, resource.RLIM_INFINITY))
         kind = attempt(module, content)
         if (peak := max(peak, _peak())) > resident + memory:
             kind = ("finding", f"the process grew by {peak - resident:,} bytes")

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 _INTERESTING = [0, 1, 7, 8, 9, 0x0A, 0x22, 0x2C, 0x39, 0x5B, 0x5D, 0x7B, 0x7D, 0x7F, 0x80, 0xE2, 0xFF]
@@ -68,7 +69,7 @@ def mutate_json(rng: random.Random, value: Any, extra: list[Any] | None = None, 
 def _change(rng: random.Random, value: Any, hostile: list[Any]) -> Any:
     places = list(_places(value))
     if not places or rng.random() < 0.01:
-        return rng.choice(hostile)
+        return deepcopy(rng.choice(hostile))
     parent, key = rng.choice(places)
     match rng.randrange(10):
         case 0:
@@ -76,10 +77,10 @@ def _change(rng: random.Random, value: Any, hostile: list[Any]) -> Any:
         case 1 if isinstance(parent, dict):
             parent[rng.choice(["", "a", "type", "content", "\ud800", key * 2])] = parent.pop(key)
         case 1:
-            parent[key:key] = [parent[key]] * rng.choice([1, _MORE])
+            parent[key:key] = [deepcopy(parent[key]) for _ in range(rng.choice([1, _MORE]))]
         case 2:
             other, its = rng.choice(places)
-            parent[key] = other[its] if not _holds(other[its], parent) else None
+            parent[key] = deepcopy(other[its])
         case 3 if isinstance(parent[key], str):
             parent[key] = _change_text(rng, parent[key])
         case 4 if isinstance(parent[key], int | float) and not isinstance(parent[key], bool):
@@ -87,11 +88,11 @@ def _change(rng: random.Random, value: Any, hostile: list[Any]) -> Any:
                 [parent[key] + 1, parent[key] - 1, -parent[key], parent[key] * 2, float(parent[key]), str(parent[key])]
             )
         case 5:
-            parent[key] = [parent[key]] * rng.choice([1, 2, _MORE])
+            parent[key] = [deepcopy(parent[key]) for _ in range(rng.choice([1, 2, _MORE]))]
         case 6 if isinstance(parent, list):
             rng.shuffle(parent)
         case _:
-            parent[key] = rng.choice(hostile)
+            parent[key] = deepcopy(rng.choice(hostile))
     return value
 
 
@@ -110,8 +111,3 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
             yield node, key
             if isinstance(node[key], dict | list):
                 stack.append(node[key])
-
-
-def _holds(value: Any, container: Any) -> bool:
-    """Whether `container` is `value` or below it."""
-    return value is container or any(node is container for node, _ in _places(value))

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from functools import cache
 from typing import Any
 
@@ -12,8 +13,6 @@ from tests.checkpoint.test_templates import CHAT, CHATML, LLAMA3, TOOLS
 from tests.fuzz.files import scratch, tiny_gguf
 from tests.fuzz.mutate import mutate_bytes, mutate_json
 
-SECONDS_PER_CASE = 60.0  # one that takes 2 s of the processor is no finding, on a busy machine
-
 _PIECES = r"""
     {{ messages }}
     {{ messages[0].content * 99 }}
@@ -21,15 +20,12 @@ _PIECES = r"""
     {{ '%9999999d'|format(1) }}
     {{ ''.__class__ }}
     {{ x.y.z }}
-    {% for i in range(999) %}
-    {% endfor %}
+    {% for i in range(999) %}{{ i }}{% endfor %}
     {% for m in messages recursive %}{{ loop(messages) }}{% endfor %}
     {% set x = messages %}
     {% raw %}
     {% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}
-    {% if messages %}
-    {% else %}
-    {% endif %}
+    {% if messages %}a{% else %}b{% endif %}
     {{ raise_exception('no') }}
     {{ tools|tojson(9) }}
     {{ strftime_now('%c' * 99) }}
@@ -47,8 +43,7 @@ _PIECES = r"""
     {{ 'a'|indent(10**7) }}
     {{ messages|pprint }}
     {{ 'abc'|replace('', 'x' * 9999) }}
-    {% generation %}
-    {% endgeneration %}
+    {% generation %}{{ messages|length }}{% endgeneration %}
     {{ self }}
     {{ caller() }}
 """.split("\n")
@@ -64,8 +59,9 @@ def reader_parts() -> tuple[Any, Renderer]:
 def case(rng: random.Random) -> bytes:
     template = rng.choice([CHATML, LLAMA3])
     for _ in range(rng.randint(1, 3)):
-        at = rng.choice([0, len(template), rng.randrange(len(template))])
-        template = template[:at] + rng.choice(_PIECES) + template[at + rng.choice([0, 0, 0, 1, 9, 60]) :]
+        starts = [0, len(template), *(match.start() for match in re.finditer("{[{%]", template))]
+        at = rng.choice(starts) if rng.random() < 0.9 else rng.randrange(len(template))
+        template = template[:at] + rng.choice(_PIECES) + template[at + (rng.randrange(60) if rng.random() < 0.1 else 0) :]
     if rng.random() < 0.2:
         template = mutate_bytes(rng, template.encode()).decode(errors="replace")
     options = {"tools": TOOLS, "add_generation_prompt": True, "chat_template_kwargs": {"enable_thinking": False}}

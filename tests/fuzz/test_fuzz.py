@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz import driver
+from tests.fuzz import _planted, driver
 
 CASES = 250
 
@@ -16,14 +16,23 @@ def test_a_short_run(target: str) -> None:
     assert outcome.refused > CASES // 10
 
 
+def found(folder: Path, *planted: bytes, count: int) -> tuple[driver.Outcome, dict[bytes, str]]:
+    (folder / "_planted").mkdir()
+    for i, content in enumerate(planted):
+        (folder / "_planted" / str(i)).write_bytes(content)
+    outcome = driver.run_target("_planted", count, corpus=folder)
+    assert outcome.cases == count
+    return outcome, {finding.content: finding.what for finding in outcome.findings}
+
+
 def test_the_driver_notices(tmp_path: Path) -> None:
-    planted = {"1": b"raise", "2": b"crash", "3": b"refuse", "4": b"hang", "5": b"grow"}
-    (tmp_path / "_planted").mkdir()
-    for name, content in planted.items():
-        (tmp_path / "_planted" / name).write_bytes(content)
-    outcome = driver.run_target("_planted", 20, corpus=tmp_path)
-    assert outcome.cases == 20 and outcome.refused > 1
-    found = {finding.label: (finding.what, finding.content) for finding in outcome.findings}
-    assert found.keys() == {"1", "2", "4", "5"}
-    assert "ZeroDivisionError: planted" in found["1"][0] and found["2"] == (found["2"][0], b"crash")
-    assert "SIGABRT" in found["2"][0] and "did not end within 1 s" in found["4"][0] and "grew by" in found["5"][0]
+    outcome, what = found(tmp_path, b"refuse", b"raise", b"crash", b"refuse", b"loop", b"grow", count=20)
+    assert outcome.refused > 2 and what.keys() == {b"raise", b"crash", b"loop", b"grow"}
+    assert "ZeroDivisionError: planted" in what[b"raise"] and "SIGABRT" in what[b"crash"]
+    assert "SIGXCPU" in what[b"loop"] and "grew by" in what[b"grow"]
+
+
+def test_the_driver_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_planted, "PATIENCE", 0.5)
+    _, what = found(tmp_path, b"return", b"wait", count=2)
+    assert what == {b"wait": "it did not end within 0.5 s"}
