@@ -84,9 +84,9 @@ def _change(rng: random.Random, value: Any, hostile: list[Any]) -> Any:
         case 3 if isinstance(parent[key], str):
             parent[key] = _change_text(rng, parent[key])
         case 4 if isinstance(parent[key], int | float) and not isinstance(parent[key], bool):
-            parent[key] = rng.choice(
-                [parent[key] + 1, parent[key] - 1, -parent[key], parent[key] * 2, float(parent[key]), str(parent[key])]
-            )
+            number = parent[key]
+            half = number + 0.5 if abs(number) < 2**53 else 0.5
+            parent[key] = rng.choice([number + 1, number - 1, -number, number * 2, half, str(number)])
         case 5:
             parent[key] = [deepcopy(parent[key]) for _ in range(rng.choice([1, 2, _MORE]))]
         case 6 if isinstance(parent, list):
