@@ -9,6 +9,7 @@ from tokenizers import AddedToken, models
 
 from headrace.checkpoint.files import find, read_file, read_json
 from headrace.checkpoint.tokenizer import Tokenizer, Vocabulary, library_calls
+from headrace.checkpoint.tokenizer_growth import check_growth
 from headrace.errors import ModelNotFoundError, UnsupportedModelError
 
 _FILE = "tokenizer.json"
@@ -27,6 +28,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     )
     with library_calls(_FILE):
         backend = tokenizers.Tokenizer.from_buffer(text)
+        check_growth(backend, _FILE)
         _always_the_same(backend)
         byte_level, strip_space = _spelling(backend)
         size = backend.get_vocab_size()

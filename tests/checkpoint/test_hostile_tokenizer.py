@@ -74,6 +74,55 @@ class TestPanics:
                 raise error
 
 
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def in_turn(kind: str, part: dict[str, Any], times: int) -> dict[str, Any]:
+    return {"type": "Sequence", kind: [part] * times}
+
+
+def template(single: list[dict[str, Any]], ids: int = 1) -> dict[str, Any]:
+    special = {"x": {"id": "x", "ids": [0] * ids, "tokens": ["x"] * ids}}
+    return NO_SUCH_TOKEN | {"single": single, "special_tokens": special}
+
+
+TEXT: dict[str, Any] = {"Sequence": {"id": "A", "type_id": 0}}
+SPECIAL: dict[str, Any] = {"SpecialToken": {"id": "x", "type_id": 0}}
+
+
+class TestGrowth:
+    """Texts that would take more memory than there is are refused before any is encoded; the library ends the process at such."""
+
+    @pytest.mark.parametrize(
+        "parts",
+        [
+            {"normalizer": in_turn("normalizers", replace({"String": "a"}, "aa"), 40)},
+            {"normalizer": in_turn("normalizers", replace({"Regex": ""}, "a"), 40)},
+            {"normalizer": replace({"String": ""}, "a" * 10**7)},
+            {"normalizer": {"type": "Prepend", "prepend": "a" * 10**7}},
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(8) + b"a" * 10**6).decode()}},
+            {"post_processor": template([TEXT] * 10**5)},
+            {"post_processor": in_turn("processors", template([TEXT, TEXT]), 40)},
+            {"post_processor": template([TEXT, *[SPECIAL] * 10**4], ids=10**4)},
+        ],
+    )  # fmt: skip
+    def test_refused(self, tmp_path: Path, parts: dict[str, Any]) -> None:
+        with pytest.raises(FormatError, match=r"tokenizer\.json: it makes texts up to [\d,]+ times as long, more than 256"):
+            tokenizer(tmp_path, **parts)
+
+    @pytest.mark.parametrize(
+        "parts",
+        [
+            {"normalizer": in_turn("normalizers", replace({"Regex": " {2,}"}, "▁"), 8)},
+            {"normalizer": in_turn("normalizers", replace({"String": "``"}, '"'), 99)},
+            {"normalizer": {"type": "Prepend", "prepend": "▁"}, "post_processor": template([SPECIAL, TEXT, SPECIAL])},
+        ],
+    )
+    def test_real_ones_are_not(self, tmp_path: Path, parts: dict[str, Any]) -> None:
+        tokenizer(tmp_path, **parts).encode("ab")
+
+
 class TestOneTextOneEncoding:
     def test_dropout_is_off(self, tmp_path: Path) -> None:
         text = "abababaabab" * 3
