@@ -24,7 +24,7 @@ from headrace.errors import ClosedError, FormatError, RequestError
 
 _SECONDS = 2
 """Of the processor, for one rendering."""
-_PATIENCE = 20.0
+_PATIENCE = 60.0
 """Seconds on the clock: for a machine so busy, or a process so stopped, that the processor's do not pass."""
 _MEMORY = 512 << 20
 _MAX_REQUEST = 64 << 20

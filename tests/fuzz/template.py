@@ -79,4 +79,4 @@ def run(case: bytes) -> None:
         messages, options = CHAT, {}
     known = {name: options[name] for name in ("tools", "add_generation_prompt", "chat_template_kwargs") if name in options}
     tokenizer, renderer = reader_parts()
-    PromptReader("fuzz", tokenizer, json.loads(template), renderer, 1 << 20).read_chat(messages, **known)
+    PromptReader("fuzz", tokenizer, json.loads(template), renderer, 4096).read_chat(messages, **known)
