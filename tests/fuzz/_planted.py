@@ -7,7 +7,6 @@ import time
 from headrace.errors import FormatError
 
 SECONDS_PER_CASE = 1
-PATIENCE = 10.0
 MEMORY = 64 << 20
 
 

@@ -33,6 +33,6 @@ def test_the_driver_notices(tmp_path: Path) -> None:
 
 
 def test_the_driver_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_planted, "PATIENCE", 0.5)
+    monkeypatch.setattr(_planted, "PATIENCE", 0.5, raising=False)
     _, what = found(tmp_path, b"return", b"wait", count=2)
     assert what == {b"wait": "it did not end within 0.5 s"}
