@@ -39,6 +39,8 @@ class ProposerTraits(NamedTuple):
     """Seconds after which a call counts as failed and the proposer is retired; None: no limit, for one that is known to be quick."""
     learns_from_rows: bool = False
     """Whether it learns from its draft rows, so that it needs some now and then even if they are not expected to pay."""
+    acceptance: tuple[float, ...] = (0.5,)
+    """Share of drafts whose first token is right, by confidence, as far as is known before any is tried; the last is for all above."""
     needs_logits: bool = False
     """Whether `observe` reads the logits of the step."""
     needs_hidden: bool = False

@@ -1,13 +1,13 @@
 """Measured acceptance rates of draft nodes."""
 
+from collections.abc import Sequence
+
 from headrace.batch import DraftTree
 
 _DEEPEST = 6
 """Depth from which all nodes are counted together."""
 _LAST_RANK = 2
 """Rank among siblings from which all nodes are counted together."""
-_AT_FIRST = 0.5
-"""Acceptance rate of the likeliest child of a proposer that has never been tried: high enough for it to be tried."""
 _DECAY = 0.98
 """Factor on earlier observations at each new one, over all sequences."""
 _SEQUENCE_DECAY = 0.9
@@ -26,22 +26,26 @@ class AcceptanceRates:
     record is recorded there too.
     """
 
-    def __init__(self, general: "AcceptanceRates | None" = None) -> None:
+    def __init__(self, general: "AcceptanceRates | None" = None, prior: Sequence[float] = (0.5,)) -> None:
+        """`prior` has the rate of the likeliest child by confidence, before anything is observed, where there are no general ones."""
         self._general = general
+        self._prior = prior
         self._decay = _DECAY if general is None else _SEQUENCE_DECAY
         self._counts: dict[_Key, tuple[float, float]] = {}  # right, observed
 
     def rate(self, key: _Key) -> float:
         """Probability that a node is right if its parent is.
 
-        It starts from the rate over all sequences, which starts from the rate at one depth less.
+        It starts from the rate over all sequences, which starts from the rate at one depth less, and at last from `prior`.
         """
         right, observed = self._counts.get(key, (0.0, 0.0))
+        confidence, depth, rank = key
         if self._general is not None:
             prior = self._general.rate(key)
+        elif depth > 1:
+            prior = self.rate((confidence, depth - 1, rank))
         else:
-            confidence, depth, rank = key
-            prior = self.rate((confidence, depth - 1, rank)) if depth > 1 else _AT_FIRST / (1 + rank) ** 2
+            prior = self._prior[min(confidence, len(self._prior) - 1)] / (1 + rank) ** 2
         return (right + _TRUST * prior) / (observed + _TRUST)
 
     def values(self, draft: DraftTree) -> list[float]:

@@ -48,5 +48,5 @@ class InFlightStep:
     """A ticket for each launch; several in multi-step decoding."""
     num_rows: int
     """Rows of each launch."""
-    launched: float
-    """Clock, in seconds, when it was launched, after drafting."""
+    begun: float
+    """Clock, in seconds, when the engine turned to it, before scheduling and drafting."""

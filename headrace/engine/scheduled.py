@@ -23,7 +23,7 @@ class ScheduledSequence:
     num_launches: int = 1
     """Launches in which it draws a token each: more than one in multi-step decoding."""
     num_reserved: int = 1
-    """Launches that it has slots for."""
+    """Launches that it has slots for; as many are given back as are not launched."""
     end: int = 0
     """Tokens of the sequence that have KV when the scheduled ones have it."""
     scored: range = range(0)
@@ -43,6 +43,10 @@ class ScheduledSequence:
         """Whether it is one row, without a draft, from which one token is drawn."""
         alone = self.num_scheduled == 1 and self.draws and not self.draft_budget and not self.seq.may_fork
         return alone and self.seq.output.finish_reason is None
+
+    def give_back_draft_budget(self) -> None:
+        """Have no draft: its slots are for launches, or given back when the step is finished."""
+        self.draft_budget, self.num_reserved = 0, 1 + self.draft_budget
 
     @property
     def max_useful_draft(self) -> int:

@@ -24,10 +24,6 @@ _RECORD_EVERY = 0.05
 class StepDrafts:
     """The drafts of a step, and what there is to learn from them."""
 
-    begun: float
-    """Clock, in seconds, when the engine turned to drafting."""
-    ended: float = 0.0
-    """Clock, in seconds, when the drafts were there."""
     asked: dict[str, dict[ScheduledSequence, int]] = field(default_factory=dict)
     """The sequences that each proposer is asked about, by its name, with the most nodes for each."""
     candidates: dict[Sequence, list[DraftCandidate]] = field(default_factory=dict)
@@ -35,7 +31,7 @@ class StepDrafts:
     used: dict[Sequence, str] = field(default_factory=dict)
     """Name of the proposer whose draft runs, for each sequence that has one."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds that asking each proposer took."""
+    """Seconds that asking each proposer and weighing its drafts took."""
 
 
 class Speculation:
@@ -58,12 +54,14 @@ class Speculation:
     @property
     def rest(self) -> float:
         """Seconds from now on in which nothing is drafted or learned; infinite without a proposer."""
-        return self._controller.rest if self._guards and self._controller else inf
+        if not self._guards:
+            return inf
+        return self._controller.rest if self._controller else 0.0
 
     @property
     def rests(self) -> bool:
         """Whether nothing is drafted now."""
-        return not self._guards or (self._controller is not None and self._controller.rest > 0)
+        return self.rest > 0
 
     @property
     def failures(self) -> int:
@@ -80,7 +78,7 @@ class Speculation:
         controller = self._controller
         if self.rests:
             return None, {}
-        drafting = StepDrafts(self._clock())
+        drafting = StepDrafts()
         able = {item: most for item in scheduled if (most := item.max_useful_draft) > 0}
         if controller and able:
             controller.begin(self._cost(scheduled), sum(item.num_scheduled for item in scheduled), sum(item.draws for item in scheduled))
@@ -97,9 +95,36 @@ class Speculation:
         return drafting, wanted
 
     def draft(self, drafting: StepDrafts) -> None:
-        """Set the draft of each sequence, which may be empty, within the budget that it was granted."""
-        self._collect(drafting)
-        drafting.ended = self._clock()
+        """Ask the proposers, and set the draft of each sequence for which nodes are chosen, within the budget that it was granted."""
+        controller = self._controller
+        granted = dict.fromkeys(item for nodes in drafting.asked.values() for item in nodes if item.draft_budget)
+        best: dict[Sequence, DraftCandidate] = {}
+        items: dict[Sequence, ScheduledSequence] = {}
+        for name, nodes in drafting.asked.items():
+            asked = [item for item in nodes if item.draft_budget]
+            if controller and best:
+                asked = [item for item in asked if item.seq not in best or controller.asks(name, item.seq, best[item.seq])]
+            drafting.asked[name] = {item: nodes[item] for item in asked}
+            if not asked:
+                continue
+            start = self._clock()
+            drafts = self._guards[name].propose([item.seq for item in asked], [min(item.draft_budget, nodes[item]) for item in asked])
+            for item, draft in zip(asked, drafts, strict=True):
+                seq = item.seq
+                candidate = controller.candidate(name, seq, draft) if controller else DraftCandidate(name, draft, [])
+                if draft.tokens:
+                    items[seq] = item
+                    drafting.candidates.setdefault(seq, []).append(candidate)
+                    rival = best.get(seq, candidate)
+                    best[seq] = controller.better(rival, candidate) if controller else max(rival, candidate, key=_num_nodes)
+            drafting.seconds[name] = self._clock() - start
+        chosen = controller.choose(best) if controller and best else {seq: list(range(_num_nodes(one))) for seq, one in best.items()}
+        for seq, kept in chosen.items():
+            items[seq].draft = prune(best[seq].draft, kept)
+            drafting.used[seq] = best[seq].method
+        for item in granted:
+            if not item.draft.tokens:
+                item.give_back_draft_budget()
 
     def observe(
         self,
@@ -117,53 +142,22 @@ class Speculation:
         """
         if not self._guards:
             return
-        controller, saved, ended = self._controller, 0.0, self._clock()
+        controller, now = self._controller, self._clock()
         if drafting:
-            saved = self._count_savings(scheduled, commits, drafting)
-        if drafting or ended - self._recorded > _RECORD_EVERY:
-            self._cost(scheduled).record(num_rows, seconds / num_launches)
-            self._recorded = ended
+            self._count_savings(scheduled, commits, drafting)
+        if drafting or now - self._recorded > _RECORD_EVERY:
+            asking = sum(drafting.seconds.values()) if drafting else 0.0
+            self._cost(scheduled).record(num_rows, (seconds - asking) / num_launches)
+            self._recorded = now
         if controller:
-            controller.finish(seconds, max(0.0, saved))
+            controller.finish(seconds)
             if drafting:
-                controller.charge(drafting.ended - drafting.begun)
                 self._learn(controller, scheduled, commits, drafting)
-        active = not controller or not controller.rest
-        if active or (drafting and drafting.asked):
+        if not self.rests or (drafting and drafting.asked):
             self._notify(scheduled, commits, result, drafting)
-        if controller and (active or drafting):  # a charge during a rest would put off its end and break up multi-step decoding
-            controller.charge(self._clock() - ended)
 
     def _cost(self, scheduled: list[ScheduledSequence]) -> StepCost:
         return self._costs[len(scheduled).bit_length()]
-
-    def _collect(self, drafting: StepDrafts) -> None:
-        """Ask the proposers, and choose the nodes that run from what they propose."""
-        controller = self._controller
-        best: dict[Sequence, DraftCandidate] = {}
-        items: dict[Sequence, ScheduledSequence] = {}
-        for name, nodes in drafting.asked.items():
-            asked = [item for item in nodes if item.draft_budget]
-            if controller and best:
-                asked = [item for item in asked if item.seq not in best or controller.asks(name, item.seq, best[item.seq])]
-            drafting.asked[name] = {item: nodes[item] for item in asked}
-            if not asked:
-                continue
-            start = self._clock()
-            drafts = self._guards[name].propose([item.seq for item in asked], [min(item.draft_budget, nodes[item]) for item in asked])
-            drafting.seconds[name] = self._clock() - start
-            for item, draft in zip(asked, drafts, strict=True):
-                seq = item.seq
-                candidate = controller.candidate(name, seq, draft) if controller else DraftCandidate(name, draft, [])
-                if draft.tokens:
-                    items[seq] = item
-                    drafting.candidates.setdefault(seq, []).append(candidate)
-                    rival = best.get(seq, candidate)
-                    best[seq] = controller.better(rival, candidate) if controller else max(rival, candidate, key=_num_nodes)
-        chosen = controller.choose(best) if controller and best else {seq: list(range(_num_nodes(one))) for seq, one in best.items()}
-        for seq, kept in chosen.items():
-            items[seq].draft = prune(best[seq].draft, kept)
-            drafting.used[seq] = best[seq].method
 
     def _learn(self, controller: Controller, scheduled: list[ScheduledSequence], commits: list[Commit], drafting: StepDrafts) -> None:
         """Record which nodes of all candidates were right, also of those that did not run."""
@@ -180,8 +174,8 @@ class Speculation:
             start = self._clock()
             guard.observe(seqs, seen, result)
             if self._controller and drafting and name in drafting.seconds:
-                nodes = drafting.asked[name]
-                self._controller.spend(name, len(nodes), sum(nodes.values()), drafting.seconds[name] + self._clock() - start)
+                nodes = {item.seq: most for item, most in drafting.asked[name].items()}
+                self._controller.spend(name, nodes, drafting.seconds[name] + self._clock() - start)
 
     def _count_savings(self, scheduled: list[ScheduledSequence], commits: list[Commit], drafting: StepDrafts) -> float:
         """Update the statistics of drafts, and estimate the seconds saved: plain decoding of the accepted tokens less the draft rows."""

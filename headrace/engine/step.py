@@ -39,6 +39,7 @@ class StepLoop:
     def launch(self) -> None:
         """Launch steps until as many are in flight as the executable allows, or the next depends on results that are not there yet."""
         while not self.in_flight or (len(self.in_flight) < self.executable.max_in_flight and self._can_overlap()):
+            begun = self.clock()
             output = self.scheduler.schedule()
             if not output.scheduled:
                 return
@@ -47,7 +48,7 @@ class StepLoop:
             move_slots(self.executable, self.kv.slots_of(copies))  # before a proposer writes to the new blocks
             if drafting:
                 self.speculation.draft(drafting)
-            self._launch(output.scheduled, drafting)
+            self._launch(output.scheduled, drafting, begun)
 
     def finish(self) -> tuple[InFlightStep, list[Update]]:
         """Wait for the oldest step in flight and commit its results; returns the step and the updates of its requests."""
@@ -59,7 +60,7 @@ class StepLoop:
             self._fail(request, error)
         kept = [one for one in resolved if one.seq.output.finish_reason is None]  # its request may have failed
         move_slots(self.executable, [move for one in kept for move in self._commit(one)])
-        seconds = self.clock() - step.launched
+        seconds = self.clock() - step.begun
         commits = [commit for _, _, commit in kept]
         self.speculation.observe(step.scheduled, step.drafting, commits, results[-1], step.num_rows, seconds, len(results))
         for seq, _, commit in kept:
@@ -78,18 +79,16 @@ class StepLoop:
         """Whether the next step can be launched before those in flight are finished."""
         return self.scheduler.can_overlap and self.speculation.rests and not self.in_flight[-1].drafting
 
-    def _launch(self, scheduled: list[ScheduledSequence], drafting: StepDrafts | None) -> None:
-        launched = self.clock()
+    def _launch(self, scheduled: list[ScheduledSequence], drafting: StepDrafts | None, begun: float) -> None:
         most = self.multi_step.plan(scheduled)
         batch = build(scheduled, self.kv.block_size)
         draws = prepare_draws(scheduled, self.scheduler)
         wanted = {"logits": draws.needs_logits or self.speculation.needs_logits, "hidden": self.speculation.needs_hidden}
         if most > 1:
-            rest = 0.0 if drafting else self.speculation.rest
-            tickets = self.multi_step.launch(scheduled, batch, draws.ops, most, rest, **wanted)
+            tickets = self.multi_step.launch(scheduled, batch, draws.ops, most, self.speculation.rest, **wanted)
         else:
             tickets = [self.executable.launch(batch, draws.ops, **wanted)]
-        self.in_flight.append(InFlightStep(scheduled, drafting, draws, tickets, len(batch.tokens), launched))
+        self.in_flight.append(InFlightStep(scheduled, drafting, draws, tickets, len(batch.tokens), begun))
         self.num_steps += len(tickets)
         self.num_rows += len(tickets) * len(batch.tokens)
         self.num_drafted += sum(len(item.draft.tokens) for item in scheduled)

@@ -15,6 +15,9 @@ from headrace.proposer import ProposerTraits, SequenceView
 
 _SIZES = (8, 4, 2)
 """Lengths of the runs that are looked up, longest first."""
+_ACCEPTANCE = (0.5, 0.75, 0.85)
+"""Where runs of 2, 4 and 8 tokens are right before anything is measured, as `ProposerTraits.acceptance`: what 96 answers of the default
+model gave one after another."""
 _FOLLOWERS = 2
 """Most different tokens kept after a run, the latest first."""
 
@@ -23,7 +26,7 @@ class OnlineProposer:
     """Drafts repetitions of earlier outputs. It keeps at most `max_runs` runs; the least recently used is dropped first."""
 
     def __init__(self, max_nodes: int = 16, max_runs: int = 1 << 16) -> None:
-        self.traits = ProposerTraits(max_nodes, in_engine_thread=True, time_limit=None)
+        self.traits = ProposerTraits(max_nodes, in_engine_thread=True, time_limit=None, acceptance=_ACCEPTANCE)
         self._max_runs = max_runs
         self._followers: dict[tuple[Hashable, ...], list[int]] = {}  # in the order of last use
         self._transcripts: WeakKeyDictionary[SequenceView, _Transcript] = WeakKeyDictionary()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace.batch import Commit, DraftTree, RaggedBatch
+from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch
 from headrace.logit_ops import StepResult
 from headrace.proposer import ProposerTraits
 from headrace.request import SamplingParams
@@ -321,3 +321,26 @@ def test_drafts_have_at_most_max_draft_tokens() -> None:
         run_all(engine, [([1], SamplingParams(temperature=0, max_tokens=40))])
         drafts = engine.stats().drafts["test"]
         assert drafts.tokens_per_step == pytest.approx(1 + most, rel=0.1) and drafts.proposed <= most * drafts.steps
+
+
+class Reader(Oracle):
+    """Takes 60 ms when it is first asked for a sequence, to read its prompt, and is right where a text is quoted: after ten tokens."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(lambda position: 0.95, clock, seconds=0.00003)
+        self._read: set[tuple[int, int]] = set()
+
+    def propose(self, seqs: list[Any], budgets: list[int]) -> list[DraftTree]:
+        assert self._clock
+        self._clock.now += 0.06 * len({seq.seq_id for seq in seqs} - self._read)
+        self._read |= {seq.seq_id for seq in seqs}
+        drafts = super().propose(seqs, budgets)
+        return [draft if len(seq.known) > 10 else NO_DRAFT for seq, draft in zip(seqs, drafts, strict=True)]
+
+
+def test_the_first_answer_has_drafts_from_where_they_are_right() -> None:
+    """Though it takes long to read a prompt, and the first look finds nothing."""
+    step_ms = STEP_MS["135M on two cores"]
+    plain, _, _ = serve(step_ms, lambda clock: {}, warm=False)
+    seconds, stats, _ = serve(step_ms, lambda clock: {"reader": Reader(clock)}, warm=False)
+    assert stats.accepted > 0.6 * LENGTH and plain / seconds > 2
