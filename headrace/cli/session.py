@@ -1,19 +1,17 @@
 """A loaded model and its answers, for `headrace run` alone and in a chat."""
 
-import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from threading import Event
 from types import TracebackType
 
 from headrace.assembly.load import load_model
 from headrace.backend import lower_program
+from headrace.cli.signals import Stop
 from headrace.config import EngineConfig
 from headrace.model import trace_model
 from headrace.planner import hardware, roofline
 from headrace.program.kv import number_bytes
 from headrace.prompts import Message, Prompt
-from headrace.request import RequestOutput, SamplingParams
+from headrace.request import RequestOutput, SamplingParams, Update
 
 
 class Session:
@@ -31,8 +29,8 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._engine.close()
 
-    def answer(self, prompt: Prompt | Sequence[Message], params: SamplingParams, stop: Event) -> Iterator[str]:
-        """The continuation of a text, or the answer to a conversation, in pieces; `stop` ends it. Sets `result`.
+    def answer(self, prompt: Prompt | Sequence[Message], params: SamplingParams, stop: Stop) -> Iterator[Update]:
+        """What comes of a text that is continued, or a conversation that is answered, piece by piece; `stop` ends it. Sets `result`.
 
         Raises RequestError for what does not fit in the context, and the request's own error if it fails on the way.
         """
@@ -45,8 +43,7 @@ class Session:
                 return
             for update in self._engine.step():
                 self.result = update.result
-                if update.text:
-                    yield update.text
+                yield update
         if self.result.error:
             raise self.result.error
 
@@ -55,38 +52,28 @@ class Session:
         result = self.result
         if result is None:
             return ""
-        num_in, num_out = len(result.prompt_token_ids), len(result.outputs[0].token_ids)
+        num_in, num_seqs = len(result.prompt_token_ids), len(result.outputs)
+        num_out = sum(len(output.token_ids) for output in result.outputs)
         computed = num_in - result.cached_tokens
         what = f"in, {result.cached_tokens:,} cached" if result.cached_tokens else "in"
-        parts = [_rate(num_in, what, computed, result.timing.prefill), _rate(num_out, "out", num_out - 1, result.timing.decode)]
-        if num_out > 1 and result.timing.decode > 0:
-            speed = (num_out - 1) / result.timing.decode
-            limit = self._decode_limit(num_in + num_out // 2, speed)
+        parts = [_rate(num_in, what, computed, result.timing.prefill), _rate(num_out, "out", num_out - num_seqs, result.timing.decode)]
+        if num_out > num_seqs and result.timing.decode > 0:
+            speed = (num_out - num_seqs) / result.timing.decode
+            limit = self._decode_limit(num_in + num_out // (2 * num_seqs), num_seqs, speed)
             parts.append(f"limit {limit:,.0f} tok/s, {speed / limit:.0%}".replace("%", " %"))
         if accepted := sum(stats.accepted for stats in result.drafts.values()):
             parts.append(f"{accepted:,} accepted from drafts")
         return f"[{' · '.join(parts)}]"
 
-    def _decode_limit(self, depth: int, speed: float) -> float:
+    def _decode_limit(self, depth: int, num_seqs: int, speed: float) -> float:
         """For plain decoding. A measurement that the answer has just beaten was taken on a busy machine, and is taken again."""
         traced = trace_model(self._checkpoint.spec, self._checkpoint.tensors)
         program = lower_program(self.config.backend, traced, self._checkpoint.tensors)
         threads, kv_bytes = self.config.threads, number_bytes(program.kv_groups, self.config.kv_dtype)
-        limit = roofline.decode_limit(program, hardware.this_machine(threads), depth, kv_bytes)
+        limit = roofline.decode_limit(program, hardware.this_machine(threads), depth, kv_bytes, num_seqs)
         if speed > limit and self.result and not self.result.drafts:
-            limit = roofline.decode_limit(program, hardware.measure(threads), depth, kv_bytes)
+            limit = roofline.decode_limit(program, hardware.measure(threads), depth, kv_bytes, num_seqs)
         return limit
-
-
-@contextmanager
-def interrupts() -> Iterator[Event]:
-    """While it lasts, Ctrl-C sets the event instead of cutting a step of the engine in two."""
-    stop = Event()
-    previous = signal.signal(signal.SIGINT, lambda number, frame: stop.set())
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _rate(count: int, what: str, computed: int, seconds: float) -> str:

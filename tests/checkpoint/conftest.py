@@ -4,6 +4,7 @@ import gc
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,32 +69,36 @@ def tensors(vocab: int, biases: bool = False) -> dict[str, NDArray[np.float32]]:
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
+def write_tiny_gguf(
+    path: Path,
+    change: dict[str, Any] | None = None,
+    weights: dict[str, Any] | None = None,
+    architecture: str = "llama",
+    kind: str = "F32",
+) -> Path:
+    """Write a tiny model; `change` replaces key-values and `weights` tensors, and None removes one."""
+    values = metadata(architecture) | (change or {})
+    writer = gguf.GGUFWriter(path, values.pop("general.architecture"))
+    for key, value in values.items():
+        if value is not None:
+            writer.add_key_value(key, value, value_type(value), *element_type(value))
+    vocab = len(metadata(architecture)["tokenizer.ggml.tokens"])
+    for name, tensor in (tensors(vocab, architecture == "qwen2") | (weights or {})).items():
+        if tensor is not None:
+            quantised = kind if tensor.ndim == 2 else "F32"
+            raw = gguf.GGMLQuantizationType[quantised]
+            writer.add_tensor(name, gguf.quants.quantize(tensor, raw), raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 @pytest.fixture
 def write_gguf(tmp_path: Path) -> WriteGguf:
-    """Write a tiny model; `change` replaces key-values and `weights` tensors, and None removes one."""
-
-    def write(
-        change: dict[str, Any] | None = None, weights: dict[str, Any] | None = None, architecture: str = "llama", kind: str = "F32"
-    ) -> Path:
-        path = tmp_path / "tiny.gguf"
-        values = metadata(architecture) | (change or {})
-        writer = gguf.GGUFWriter(path, values.pop("general.architecture"))
-        for key, value in values.items():
-            if value is not None:
-                writer.add_key_value(key, value, value_type(value), *element_type(value))
-        vocab = len(metadata(architecture)["tokenizer.ggml.tokens"])
-        for name, tensor in (tensors(vocab, architecture == "qwen2") | (weights or {})).items():
-            if tensor is not None:
-                quantised = kind if tensor.ndim == 2 else "F32"
-                raw = gguf.GGMLQuantizationType[quantised]
-                writer.add_tensor(name, gguf.quants.quantize(tensor, raw), raw_dtype=raw)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        return path
-
-    return write
+    """`write_tiny_gguf` to a file of this test."""
+    return partial(write_tiny_gguf, tmp_path / "tiny.gguf")
 
 
 def value_type(value: Any) -> gguf.GGUFValueType:

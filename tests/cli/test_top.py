@@ -121,7 +121,7 @@ class TestReading:
         watch, engine = Watch(with_map=True), busy_engine()
         engine.step()
         (record,) = watch.read()
-        blocks = watch.block_map(record)
+        blocks = record["map"]
         assert blocks == engine.block_map() and blocks.groups[0].num_blocks == 64
 
     def test_records_of_dead_processes_are_taken_away(self, folder: Path) -> None:
