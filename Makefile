@@ -1,6 +1,7 @@
 # `make run`, `make test`, `make lint`, `make bench`: each does its own set-up in .venv, once. Needs gcc, cmake, Python >= 3.11.
 PYTHON ?= python3
 MODEL  ?= smollm2
+ROUNDS ?= 200
 PROMPT ?= How does a water wheel turn falling water into useful work?
 
 BIN := .venv/bin
@@ -11,11 +12,12 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test lint format bench micro clean
+.PHONY: help run test cli lint format bench micro clean
 
 help:
 	@echo 'make run     a real model answers a prompt (MODEL=$(MODEL), PROMPT="...")'
 	@echo 'make test    all tests'
+	@echo 'make cli     the command line under all conditions of its table, and with signals at ROUNDS=$(ROUNDS) random moments'
 	@echo 'make lint    ruff, mypy, clang-format; `make format` repairs what can be repaired'
 	@echo 'make bench   cold start, a paired run against llama.cpp, and what serving many requests costs'
 	@echo 'make micro   kernels against the bandwidth and arithmetic of this machine'
@@ -26,6 +28,9 @@ run: .venv/.core
 
 test: .venv/.test
 	$(BIN)/python -m pytest
+
+cli: .venv/.test
+	HEADRACE_CLI_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest tests/cli/test_invocations.py
 
 lint: .venv/.lint
 	$(BIN)/ruff check .

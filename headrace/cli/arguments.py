@@ -1,7 +1,7 @@
 """Arguments that several verbs have."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from headrace.config import EngineConfig, KvDtype
@@ -40,7 +40,8 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
     """Reads a number for argparse, which names the flag where it is not one."""
 
     def read(text: str) -> int:
-        return _whole(text, f"must be a whole number from {least:,} to {most:,}", least, most)
+        (number,) = _whole([text], f"{text[:_MOST_DIGITS]!r} must be a whole number, from {least:,} to {most:,}", least, most)
+        return number
 
     return read
 
@@ -49,13 +50,13 @@ def whole_numbers(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
     """Reads numbers with commas between them for argparse."""
 
     def read(text: str) -> tuple[int, ...]:
-        must = f"must be whole numbers from {least:,} to {most:,}, such as {min(most, max(least, 1))},{min(most, max(least, 2))}"
-        return tuple(_whole(word, must, least, most) for word in text.split(","))
+        message = f"{text[:_MOST_DIGITS]!r} must be whole numbers such as 8,12, from {least:,} to {most:,}"
+        return _whole(text.split(","), message, least, most)
 
     return read
 
 
-def _whole(word: str, must: str, least: int, most: int) -> int:
-    if not (word.strip().isdecimal() and len(word) < _MOST_DIGITS and least <= int(word) <= most):
-        raise argparse.ArgumentTypeError(f"{word[:_MOST_DIGITS]!r} {must}")
-    return int(word)
+def _whole(words: Sequence[str], message: str, least: int, most: int) -> tuple[int, ...]:
+    if not all(word.strip().isdecimal() and len(word) < _MOST_DIGITS and least <= int(word) <= most for word in words):
+        raise argparse.ArgumentTypeError(message)
+    return tuple(map(int, words))

@@ -9,7 +9,6 @@ Prompts are random tokens, and decoding is greedy. The limits follow from a fres
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

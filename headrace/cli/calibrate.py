@@ -31,7 +31,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser, optional=True)
     parser.add_argument("--draft", metavar="MODEL", help="a smaller model to measure, too")
     parser.add_argument(
-        "--layers", metavar="N,N", type=whole_numbers(1, 2**12), default=(), help="how many first layers to try; unless given, eighths of all"
+        "--layers",
+        metavar="N,N",
+        type=whole_numbers(1, 2**12),
+        default=(),
+        help="how many first layers to try; unless given, eighths of all",
     )
     parser.add_argument("--prompt", metavar="TEXT", default=_PROMPT, help="how the text begins; take a prompt like those you will use")
     parser.add_argument("--tokens", type=whole_number(16, 2**20), metavar="N", default=192, help="length of the text, in tokens")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from headrace.cli.signals import go_on_after
+from headrace.cli.terminal import is_dumb
 
 _SOON = 0.05
 """Seconds in which the next line of a paste is there, and no next line of a typist."""
@@ -16,7 +17,7 @@ def set_up() -> None:
     with suppress(ImportError):
         import readline
 
-        if "libedit" not in (readline.__doc__ or ""):
+        if not is_dumb() and "libedit" not in (readline.__doc__ or ""):
             readline.parse_and_bind("set enable-bracketed-paste on")
 
 

@@ -44,7 +44,8 @@ _LONGEST = 1000
 """Characters of an error message."""
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 _NO_MEMORY = (
-    "out of memory: lower --max-model-len, take a smaller model or a smaller --kv-dtype, or raise the limit (ulimit -v, or that of a container)"
+    "out of memory: lower --max-model-len, take a smaller model or a smaller --kv-dtype, "
+    "or raise the limit (that of ulimit -v, or of a container)"
 )
 
 

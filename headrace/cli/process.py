@@ -23,7 +23,7 @@ def _open_streams() -> None:
     """Give closed streams /dev/null: else the next file that is opened takes their number. No character is refused."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
         stream = getattr(sys, name)
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace" if name == "stderr" else "replace")

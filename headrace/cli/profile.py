@@ -44,7 +44,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_threads(parser)
     add_kv_dtype(parser)
     parser.add_argument(
-        "--turns", type=whole_number(1, _MOST), default=5, metavar="N", help="how many times each phase is timed; more make steadier figures"
+        "--turns",
+        type=whole_number(1, _MOST),
+        default=5,
+        metavar="N",
+        help="how many times each phase is timed; more make steadier figures",
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the roofline with the ops as points")
     add_json(parser)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 from headrace.engine.publish import MOST_BLOCKS, MOST_LINES, VERSION
 from headrace.request import DraftStats

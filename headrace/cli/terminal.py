@@ -1,5 +1,6 @@
 """Text on its way to the user."""
 
+import os
 import re
 import sys
 from contextlib import suppress
@@ -11,6 +12,11 @@ def write(text: str) -> None:
     """Put text on stdout at once. On a terminal, control characters are left out: a model must not steer it."""
     sys.stdout.write(_CONTROLS.sub("", text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def is_dumb() -> bool:
+    """Whether the terminal shows nothing but lines."""
+    return os.environ.get("TERM", "dumb") in ("dumb", "unknown")
 
 
 def say(line: str, end: str = "\n") -> None:

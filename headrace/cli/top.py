@@ -5,7 +5,6 @@ or with a PID, its requests are shown too. Engines in a container are seen where
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.cli.arguments import add_json, whole_number
 from headrace.cli.output_file import check_writable, write
 from headrace.cli.signals import go_on_after
+from headrace.cli.terminal import is_dumb
 from headrace.errors import HeadraceError, RequestError
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ _NOBODY = "none of your engines is running; an engine shows up here while it com
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this verb."""
-    parser.add_argument("which", metavar="PID", nargs="?", type=whole_number(1, 2**31 - 1), help="the process to show, where several have an engine")
+    parser.add_argument(
+        "which", metavar="PID", nargs="?", type=whole_number(1, 2**31 - 1), help="the process to show, where several have an engine"
+    )
     parser.add_argument("--once", action="store_true", help="print what there is now, and end")
     parser.add_argument("--map", type=Path, metavar="FILE", help="draw which request holds which block of KV, as SVG, and end")
     add_json(parser)
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json([facts(record) for record in watch.wait()])
         return 0
-    if args.once or not sys.stdout.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+    if args.once or not sys.stdout.isatty() or is_dumb():
         return _print(watch)
     try:
         _live(watch)
@@ -92,7 +94,7 @@ def _draw(watch: "Watch", path: Path) -> int:
     if not records:
         raise HeadraceError(_NOBODY)
     record = max(records, key=lambda record: record["time"])
-    blocks: "BlockMap | None" = record.get("map")
+    blocks: BlockMap | None = record.get("map")
     if blocks is None:
         raise RequestError(f"the KV pool of process {record['pid']} has too many blocks to draw")
     svg = block_map_svg(f"{record['model']}, process {record['pid']}: which request holds which block of KV", blocks)

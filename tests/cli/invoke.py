@@ -2,6 +2,7 @@
 
 import ctypes
 import fcntl
+import io
 import os
 import pty
 import re
@@ -14,11 +15,13 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 HEADRACE = [sys.executable, "-m", "headrace"]
+MARKED = [sys.executable, "-c", "import os; from headrace.cli import entry; os.write(1, b'.'); entry()"]
+"""The same with a mark on stdout when the interpreter has started: what comes before is not ours."""
 CODES = {0, 1, 2, 3, 4, 129, 130, 143}
 """All exit codes that the documentation names."""
 _PROMPT = b"> "
@@ -51,6 +54,13 @@ class Row(NamedTuple):
     """A folder that is made before, and may not be written to, not by root either."""
     signal: str = ""
     """`INT`, `TERM` or `HUP`, sent when the first output is there."""
+    short: bool | None = None
+    """Whether every run of the tests has it, and not `make cli` alone; None: if it needs no process of its own."""
+
+    @property
+    def is_short(self) -> bool:
+        """Whether every run of the tests has it."""
+        return not self.needs_process if self.short is None else self.short
 
     @property
     def needs_process(self) -> bool:
@@ -99,14 +109,14 @@ def run_here(row: Row, monkeypatch: Any, capture: Any) -> Outcome:
     with monkeypatch.context() as patch:
         for name, value in row.env.items():
             patch.setenv(name, value)
-        patch.setattr("sys.stdin", open(os.devnull))
+        patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
         patch.setattr("headrace.cli.watching._PATIENCE", 0.1)
         code = main(shlex.split(row.words))
     return Outcome(code, *capture.readouterr())
 
 
-def run_apart(row: Row, then: Callable[[subprocess.Popen[bytes]], None] | None = None) -> Outcome:
-    """Run the row in a process; `then` is called while it runs."""
+def run_apart(row: Row, command: Sequence[str] = HEADRACE, delay: float = 0) -> Outcome:
+    """Run the row in a process, which `command` starts. Its signal comes so many seconds after its first output."""
     if row.read_only:
         Path(row.read_only).mkdir(parents=True, exist_ok=True)
         Path(row.read_only).chmod(0o555)
@@ -115,7 +125,7 @@ def run_apart(row: Row, then: Callable[[subprocess.Popen[bytes]], None] | None =
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL if row.stdin in (None, "closed") else subprocess.PIPE}
     with open("/dev/full", "wb") as full:
         streams |= {name: full if getattr(row, name) == "full" else subprocess.PIPE for name in ("stdout", "stderr")}
-        process = subprocess.Popen(_command(row), **streams, env=_environment(row), preexec_fn=_conditions(row))
+        process = subprocess.Popen([*command, *shlex.split(row.words)], **streams, env=_environment(row), preexec_fn=_conditions(row))
     if row.stdout == "gone":
         process.stdout.close()
         process.stdout = None
@@ -124,9 +134,8 @@ def run_apart(row: Row, then: Callable[[subprocess.Popen[bytes]], None] | None =
         if row.signal:
             assert select.select([process.stdout], [], [], _SECONDS)[0], "there is no output"
             first = process.stdout.read(1)
+            time.sleep(delay)
             process.send_signal(getattr(signal, f"SIG{row.signal}"))
-        if then:
-            then(process)
         out, err = process.communicate(row.stdin.encode() if streams["stdin"] == subprocess.PIPE else None, timeout=_SECONDS)
     finally:
         process.kill()
@@ -139,7 +148,13 @@ def _run_on_terminal(row: Row) -> Outcome:
     columns, lines = row.terminal
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     process = subprocess.Popen(
-        _command(row), stdin=slave, stdout=slave, stderr=slave, env=_environment(row), start_new_session=True, preexec_fn=_conditions(row)
+        [*HEADRACE, *shlex.split(row.words)],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=_environment(row),
+        start_new_session=True,
+        preexec_fn=_conditions(row),
     )
     os.close(slave)
     seen, typed, deadline = b"", list(map(str.encode, (row.stdin or "").splitlines(keepends=True))), time.monotonic() + _SECONDS
@@ -162,10 +177,6 @@ def _run_on_terminal(row: Row) -> Outcome:
         process.wait()
         os.close(master)
     return Outcome(process.returncode, seen.decode(errors="replace"), None)
-
-
-def _command(row: Row) -> list[str]:
-    return [*HEADRACE, *shlex.split(row.words)]
 
 
 def _environment(row: Row) -> dict[str, str]:

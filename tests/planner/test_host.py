@@ -61,7 +61,11 @@ class TestMemory:
 
     def test_limit_less_use_plus_page_cache(self, tmp_path: Path) -> None:
         group = "sys/fs/cgroup/box/"
-        files = {"memory.max": "1000000", "memory.current": "700000", "memory.stat": "anon 500000\nactive_file 50000\ninactive_file 100000\n"}
+        files = {
+            "memory.max": "1000000",
+            "memory.current": "700000",
+            "memory.stat": "anon 500000\nactive_file 50000\ninactive_file 100000\n",
+        }
         write(tmp_path, MEMINFO | {"proc/self/cgroup": "0::/box\n"} | {group + name: text for name, text in files.items()})
         assert host.available_memory(tmp_path) == 450_000
 
@@ -98,7 +102,10 @@ class TestMemory:
             files = {group + "memory.max": "400000000", group + "memory.current": f"{own * 1024}", "proc/self/cgroup": "0::/\n"}
             sizes.append(host.available_memory(write(tmp_path, MEMINFO | files | {"proc/self/status": f"RssAnon:\t{own} kB\n"})))
         assert sizes == [400_000_000] * 2
-        assert host.available_memory(write(tmp_path, {"proc/self/status": "RssAnon:\t9000000 kB\n"})) == 400_000_000 - 60_000 * 1024 + RUNTIME_BYTES
+        assert (
+            host.available_memory(write(tmp_path, {"proc/self/status": "RssAnon:\t9000000 kB\n"}))
+            == 400_000_000 - 60_000 * 1024 + RUNTIME_BYTES
+        )
 
     def test_use_beyond_the_limit_leaves_nothing(self, tmp_path: Path) -> None:
         group = "sys/fs/cgroup/"
