@@ -132,7 +132,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Keeps the lines of the description, and names every default that is one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        plain = action.default is None or action.default is False or action.default in ("", (), argparse.SUPPRESS)
+        plain = action.default is None or action.default is False or action.default in ("", (), [], argparse.SUPPRESS)
         return action.help if plain else f"{action.help} (default: %(default)s)"
 
 

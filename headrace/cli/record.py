@@ -52,7 +52,8 @@ def _stats(found: object) -> Stats:
     kv = [_read(KvStats, group) for group in _items(found.get("kv"))]
     if not kv:
         raise ValueError("kv is empty")
-    return _read(Stats, found | {"kv": kv, "drafts": {name: _read(DraftStats, figures) for name, figures in drafts.items()}})
+    stats: Stats = _read(Stats, found | {"kv": kv, "drafts": {name: _read(DraftStats, figures) for name, figures in drafts.items()}})
+    return stats
 
 
 def _block_map(found: object) -> BlockMap:

@@ -72,7 +72,9 @@ def _add_sampling(group: Any) -> None:
     _add(group, "seed", "N", "the number that all draws follow from", int)
     _add(group, "max_tokens", "N", "longest answer, in tokens; unless given, it ends where the model ends it or the context is full", int)
     group.add_argument("-n", "--n", type=int, metavar="N", default=_DEFAULTS["n"], help="how many answers")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text; may be given several times")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", default=[], help="end the answer before this text; may be given several times"
+    )
 
 
 def _add_speculation(group: Any) -> None:
