@@ -123,4 +123,5 @@ def test_signals_at_random_moments(number: int, places: dict[str, object], tmp_p
     outcome = run_apart(row, MARKED, random_.uniform(0, 1.5))
     text = f"{outcome.out}{outcome.err}"
     assert not [words for words in ("Traceback", "Exception ignored", "internal error") if words in text], text
-    assert outcome.code in (0, 1, 3, code) and len(outcome.err.splitlines()) <= 2
+    assert outcome.code in (0, 1, 3, code, 128 - code)  # the last: before we take signals, the system answers them
+    assert len(outcome.err.splitlines()) <= 2
