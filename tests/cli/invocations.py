@@ -263,7 +263,7 @@ SYSTEM = [
     Row("show {huge}", 0, out="tiny"),
     Row("doctor", 4, "memory", limits={"AS": 300 << 20}),
     Row("run {model} hello", 4, "memory", limits={"AS": 150 << 20}),
-    Row("run {model} hello --max-tokens 3", 1, "file|descriptor", limits={"NOFILE": 5}),
+    Row(HI, 0, ANSWER, limits={"NOFILE": 16}),
 ]
 
 TERMINALS = [
