@@ -2,6 +2,7 @@
 PYTHON ?= python3
 MODEL  ?= smollm2
 SECONDS ?= 600
+ROUNDS ?= 200
 PROMPT ?= How does a water wheel turn falling water into useful work?
 
 BIN := .venv/bin
@@ -12,12 +13,13 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test fuzz mutate lint format bench micro clean
+.PHONY: help run test cli fuzz mutate lint format bench micro clean
 
 help:
 	@echo 'make run     a real model answers a prompt (MODEL=$(MODEL), PROMPT="...")'
 	@echo 'make test    all tests'
 	@echo 'make fuzz    hostile files, templates, batches and native calls, for SECONDS=$(SECONDS)'
+	@echo 'make cli     the command line under all conditions of its table, and with signals at ROUNDS=$(ROUNDS) random moments'
 	@echo 'make lint    ruff, mypy, clang-format; `make format` repairs what can be repaired'
 	@echo 'make bench   cold start, a paired run against llama.cpp, and what serving many requests costs'
 	@echo 'make micro   kernels against the bandwidth and arithmetic of this machine'
@@ -32,6 +34,9 @@ test: .venv/.test
 
 fuzz: .venv/.test
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
+
+cli: .venv/.test
+	HEADRACE_CLI_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest tests/cli/test_invocations.py
 
 lint: .venv/.lint
 	$(BIN)/ruff check .

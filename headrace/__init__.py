@@ -1,8 +1,9 @@
 """Headrace: a transformer inference engine for the hardware you have."""
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # and not that of `typing`, which takes longer to import than all this
 if TYPE_CHECKING:
+    from typing import Any
+
     from headrace.llm import LLM
     from headrace.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
@@ -11,7 +12,7 @@ __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParam
 _HOME = {"LLM": "llm"} | dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"), "request")
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """Import the public names when they are first used, so that `import headrace` and the command line start fast."""
     from importlib import import_module, metadata
 

@@ -1,5 +1,5 @@
 """`python -m headrace` is `headrace`."""
 
-from headrace.cli.main import entry
+from headrace.cli import entry
 
 entry()

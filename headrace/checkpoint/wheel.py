@@ -1,5 +1,6 @@
 """Model files inside wheels: how they are named and where they are kept. Imported at every start, so it imports little."""
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,9 +47,11 @@ def parse(source: str) -> WheelSource:
 
 def list_cached(cache: Path) -> Iterator[tuple[WheelSource, Path]]:
     """Every file in the cache and the source it came from."""
-    for path in sorted((cache / "pypi").rglob("*")):
-        if path.is_file():
-            requirement, pin, *member = path.relative_to(cache / "pypi").parts
+    top = cache / "pypi"
+    for path in sorted(Path(parent, name) for parent, _, names in os.walk(top) for name in names):
+        parts = path.relative_to(top).parts
+        if len(parts) > 2 and path.is_file():
+            requirement, pin, *member = parts
             distribution, _, version = requirement.partition("==")
             yield WheelSource(distribution, version or None, "/".join(member), None if pin == _UNPINNED else pin), path
 

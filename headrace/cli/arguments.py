@@ -1,11 +1,13 @@
 """Arguments that several verbs have."""
 
 import argparse
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from headrace.config import EngineConfig, KvDtype
 
 DEFAULT_MODEL = "smollm2"
+_MOST_DIGITS = 40
 
 
 def add_model(parser: argparse.ArgumentParser, *, optional: bool) -> None:
@@ -32,3 +34,29 @@ def add_kv_dtype(parser: Any) -> None:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """`--json`, on every verb that prints a table."""
     parser.add_argument("--json", action="store_true", help="print JSON, with raw numbers")
+
+
+def whole_number(least: int, most: int) -> Callable[[str], int]:
+    """Reads a number for argparse, which names the flag where it is not one."""
+
+    def read(text: str) -> int:
+        (number,) = _whole([text], f"{text[:_MOST_DIGITS]!r} must be a whole number, from {least:,} to {most:,}", least, most)
+        return number
+
+    return read
+
+
+def whole_numbers(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
+    """Reads numbers with commas between them for argparse."""
+
+    def read(text: str) -> tuple[int, ...]:
+        message = f"{text[:_MOST_DIGITS]!r} must be whole numbers such as 8,12, from {least:,} to {most:,}"
+        return _whole(text.split(","), message, least, most)
+
+    return read
+
+
+def _whole(words: Sequence[str], message: str, least: int, most: int) -> tuple[int, ...]:
+    if not all(word.strip().isdecimal() and len(word) < _MOST_DIGITS and least <= int(word) <= most for word in words):
+        raise argparse.ArgumentTypeError(message)
+    return tuple(map(int, words))

@@ -9,12 +9,13 @@ Prompts are random tokens, and decoding is greedy. The limits follow from a fres
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import add_kv_dtype, add_model, add_threads
+from headrace.cli.arguments import add_kv_dtype, add_model, add_threads, whole_number, whole_numbers
+from headrace.cli.output_file import check_writable, write
+from headrace.cli.terminal import show_status
 from headrace.config import OFFLINE
 from headrace.errors import RequestError
 
@@ -50,19 +51,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_threads(both)
     add_kv_dtype(both)
     both.add_argument("--json", action="store_true", help="print JSON lines, with raw samples, in place of the table")
-    both.add_argument("--output", metavar="FILE", help="append the JSON lines to this file, too")
+    both.add_argument("--output", type=Path, metavar="FILE", help="append the JSON lines to this file, too")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print: JSON lines as they come, or a table at the end."""
     settings = _settings(args)
+    if args.output:
+        check_writable("--output", args.output)
     rows = []
-    with _open(args.output) as file:
-        for row in _measure(args, settings):
-            rows.append(row)
-            for target in (file, sys.stdout if args.json else None):
-                if target:
-                    print(json.dumps(row), file=target, flush=True)
+    for row in _measure(args, settings):
+        rows.append(row)
+        if args.output:
+            write("--output", args.output, f"{json.dumps(row)}\n", append=True)
+        if args.json:
+            print(json.dumps(row), flush=True)
     if not args.json:
         _print(args.kind, rows)
     return 0
@@ -75,13 +78,7 @@ def _add_setting(group: Any, name: str, what: str) -> None:
     several = isinstance(default, tuple)
     shown = ",".join(map(str, default)) if several else default
 
-    def read(text: str) -> Any:
-        words = text.split(",") if several else [text]
-        if not all(word.isdecimal() and least <= int(word) <= _MOST for word in words):
-            kind = "whole numbers such as 1,2" if several else "a whole number"
-            raise argparse.ArgumentTypeError(f"{text!r} must be {kind}, from {least} to {_MOST:,}")
-        return tuple(map(int, words)) if several else int(text)
-
+    read = (whole_numbers if several else whole_number)(least, _MOST)
     flag, metavar = f"--{name.replace('_', '-')}", "N,N" if several else "N"
     group.add_argument(flag, type=read, metavar=metavar, default=argparse.SUPPRESS, help=f"{what} (default: {shown})")
 
@@ -96,13 +93,6 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     if args.kind == "latency" and not any((*settings["pp"], *settings["tg"])):
         raise RequestError("--pp 0 --tg 0 leave nothing to measure")
     return settings
-
-
-def _open(path: str | None) -> AbstractContextManager[TextIO | None]:
-    try:
-        return open(path, "a") if path else nullcontext()
-    except OSError as error:
-        raise RequestError(f"--output {path}: {error.strerror}") from None
 
 
 def _measure(args: argparse.Namespace, settings: dict[str, Any]) -> "Iterator[Row]":
@@ -124,18 +114,18 @@ def _measure(args: argparse.Namespace, settings: dict[str, Any]) -> "Iterator[Ro
     from headrace.planner import hardware, host
 
     try:
-        _say("measuring this machine")
+        show_status("measuring this machine")
         machine = hardware.measure(config.threads)
         host.forget_peak_memory()
-        _say("loading the model")
+        show_status("loading the model")
         with measure.Bench(args.model, config) as bench:
             facts, limits = _facts(args, checkpoint, machine), measure.SpeedLimits(checkpoint, machine, config)
             rows: Callable[..., Iterator[Row]] = measure.latency if args.kind == "latency" else measure.throughput
-            for row in rows(bench, limits, _say, **settings):
-                _say("")
+            for row in rows(bench, limits, show_status, **settings):
+                show_status("")
                 yield facts | row
     finally:
-        _say("")
+        show_status("")
 
 
 def _longest(kind: str, settings: dict[str, Any]) -> int:
@@ -166,13 +156,6 @@ def _facts(args: argparse.Namespace, checkpoint: "Checkpoint", machine: "Machine
         "bandwidth": machine.bandwidth,
         "rates": dict(machine.rates),
     }
-
-
-def _say(what: str) -> None:
-    """Show at a terminal what is going on; the next message takes the place of this one, and an empty one clears it."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{what}")
-        sys.stderr.flush()
 
 
 def _print(kind: str, rows: "list[Row]") -> None:

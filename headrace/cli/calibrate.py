@@ -5,11 +5,11 @@ follows from how often it is right and from what steps cost. The best candidate 
 """
 
 import argparse
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import add_json, add_model, add_threads
+from headrace.cli.arguments import add_json, add_model, add_threads, whole_number, whole_numbers
+from headrace.cli.terminal import show_status
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -31,19 +31,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser, optional=True)
     parser.add_argument("--draft", metavar="MODEL", help="a smaller model to measure, too")
     parser.add_argument(
-        "--layers", metavar="N,N", type=_layers, default=(), help="how many first layers to try; unless given, eighths of all"
+        "--layers",
+        metavar="N,N",
+        type=whole_numbers(1, 2**12),
+        default=(),
+        help="how many first layers to try; unless given, eighths of all",
     )
     parser.add_argument("--prompt", metavar="TEXT", default=_PROMPT, help="how the text begins; take a prompt like those you will use")
-    parser.add_argument("--tokens", type=int, metavar="N", default=192, help="length of the text, in tokens")
-    parser.add_argument("--depth", type=int, metavar="K", default=8, help="most draft tokens one after the other")
+    parser.add_argument("--tokens", type=whole_number(16, 2**20), metavar="N", default=192, help="length of the text, in tokens")
+    parser.add_argument("--depth", type=whole_number(1, 64), metavar="K", default=8, help="most draft tokens one after the other")
     add_threads(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and print a table and a suggestion."""
-    if args.tokens < 16 or args.depth < 1:
-        raise RequestError("--tokens must be at least 16, and --depth at least 1")
+    for flag in ("prompt", "draft"):
+        if getattr(args, flag) == "":
+            raise RequestError(f"--{flag} is empty")
     from headrace.cli.table import print_json, print_table
 
     candidates = _measure(args)
@@ -82,16 +87,18 @@ def _measure(args: argparse.Namespace) -> "list[Candidate]":
     length = len(prompt) + args.tokens + args.depth + 1
     if length > checkpoint.spec.max_context:
         raise RequestError(f"this needs {length:,} tokens, and the model's context ends at {checkpoint.spec.max_context:,}: lower --tokens")
+    if checkpoint.spec.num_layers == 1 and not args.draft:
+        raise RequestError("the model has one layer, and with none left out nothing is faster: name a smaller model with --draft")
     draft_checkpoints = open_draft_checkpoints(config, checkpoint, tokenizer)
     program = trace_model(checkpoint.spec, checkpoint.tensors)
     kv, draft_kv = fit_memory(config, checkpoint, program, draft_checkpoints, length)
-    _tell("writing a text")
+    show_status("writing a text")
     target = compile_program(config.backend, program, checkpoint.tensors, kv, config.threads or usable_cores())
     try:
         calibration = Calibration(target, prompt, args.tokens, kv.block_size, args.depth)
-        return calibration.measure(dict(_drafts(args, checkpoint, target, draft_checkpoints, config, draft_kv)), _tell)
+        return calibration.measure(dict(_drafts(args, checkpoint, target, draft_checkpoints, config, draft_kv)), show_status)
     finally:
-        _tell("")
+        show_status("")
         target.close()
 
 
@@ -140,7 +147,7 @@ def _try(args: argparse.Namespace, best: "Candidate") -> dict[str, Any]:
     every = options | {"adaptive_speculation": False}  # the depth is to be measured, and control would change it
     with LLM(args.model, **common) as plain, LLM(args.model, **common, **every) as speculation:
         for turn in range(_RUNS + 1):
-            _tell(f"{best.name} against plain decoding, turn {turn + 1} of {_RUNS + 1}")
+            show_status(f"{best.name} against plain decoding, turn {turn + 1} of {_RUNS + 1}")
             times = []
             for llm in (plain, speculation):
                 before, started = llm.stats(), time.perf_counter()
@@ -148,7 +155,7 @@ def _try(args: argparse.Namespace, best: "Candidate") -> dict[str, Any]:
                 times.append(time.perf_counter() - started)
             after = llm.stats()
             ratios.append(times[0] / times[1])
-        _tell("")
+        show_status("")
     tokens = args.tokens / (after.steps - before.steps)
     counted = ratios[1:]  # the first warms up
     spread = f"{min(counted):.2f}-{max(counted):.2f}"
@@ -168,16 +175,3 @@ def _facts(candidate: "Candidate") -> dict[str, Any]:
         "target_seconds": list(candidate.costs.target),
         **candidate.best._asdict(),
     }
-
-
-def _layers(text: str) -> tuple[int, ...]:
-    if not all(word.isdecimal() and int(word) for word in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 8,12")
-    return tuple(map(int, text.split(",")))
-
-
-def _tell(what: str) -> None:
-    """Say what is going on, to a terminal only; the next message takes its place, and an empty one clears it."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{what}")
-        sys.stderr.flush()

@@ -1,10 +1,9 @@
 """The chat on a terminal: a line from the user, an answer from the model, and so on."""
 
-import sys
-from contextlib import suppress
-
-from headrace.cli.session import Session, interrupts
-from headrace.cli.terminal import write
+from headrace.cli import signals
+from headrace.cli.keyboard import read_turn, set_up
+from headrace.cli.session import Session
+from headrace.cli.terminal import say, write
 from headrace.errors import RequestError
 from headrace.request import SamplingParams
 
@@ -12,34 +11,34 @@ HELP = """\
 /reset   forget the conversation
 /exit    leave, as Ctrl-D does
 /help    show this
-Ctrl-C stops an answer. A line that ends in \\ continues on the next one."""
+Ctrl-C stops an answer. A line that ends in \\ continues on the next one, and lines that are pasted together are one turn."""
 
 
 class Chat:
     """A conversation that grows; every answer sees all of it."""
 
-    def __init__(self, session: Session, params: SamplingParams, raw: bool, system: str | None) -> None:
+    def __init__(self, session: Session, params: SamplingParams, raw: bool, opening: list[dict[str, str]], quiet: bool) -> None:
         self.session = session
         self.params = params
         self.raw = raw
-        self.opening = [{"role": "system", "content": system}] if system else []
+        self.opening = opening
+        self.quiet = quiet
         self.messages = list(self.opening)
 
     def loop(self) -> None:
         """Answer line after line until the user leaves."""
-        with suppress(ImportError):
-            import readline  # noqa: F401 - gives input() a line editor and a history
-        print("/help for help; Ctrl-D leaves", file=sys.stderr)
-        while (line := _read()) is not None and line.strip() != "/exit":
+        set_up()
+        say("/help for help; Ctrl-D leaves")
+        while (line := read_turn()) is not None and line.strip() != "/exit":
             match line.strip():
                 case "":
                     pass
                 case "/help":
-                    print(HELP, file=sys.stderr)
+                    say(HELP)
                 case "/reset":
                     self.messages = list(self.opening)
-                case command if command.startswith("/") and " " not in command:
-                    print(f"unknown command {command}; /help lists the commands", file=sys.stderr)
+                case command if command.startswith("/") and not any(map(str.isspace, command)):
+                    say(f"unknown command {command}; /help lists the commands")
                 case _:
                     self.turn(line)
 
@@ -48,28 +47,16 @@ class Chat:
         asked = [*self.messages, {"role": "user", "content": line}]
         text = ""
         try:
-            with interrupts() as stop:
-                for piece in self.session.answer(line if self.raw else asked, self.params, stop):
-                    write(piece)
-                    text += piece
+            with signals.held() as stop:
+                for update in self.session.answer(line if self.raw else asked, self.params, stop):
+                    write(update.text)
+                    text += update.text
         except RequestError as error:
-            print(f"{error}{'; /reset starts a new conversation' if self.messages else ''}", file=sys.stderr)
+            say(f"{error}{'; /reset starts a new conversation' if self.messages else ''}")
             return
         write("\n")
-        print(self.session.closing_line(), file=sys.stderr)
+        if stop.ended:
+            signals.go_on_after(stop.ended)
+        if not self.quiet:
+            say(self.session.closing_line())
         self.messages = [*asked, {"role": "assistant", "content": text}]
-
-
-def _read() -> str | None:
-    """A line, or several joined where they end in a backslash; empty after Ctrl-C, None at the end."""
-    line = ""
-    try:
-        while (more := input("... " if line else "> ")).endswith("\\"):
-            line += more[:-1] + "\n"
-        return line + more
-    except KeyboardInterrupt:
-        print()
-        return ""
-    except EOFError:
-        print()
-        return None

@@ -16,13 +16,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 1 when a self-test fails. The measurement is remembered for `run` and `show`."""
+    from headrace.assembly.options import engine_config
     from headrace.cli.selftest import run_checks
     from headrace.cli.table import print_json, print_table
 
-    facts = examine(args.threads)
+    threads = engine_config({"threads": args.threads}).threads
+    facts = examine(threads)
     if not args.json:
         _print(facts)
-    checks = list(run_checks(args.threads))
+    checks = list(run_checks(threads))
     failed = [check for check in checks if not check.ok]
     if args.json:
         print_json(facts | {"self_test": [check._asdict() for check in checks], "ok": not failed})

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli.arguments import add_json, add_kv_dtype, add_model, add_threads
+from headrace.cli.arguments import add_json, add_kv_dtype, add_model, add_threads, whole_number, whole_numbers
+from headrace.cli.output_file import check_writable, write
 from headrace.config import EngineConfig
-from headrace.errors import HeadraceError, MemoryLimitError, RequestError
+from headrace.errors import MemoryLimitError, RequestError
 
 if TYPE_CHECKING:
     from headrace.batch import StepTimes
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from headrace.planner.report import Report
     from headrace.program.trace import Program
 
+_PREFILL = (512, 2048)
+_DEPTH = (128, 2048)
 _MOST = 2**20
 """Tokens or sequences that may be asked for."""
 
@@ -29,13 +32,23 @@ _MOST = 2**20
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this verb."""
     add_model(parser, optional=True)
-    parser.add_argument("--prefill", type=_counts, default="512,2048", metavar="N,...", help="prompt lengths, or `none`")
-    parser.add_argument("--depth", type=_counts, default="128,2048", metavar="N,...", help="tokens of context to decode at, or `none`")
-    parser.add_argument("--batch", type=_counts, default="1,4,8,16,32", metavar="N,...", help="sequences that decode together")
+    counts = whole_numbers(1, _MOST)
+
+    def counts_or_none(text: str) -> tuple[int, ...]:
+        return () if text == "none" else counts(text)
+
+    for flag, default, what in (("prefill", _PREFILL, "prompt lengths"), ("depth", _DEPTH, "tokens of context to decode at")):
+        shown = ",".join(map(str, default))
+        parser.add_argument(f"--{flag}", type=counts_or_none, metavar="N,...", help=f"{what}, or `none` (default: {shown}, where they fit)")
+    parser.add_argument("--batch", type=counts, default="1,4,8,16,32", metavar="N,...", help="sequences that decode together")
     add_threads(parser)
     add_kv_dtype(parser)
     parser.add_argument(
-        "--turns", type=_turns, default=5, metavar="N", help="how many times each phase is timed; more make steadier figures"
+        "--turns",
+        type=whole_number(1, _MOST),
+        default=5,
+        metavar="N",
+        help="how many times each phase is timed; more make steadier figures",
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the roofline with the ops as points")
     add_json(parser)
@@ -45,11 +58,13 @@ def run(args: argparse.Namespace) -> int:
     """Print a table for each phase, or one JSON document; draw the picture if asked to."""
     from headrace.cli.table import print_json
 
-    if args.svg and (args.svg.is_dir() or not args.svg.absolute().parent.is_dir()):
-        raise RequestError(f"{args.svg}: no file can be written there; name a file in a folder that exists")
+    if args.svg:
+        check_writable("--svg", args.svg)
     report = examine(args)
     if args.svg:
-        _draw(report, args.svg)
+        from headrace.planner.picture import roofline_svg
+
+        write("--svg", args.svg, roofline_svg(f"Roofline of {report.spec.name}", report.machine, report.profiles))
     if args.json:
         print_json(report.facts())
         return 0
@@ -78,12 +93,22 @@ def examine(args: argparse.Namespace) -> "Report":
     config = engine_config({"threads": args.threads, "kv_dtype": args.kv_dtype})
     checkpoint = open_checkpoint(resolve(args.model))
     groups = trace_model(checkpoint.spec, checkpoint.tensors).kv_groups
-    asked = phases(args.prefill, args.depth, args.batch, number_bytes(groups, config.kv_dtype))
+    _check_context(args, checkpoint.spec.max_context)
+    prefill = _PREFILL if args.prefill is None else args.prefill
+    depth = _DEPTH if args.depth is None else args.depth
+    asked = phases(prefill, depth, args.batch, number_bytes(groups, config.kv_dtype))
     fitting, skipped = _choose(asked, checkpoint, config)
     program, rounds, machines = _run(checkpoint, config, fitting, args.turns)
     machine = typical(machines)
     profiles = [account(phase, program, machine, times) for phase, times in zip(fitting, rounds, strict=True)]
     return Report(args.model, checkpoint.spec, args.kv_dtype, machines, machine, profiles, skipped)
+
+
+def _check_context(args: argparse.Namespace, context: int) -> None:
+    """Refuse lengths that were asked for and that the model does not have; of the default ones those that fit are run."""
+    for flag, most in (("prefill", context), ("depth", context - 1)):
+        if (longest := max(getattr(args, flag) or (), default=0)) > most:
+            raise RequestError(f"--{flag} {longest:,} is too long: the model's context ends at {context:,}, so {most:,} is the most")
 
 
 def _choose(asked: "Sequence[Phase]", checkpoint: "Checkpoint", config: EngineConfig) -> "tuple[list[Phase], dict[str, str]]":
@@ -149,28 +174,3 @@ def _run(
             return stopwatch.executable.program, rounds, [*machines, measure(config.threads)]
         finally:
             stopwatch.close()
-
-
-def _draw(report: "Report", file: Path) -> None:
-    from headrace.planner.picture import roofline_svg
-
-    try:
-        file.write_text(roofline_svg(f"Roofline of {report.spec.name}", report.machine, report.profiles), encoding="utf-8")
-    except OSError as error:
-        raise HeadraceError(f"{file}: cannot be written: {error.strerror}") from None
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    """`512,2048`; no numbers for `none`."""
-    if text == "none":
-        return ()
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and 1 <= int(word) <= _MOST for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 1 to {_MOST:,}, such as 128,2048")
-    return tuple(int(word) for word in words)
-
-
-def _turns(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {_MOST:,}")
-    return int(text)

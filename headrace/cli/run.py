@@ -2,11 +2,14 @@
 
 Without a prompt, on a terminal, this is a chat. With a prompt, with `-`, or with something piped in, it is one answer:
 the answer alone goes to stdout as it comes, then a line with its speed to stderr. Text that is piped in beside a prompt
-is added to the prompt.
+is added to the prompt. Several answers (-n) come one after the other, with a line `---` between them.
 
 The closing line has the tokens of the prompt and of the answer, each with its speed. Its limit is the speed at which the
 same steps, drafts included, would have run if they had only read weights and KV and computed, as fast as this machine was
 measured to do in the last day; then comes the share of it that was reached.
+
+With --json each answer is a line with an object: index, text, token_ids, finish_reason (stop, length or abort), stop_reason,
+usage (prompt_tokens, cached_tokens, completion_tokens), timing (queue, prefill and decode, in seconds) and drafts, by method.
 """
 
 import argparse
@@ -14,20 +17,17 @@ import os
 import stat
 import sys
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.cli.arguments import DEFAULT_MODEL, add_kv_dtype, add_model, add_threads
 from headrace.config import INTERACTIVE, EngineConfig
 from headrace.errors import RequestError
 from headrace.request import SamplingParams
 
-if TYPE_CHECKING:
-    from headrace.cli.session import Session
-
 _DEFAULTS = {field.name: field.default for record in (EngineConfig, SamplingParams) for field in fields(record)}
 _DEFAULTS |= {**INTERACTIVE.engine, **INTERACTIVE.sampling}
 """The default of each flag, by field. Both records have a `seed`; the flag is for that of `SamplingParams`."""
-_SHARED_PARAMS = ("presence_penalty", "seed", "max_tokens")
+_SHARED_PARAMS = ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "max_tokens", "stop")
 _DRAW_PARAMS = ("temperature", "top_p", "top_k", "min_p")
 _BEAM_PARAMS = ("beam_width", "length_penalty")
 _ENGINE_OPTIONS = ("threads", "kv_dtype", "max_model_len")
@@ -43,6 +43,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="what to answer; -: read it from stdin")
     parser.add_argument("--system", metavar="TEXT", help="system message, which comes before the conversation")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as plain text, without the chat template")
+    parser.add_argument("--json", action="store_true", help="print a line with a JSON object for each answer, when it is whole")
+    parser.add_argument("--quiet", action="store_true", help="no closing line")
 
     _add_sampling(parser.add_argument_group("sampling", "The same seed gives the same answer."))
     engine = parser.add_argument_group("engine")
@@ -67,10 +69,16 @@ def _add_sampling(group: Any) -> None:
     _add(group, "top_k", "K", "keep the K likeliest tokens; 0: all", int)
     _add(group, "min_p", "P", "keep tokens at least P times as likely as the likeliest", float)
     _add(group, "presence_penalty", "X", "subtract X from the logits of tokens that are in the answer already", float)
+    _add(group, "frequency_penalty", "X", "the same, once for each time that the token is there", float)
+    _add(group, "repetition_penalty", "X", "divide the logits of tokens in the prompt or the answer by X, where they are above 0", float)
     _add(group, "beam_width", "B", "search with B beams, and draw nothing; the answer comes in one piece at its end", int)
     _add(group, "length_penalty", "X", "the score of a beam is the sum of its log-probabilities / length ** X", float)
     _add(group, "seed", "N", "the number that all draws follow from", int)
-    _add(group, "max_tokens", "N", "longest answer, in tokens", int)
+    _add(group, "max_tokens", "N", "longest answer, in tokens; unless given, it ends where the model ends it or the context is full", int)
+    group.add_argument("-n", "--n", type=int, metavar="N", default=_DEFAULTS["n"], help="how many answers")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", default=[], help="end the answer before this text; may be given several times"
+    )
 
 
 def _add_speculation(group: Any) -> None:
@@ -102,17 +110,21 @@ def _add_speculation(group: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """One answer, or a chat."""
+    """One prompt and its answers, or a chat."""
+    if args.raw and args.system is not None:
+        raise RequestError("--raw leaves out the chat template, which is what --system is for: give one of the two")
     prompt = _prompt(args)
+    if prompt is None and (args.json or args.n > 1):
+        raise RequestError("--json and -n are for the answers to one prompt, and this is a chat: give a prompt")
 
     from headrace.assembly.options import engine_config
 
     names = _SHARED_PARAMS + (_DRAW_PARAMS if args.beam_width is None else _BEAM_PARAMS)
     params = SamplingParams(**{name: getattr(args, name) for name in names})
     options = {name: getattr(args, name) for name in (*_ENGINE_OPTIONS, *_SPECULATION_OPTIONS)}
-    if params.beam_width:
-        options["max_num_seqs"] = params.beam_width
+    options["max_num_seqs"] = params.beam_width or params.n
     config = engine_config(options, INTERACTIVE)
+    opening = [] if args.system is None else [{"role": "system", "content": args.system}]
 
     from headrace.cli.session import Session
 
@@ -120,28 +132,13 @@ def run(args: argparse.Namespace) -> int:
         if prompt is None:
             from headrace.cli.chat import Chat
 
-            Chat(session, params, args.raw, args.system).loop()
+            Chat(session, params, args.raw, opening, args.quiet).loop()
         else:
-            _answer(session, prompt if args.raw else conversation(prompt, args.system), params)
+            from headrace.cli.answer import print_answers
+
+            asked = prompt if args.raw else [*opening, {"role": "user", "content": prompt}]
+            print_answers(session, asked, params, as_json=args.json, quiet=args.quiet)
     return 0
-
-
-def conversation(prompt: str, system: str | None) -> list[dict[str, str]]:
-    """The messages that a prompt and instructions make."""
-    return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
-
-
-def _answer(session: "Session", prompt: str | list[dict[str, str]], params: SamplingParams) -> None:
-    from headrace.cli.session import interrupts
-    from headrace.cli.terminal import write
-
-    with interrupts() as stop:
-        for piece in session.answer(prompt, params, stop):
-            write(piece)
-        write("\n")
-    if stop.is_set():
-        raise KeyboardInterrupt
-    print(session.closing_line(), file=sys.stderr)
 
 
 def _prompt(args: argparse.Namespace) -> str | None:
@@ -153,11 +150,11 @@ def _prompt(args: argparse.Namespace) -> str | None:
         raise RequestError(f"{args.model!r} is not a model; to ask the default one: headrace run {DEFAULT_MODEL} {args.model!r}")
     if prompt is None and sys.stdin.isatty() and sys.stdout.isatty():
         return None
-    if prompt is not None and prompt != "-":
-        piped = _read_stdin() if _is_piped() else ""
-        return f"{prompt}\n\n{piped}" if piped.strip() else prompt
-    text = _read_stdin()
-    if not text.strip():
+    parts = [] if prompt in (None, "-") else [prompt]
+    if not parts or _is_piped():
+        parts.append(_read_stdin())
+    text = "\n\n".join(part for part in parts if part.strip())
+    if not text:
         raise RequestError("there is nothing to answer: give a prompt, or pipe one in")
     return text
 
@@ -176,3 +173,5 @@ def _read_stdin() -> str:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         raise RequestError(f"stdin is not UTF-8 text: byte {error.start:,}") from None
+    except OSError as error:
+        raise RequestError(f"stdin cannot be read: {error.strerror}") from None

@@ -1,20 +1,18 @@
 """A loaded model and its answers, for `headrace run` alone and in a chat."""
 
-import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from threading import Event
 from types import TracebackType
 
 from headrace.assembly.load import load_model
 from headrace.backend import lower_program
+from headrace.cli.signals import Stop
 from headrace.config import EngineConfig
 from headrace.model import trace_model
 from headrace.planner import hardware
 from headrace.planner.answer import decode_loads, decode_seconds
 from headrace.program.kv import number_bytes
 from headrace.prompts import Message, Prompt
-from headrace.request import RequestOutput, SamplingParams
+from headrace.request import RequestOutput, SamplingParams, Update
 
 
 class Session:
@@ -35,8 +33,8 @@ class Session:
         self._prompts.close()
         self._engine.close()
 
-    def answer(self, prompt: Prompt | Sequence[Message], params: SamplingParams, stop: Event) -> Iterator[str]:
-        """The continuation of a text, or the answer to a conversation, in pieces; `stop` ends it. Sets `result`.
+    def answer(self, prompt: Prompt | Sequence[Message], params: SamplingParams, stop: Stop) -> Iterator[Update]:
+        """What comes of a text that is continued, or a conversation that is answered, piece by piece; `stop` ends it. Sets `result`.
 
         Raises RequestError for what does not fit in the context, and the request's own error if it fails on the way.
         """
@@ -49,8 +47,7 @@ class Session:
                 return
             for update in self._engine.step():
                 self.result = update.result
-                if update.text:
-                    yield update.text
+                yield update
         if self.result.error:
             raise self.result.error
 
@@ -59,12 +56,14 @@ class Session:
         result = self.result
         if result is None:
             return ""
-        num_in, num_out = len(result.prompt_token_ids), len(result.outputs[0].token_ids)
+        num_in, num_seqs = len(result.prompt_token_ids), len(result.outputs)
+        num_out = sum(len(output.token_ids) for output in result.outputs)
         computed = num_in - result.cached_tokens
         what = f"in, {result.cached_tokens:,} cached" if result.cached_tokens else "in"
-        parts = [_rate(num_in, what, computed, result.timing.prefill)]
+        prefill = result.timing.prefill
+        parts = [f"{num_in:,} {what}, {computed / prefill:,.0f} tok/s" if computed > 0 and prefill > 0 else f"{num_in:,} {what}"]
         if share := self._share_of_limit(result):
-            speed = (num_out - 1) / result.timing.decode
+            speed = (num_out - num_seqs) / result.timing.decode
             parts.append(f"{num_out:,} out, {speed:,.0f} tok/s")
             parts.append(f"limit {speed / share:,.0f} tok/s, {share:.0%}".replace("%", " %"))
         else:
@@ -89,18 +88,3 @@ class Session:
             hardware.measure(threads)
             share = decode_seconds(program, hardware.this_machine(threads), loads) / result.timing.decode
         return share
-
-
-@contextmanager
-def interrupts() -> Iterator[Event]:
-    """While it lasts, Ctrl-C sets the event instead of cutting a step of the engine in two."""
-    stop = Event()
-    previous = signal.signal(signal.SIGINT, lambda number, frame: stop.set())
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
-def _rate(count: int, what: str, computed: int, seconds: float) -> str:
-    return f"{count:,} {what}, {computed / seconds:,.0f} tok/s" if computed > 0 and seconds > 0 else f"{count:,} {what}"

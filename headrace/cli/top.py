@@ -6,51 +6,52 @@ or with a PID, its requests are shown too. Engines in a container are seen where
 
 import argparse
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import add_json
-from headrace.errors import RequestError
+from headrace.cli.arguments import add_json, whole_number
+from headrace.cli.output_file import check_writable, write
+from headrace.cli.signals import go_on_after
+from headrace.cli.terminal import is_dumb
+from headrace.errors import HeadraceError, RequestError
 
 if TYPE_CHECKING:
     from headrace.cli.watching import Watch
+    from headrace.stats import BlockMap
 
 _NOBODY = "none of your engines is running; an engine shows up here while it computes"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this verb."""
-    parser.add_argument("which", metavar="PID", nargs="?", type=_pid, help="the process to show, where several have an engine")
+    parser.add_argument(
+        "which", metavar="PID", nargs="?", type=whole_number(1, 2**31 - 1), help="the process to show, where several have an engine"
+    )
     parser.add_argument("--once", action="store_true", help="print what there is now, and end")
     parser.add_argument("--map", type=Path, metavar="FILE", help="draw which request holds which block of KV, as SVG, and end")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show until Ctrl-C; with --once, --json, --map or without a terminal, only what is there now."""
+    """Show until Ctrl-C; with --once, --json, --map or without a terminal that can be redrawn, only what is there now."""
     from headrace.cli.table import print_json
     from headrace.cli.watching import Watch, facts
 
-    if args.map and (args.map.is_dir() or not args.map.absolute().parent.is_dir()):
-        raise RequestError(f"{args.map}: no file can be written there; name a file in a folder that exists")
+    if args.map:
+        check_writable("--map", args.map)
     watch = Watch(args.which, with_map=args.map is not None)
     if args.map:
         return _draw(watch, args.map)
     if args.json:
         print_json([facts(record) for record in watch.wait()])
         return 0
-    if args.once or not sys.stdout.isatty():
+    if args.once or not sys.stdout.isatty() or is_dumb():
         return _print(watch)
-    with suppress(KeyboardInterrupt):  # how one leaves
+    try:
         _live(watch)
+    except KeyboardInterrupt as interrupt:  # how one leaves
+        go_on_after(interrupt)
     return 0
-
-
-def _pid(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a process id")
-    return int(text)
 
 
 def _print(watch: "Watch") -> int:
@@ -60,8 +61,7 @@ def _print(watch: "Watch") -> int:
 
     records = watch.wait()
     if not records:
-        print(_NOBODY)
-        return 1
+        raise HeadraceError(_NOBODY)
     console = Console()
     console.print(screen(records, watch.now(), console.width))
     return 0
@@ -92,15 +92,12 @@ def _draw(watch: "Watch", path: Path) -> int:
 
     records = watch.wait()
     if not records:
-        raise RequestError(_NOBODY)
+        raise HeadraceError(_NOBODY)
     record = max(records, key=lambda record: record["time"])
-    blocks = watch.block_map(record)
+    blocks: BlockMap | None = record.get("map")
     if blocks is None:
         raise RequestError(f"the KV pool of process {record['pid']} has too many blocks to draw")
     svg = block_map_svg(f"{record['model']}, process {record['pid']}: which request holds which block of KV", blocks)
-    try:
-        path.write_text(svg)
-    except OSError as error:
-        raise RequestError(f"--map {path}: {error.strerror}") from None
+    write("--map", path, svg)
     print(f"The block map of process {record['pid']} is drawn in {path}.")
     return 0

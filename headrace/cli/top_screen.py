@@ -9,8 +9,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from headrace.cli.record import Record
 from headrace.cli.table import printable
-from headrace.cli.watching import Record
 from headrace.stats import KvStats, Stats, ratio
 
 _IDLE = 2.0

@@ -1,28 +1,23 @@
 """The reader's side of the records that engines write while they are looked at (`engine/publish.py` is the writer's)."""
 
-import json
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from headrace.engine.publish import FRESH, INTERVAL, MOST_LINES, VERSION, WATCH, folder, is_private
+from headrace.cli.record import Record, parse_record
+from headrace.engine.publish import FRESH, INTERVAL, WATCH, folder, is_private, read_file
 from headrace.errors import HeadraceError, RequestError
-from headrace.request import DraftStats
-from headrace.stats import BlockMap, GroupMap, Holding, KvStats, Stats
+from headrace.stats import Stats
 
 _MOST_BYTES = 16 << 20
+_PATIENCE = 2 * FRESH
 _REDRAW = 0.5
 _STALE = 10.0
 """Seconds after which the record of a process that is not there is taken away."""
 
 _RATIOS = ("kv_bytes", "kv_bytes_used", "occupancy", "waste", "fragmentation", "rows_mean", "prefix_hit_rate", "acceptance_rate")
 """Properties of `Stats` that JSON has beside its fields."""
-
-Record = dict[str, Any]
-"""As `Engine` makes it, with `stats` a `Stats`; times are seconds since the epoch."""
 
 
 class Watch:
@@ -36,11 +31,10 @@ class Watch:
         self._words = "map" if with_map else ""
         self._folder = folder()
         self.now = time.time
-        with suppress(FileExistsError):
-            try:
-                self._folder.mkdir(mode=0o700, parents=True)
-            except PermissionError as error:
-                raise RequestError(f"{self._folder}: {error.strerror}; name another folder in HEADRACE_STATS") from None
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError(f"{self._folder}: {error.strerror}; name another folder in HEADRACE_STATS") from None
         if not is_private(self._folder):
             raise RequestError(f"{self._folder} is open to others: chmod 700 it, or name another folder in HEADRACE_STATS")
         self._begun = self.now()
@@ -50,9 +44,9 @@ class Watch:
         """Until the next look is worth it."""
         time.sleep(_REDRAW)
 
-    def wait(self, patience: float = 2 * FRESH) -> list[Record]:
+    def wait(self) -> list[Record]:
         """What engines say after this look has begun: all that answer within a second, or the first one to answer later."""
-        give_up = self.now() + patience
+        give_up = self.now() + _PATIENCE
         while self.now() < give_up:
             time.sleep(INTERVAL / 2)
             fresh = [record for record in self.read() if record["time"] >= self._begun]
@@ -74,16 +68,6 @@ class Watch:
                 records.append(record)
         return sorted(records, key=lambda record: (-record["time"] // FRESH, -record["stats"].rows_per_second))
 
-    def block_map(self, record: Record) -> BlockMap | None:
-        """Which request holds which block, where the record has it; else None."""
-        found = record.get("map")
-        if found is None:
-            return None
-        groups = [GroupMap(*group) for group in found["groups"]]
-        return BlockMap(
-            found["block_size"], [group._replace(holdings=[Holding(*holding) for holding in group.holdings]) for group in groups]
-        )
-
     def _look(self) -> None:
         """Keep the look fresh. Written in place: engines read it while they run."""
         try:
@@ -96,9 +80,9 @@ class Watch:
             if self.now() - file.stat().st_mtime > _STALE and not _is_alive(int(file.stem.partition("-")[0])):
                 file.unlink()
                 return None
-            return _parsed(file)
-        except (OSError, ValueError, KeyError, TypeError):
-            return None  # gone meanwhile, or written by another version
+            return parse_record(read_file(file, _MOST_BYTES))
+        except (OSError, ValueError):
+            return None  # gone meanwhile, written by another version, or no record at all
 
 
 def facts(record: Record) -> Record:
@@ -106,22 +90,6 @@ def facts(record: Record) -> Record:
     stats: Stats = record["stats"]
     ratios = {name: getattr(stats, name) for name in _RATIOS}
     return record | {"stats": stats._asdict() | {"kv": [group._asdict() for group in stats.kv]} | ratios}
-
-
-def _parsed(file: Path) -> Record:
-    with file.open("rb") as opened:
-        record: Record = json.loads(opened.read(_MOST_BYTES))
-    if record["version"] != VERSION:
-        raise ValueError
-    stats = record["stats"]
-    stats["drafts"] = {name: DraftStats(*figures) for name, figures in dict(stats["drafts"]).items()}
-    stats["kv"] = [KvStats(*figures) for figures in stats["kv"]]
-    record["stats"] = Stats(**stats)
-    checks: dict[str, Callable[[Any], Any]] = {"pid": int, "time": float, "started": float, "model": str, "sequences_left_off": int}
-    for name, check in checks.items():
-        record[name] = check(record[name])
-    record["seqs"], record["history"] = record["seqs"][:MOST_LINES], list(map(float, record["history"]))
-    return record
 
 
 def _is_alive(pid: int) -> bool:

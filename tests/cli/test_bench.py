@@ -112,7 +112,7 @@ class TestRefusal:
         ("words", "message"),
         [
             (("speed",), "argument KIND: invalid choice: 'speed'"),
-            (("latency", "--pp", "x"), "--pp: 'x' must be whole numbers such as 1,2"),
+            (("latency", "--pp", "x"), "--pp: 'x' must be whole numbers such as 8,12"),
             (("latency", "--depth=-1"), "--depth: '-1' must be"),
             (("latency", "--depth", "1,,2"), "--depth: '1,,2' must be"),
             (("latency", "--repetitions", "0"), "--repetitions: '0' must be a whole number, from 1"),
@@ -121,14 +121,11 @@ class TestRefusal:
             (("throughput", "--pp", "2"), "--pp is for `headrace bench latency`"),
             (("throughput", "--concurrency", "0,1"), "--concurrency: '0,1' must be"),
             (("throughput", "--threads", "-1"), "threads must be"),
-            (("latency", "--output", "/no/such/folder/rows"), "--output /no/such/folder/rows: No such file or directory"),
+            (("latency", "--output", "/no/such/folder/rows"), "--output /no/such/folder/rows: no file can be written there"),
         ],
     )
     def test_one_line_and_exit_code_2(self, model: str, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
-        try:
-            code = cli.main(["bench", words[0], model, *words[1:]])
-        except SystemExit as end:
-            code = end.code
+        code = cli.main(["bench", words[0], model, *words[1:]])
         shown = capsys.readouterr()
         assert code == 2 and not shown.out
         assert message in shown.err and len(shown.err.splitlines()) == 1

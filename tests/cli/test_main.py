@@ -1,5 +1,7 @@
 """The command line as a shell sees it: words in; stdout, stderr and exit code out."""
 
+import errno
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import main as cli
+from headrace.cli.signals import Ended
 from headrace.errors import MemoryLimitError, RequestError
 
 HEAVY = {"numpy", "rich", "torch", "transformers", "jinja2", "tokenizers", "huggingface_hub", "headrace._native"}
@@ -93,14 +96,31 @@ class TestFailure:
             assert result.returncode == 3 and "broken.gguf" in result.stderr and len(result.stderr.splitlines()) == 1
 
     @pytest.mark.parametrize(
-        ("error", "code"), [(RequestError("no"), 2), (MemoryLimitError("no"), 4), (MemoryError(), 4), (KeyboardInterrupt(), 130)]
+        ("error", "code", "message"),
+        [
+            (RequestError("no"), 2, "headrace: no"),
+            (RequestError("two\nlines \x1b[31m"), 2, r"headrace: two lines \x1b[31m"),
+            (MemoryLimitError("no"), 4, "headrace: no"),
+            (MemoryError(), 4, "headrace: out of memory: lower --max-model-len"),
+            (OSError(errno.ENOMEM, "Cannot allocate memory"), 4, "headrace: out of memory"),
+            (ImportError("x.so: failed to map segment from shared object"), 4, "headrace: out of memory"),
+            (OSError(errno.EACCES, "Permission denied", "/a/file"), 1, "headrace: /a/file: Permission denied"),
+            (ValueError("a mistake of ours"), 1, "headrace: internal error: ValueError at test_main.py:"),
+            (RequestError("x" * 10_000), 2, "x [...] x"),
+            (KeyboardInterrupt(), 130, ""),
+            (Ended(signal.SIGTERM), 143, ""),
+        ],
     )
-    def test_exit_code_of_an_error(self, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int) -> None:
+    def test_an_error_is_one_line(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, message: str
+    ) -> None:
         def fail(args: object) -> int:
             raise error
 
         monkeypatch.setattr("headrace.cli.ls.run", fail)
         assert cli.main(["ls"]) == code
+        said = capsys.readouterr().err
+        assert message in said and len(said) < 1100 and said.count("\n") == bool(message)
 
     def test_a_reader_that_leaves(self) -> None:
         process = subprocess.Popen([sys.executable, "-m", "headrace", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

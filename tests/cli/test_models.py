@@ -9,6 +9,7 @@ import pytest
 
 from headrace.backend import compile_program
 from headrace.checkpoint.load import open_checkpoint
+from headrace.cli.main import main
 from headrace.config import KvConfig
 from headrace.model import trace_model
 from headrace.planner.fit import RUNTIME_BYTES
@@ -29,6 +30,18 @@ def test_ls_of_an_empty_cache_names_the_aliases(headrace, tmp_path: Path) -> Non
     env = {"HEADRACE_CACHE": str(tmp_path / "none")}
     assert "headrace pull smollm2" in headrace("ls", **env).stdout
     assert json.loads(headrace("ls", "--json", **env).stdout) == [{"name": "smollm2", "path": None, "bytes": None}]
+
+
+def test_rm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "pypi:tiny==1/a/b.gguf"
+    file = tmp_path / "pypi/tiny==1/unpinned/a/b.gguf"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(bytes(2048))
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    assert main(["ls"]) == 0 and name in capsys.readouterr().out
+    assert main(["rm", name]) == 0 and capsys.readouterr().out == f"removed {name}: 2.0 kB freed\n"
+    assert main(["ls"]) == 0 and name not in capsys.readouterr().out
+    assert main(["rm", name]) == 3 and not list(tmp_path.iterdir())
 
 
 class TestShow:

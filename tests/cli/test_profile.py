@@ -84,8 +84,12 @@ class TestTiny:
         points = [group for group in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}g") if group.get("class") == "point"]
         assert len(points) % len(facts["phases"]) == 0 and len(points) >= 5 * len(facts["phases"])
 
-    def test_what_does_not_fit_the_context_is_left_out(self, capsys: pytest.CaptureFixture[str]) -> None:
-        words = ("--prefill", "700,701", "--depth", "699,700", "--batch", "1", "--turns", "1")
+    def test_defaults_that_do_not_fit_the_context_are_left_out(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("headrace.cli.profile._PREFILL", (700, 701))
+        monkeypatch.setattr("headrace.cli.profile._DEPTH", (699, 700))
+        words = ("--batch", "1", "--turns", "1")
         facts = facts_of(capsys, *words)
         assert [phase["name"] for phase in facts["phases"]] == ["prefill 700", "decode, depth 699, batch 1"]
         assert list(facts["skipped"]) == ["prefill 701", "decode, depth 700, batch 1"]
@@ -125,9 +129,10 @@ class TestRefusals:
         assert not out and err.startswith("headrace: ") and len(err.splitlines()) == 1
         return err
 
-    def test_nothing_fits_the_context(self, capsys: pytest.CaptureFixture[str]) -> None:
-        err = self.refused(capsys, 2, "--prefill", "5000", "--depth", "none")
-        assert "nothing to profile: prefill 5,000 needs 5,000 tokens of context, and the model's ends at 700" in err
+    def test_more_than_the_context_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
+        err = self.refused(capsys, 2, "--prefill", "16,701")
+        assert "--prefill 701 is too long: the model's context ends at 700, so 700 is the most" in err
+        assert "--depth 700 is too long" in self.refused(capsys, 2, "--depth", "700")
 
     def test_nothing_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert "--prefill" in self.refused(capsys, 2, "--prefill", "none", "--depth", "none")
@@ -162,10 +167,7 @@ class TestRefusals:
         ],
     )
     def test_bad_arguments(self, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
-        with pytest.raises(SystemExit) as exit:
-            main(["profile", "tiny", *words])
-        out, err = capsys.readouterr()
-        assert exit.value.code == 2 and not out and len(err.splitlines()) == 1
+        err = self.refused(capsys, 2, *words)
         assert words[0].partition("=")[0] in err and "headrace profile --help" in err
 
 

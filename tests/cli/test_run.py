@@ -1,5 +1,6 @@
 """`headrace run` on the real model: answers when piped, and a chat on a terminal."""
 
+import json
 import os
 import pty
 import re
@@ -14,6 +15,8 @@ import pytest
 
 from headrace.cli import main as cli
 from headrace.cli import run as verb
+from headrace.cli.answer import SEPARATOR, in_order
+from headrace.request import Update
 
 HEADRACE = [sys.executable, "-m", "headrace"]
 CLOSING = re.compile(
@@ -75,6 +78,43 @@ class TestAnswer:
         assert CLOSING.match(plain.stderr.strip())[1] != CLOSING.match(instructed.stderr.strip())[1]
 
 
+class TestSeveralAnswers:
+    PROMPT = ("run", "smollm2", "Name an animal.", "--temperature", "1", "--max-tokens", "12")
+
+    def test_json_has_all_of_each(self, headrace) -> None:
+        result = headrace(*self.PROMPT, "-n", "3", "--json")
+        answers = [json.loads(line) for line in result.stdout.splitlines()]
+        assert result.returncode == 0 and not result.stderr and [answer["index"] for answer in answers] == [0, 1, 2]
+        for answer in answers:
+            assert answer["finish_reason"] in ("stop", "length") and answer["text"]
+            assert answer["usage"]["completion_tokens"] == len(answer["token_ids"]) <= 12 and answer["usage"]["prompt_tokens"] > 12
+            assert answer["timing"].keys() == {"queue", "prefill", "decode"}
+        text = headrace(*self.PROMPT, "-n", "3", "--quiet")
+        assert text.stdout == SEPARATOR.join(answer["text"] for answer in answers) + "\n" and not text.stderr
+
+    def test_stops_and_penalties_reach_the_sampler(self, headrace) -> None:
+        flags = ("run", "smollm2", CAPITAL, *SHORT, "--json")
+        plain = json.loads(headrace(*flags).stdout)
+        assert "Paris" in plain["text"]
+        stopped = json.loads(headrace(*flags, "--stop", "none such", "--stop", "ris").stdout)
+        assert stopped["text"].endswith("Pa") and (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", "ris")
+        assert json.loads(headrace(*flags, "--repetition-penalty", "5").stdout)["text"] != plain["text"]
+
+    def test_an_answer_ends_where_the_context_is_full(self, headrace) -> None:
+        flags = ("--raw", "--json", "--max-model-len", "64", "--temperature", "0")
+        result = json.loads(headrace("run", "smollm2", "One, two, three, four,", *flags).stdout)
+        assert sum(result["usage"][name] for name in ("prompt_tokens", "completion_tokens")) == 64 and result["finish_reason"] == "length"
+
+    def test_text_comes_as_soon_as_its_place_is_known(self) -> None:
+        def update(index: int, text: str, end: bool = False) -> Update:
+            return Update("0", index, text, [], [], "stop" if end else None, None)
+
+        updates = [update(1, "b"), update(0, "a"), update(0, "A", True), update(2, "c", True), update(1, "B"), update(1, "", True)]
+        assert list(in_order(updates, 3)) == ["a", "A", SEPARATOR, "b", "B", SEPARATOR, "c"]
+        assert list(in_order(updates[:2], 3)) == ["a", SEPARATOR + "b", SEPARATOR]
+        assert list(in_order(updates[1:3], 1)) == ["a", "A"]
+
+
 class TestRefusal:
     @pytest.mark.parametrize(
         ("flags", "message"),
@@ -105,8 +145,8 @@ class TestRefusal:
         assert message in result.stderr and len(result.stderr.splitlines()) == 1
 
     def test_nothing_to_answer(self, headrace) -> None:
-        for feed in (None, "", " \n"):
-            result = headrace("run", "smollm2", stdin=feed)
+        for words, feed in (((), None), ((), ""), ((), " \n"), (("",), None), ((" ",), None), (("",), " ")):
+            result = headrace("run", "smollm2", *words, stdin=feed)
             assert result.returncode == 2 and "nothing to answer" in result.stderr
 
     def test_a_prompt_in_the_place_of_the_model(self, headrace) -> None:
@@ -151,9 +191,9 @@ class TestInterrupt:
 class Terminal:
     """A program on a terminal of its own."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, **env: str) -> None:
         self.master, slave = pty.openpty()
-        env = os.environ | {"TERM": "dumb"}
+        env = os.environ | {"TERM": "dumb"} | env
         self.process = subprocess.Popen([*HEADRACE, *words], stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True)
         os.close(slave)
         self.seen = ""
@@ -205,6 +245,34 @@ class TestChat:
         chat.type("\x04")
         assert chat.close() == 0
 
+    @pytest.mark.parametrize(
+        ("terminal", "typed"),
+        [
+            ("xterm", "What is the capital\n\nof France?\nOne word.\n"),
+            ("dumb", "What is the capital\n\nof France?\nOne word.\n"),
+            ("xterm", "\x1b[200~What is the capital\r\rof France?\rOne word.\x1b[201~\r"),
+        ],
+    )
+    def test_what_is_pasted_is_one_turn(self, headrace, terminal: str, typed: str) -> None:
+        chat = Terminal("run", "smollm2", *SHORT, TERM=terminal)
+        chat.wait_for("> ")
+        chat.type(typed)
+        shown = chat.wait_for(r"\[\d+ in.*\]")
+        chat.wait_for("> ")
+        chat.type("/exit\n")
+        assert chat.close() == 0
+        asked = headrace("run", "smollm2", "What is the capital\n\nof France?\nOne word.", *SHORT)
+        assert num_in(shown) == num_in(asked.stderr) and asked.stdout.splitlines()[0] in shown
+
+    def test_interrupts_at_the_prompt(self) -> None:
+        chat = Terminal("run", "smollm2", *SHORT)
+        for _ in range(3):
+            chat.wait_for("> ")
+            chat.process.send_signal(signal.SIGINT)
+        chat.wait_for("> ")
+        chat.process.send_signal(signal.SIGTERM)
+        assert chat.close() == 143
+
     def test_interrupt_stops_the_answer_and_nothing_else(self) -> None:
         chat = Terminal("run", "smollm2", "--max-tokens", "4000", "--temperature", "1")
         chat.wait_for("> ")
@@ -239,10 +307,11 @@ def test_interrupt_at_the_prompt_drops_the_line(monkeypatch: pytest.MonkeyPatch)
             return line
         raise line
 
-    from headrace.cli import chat
+    from headrace.cli.keyboard import read_turn
 
     monkeypatch.setattr("builtins.input", read)
-    assert [chat._read() for _ in range(3)] == ["", "two\nthree", None]
+    monkeypatch.setattr("headrace.cli.keyboard._more_is_here", lambda: False)
+    assert [read_turn() for _ in range(3)] == ["", "two\nthree", None]
 
 
 def num_in(text: str) -> int:

@@ -116,12 +116,34 @@ class TestWriting:
         assert len(record["seqs"]) == 5 and record["sequences_left_off"] == 4 and "map" not in record
 
 
+WRONG = (
+    ('"running": 0', '"running": "0"'),
+    ('"running": 0', '"running": null'),
+    ('"running": 0', '"running": true'),
+    ('"steps": 0', '"steps": -1'),
+    ('"steps": 0', '"steps": 1e999'),
+    ('"steps": 0', f'"steps": {"9" * 4000}'),
+    ('"rows_per_second": 0.0', '"rows_per_second": NaN'),
+    ('"kv": [[', '"kv": [["x", '),
+    ('"kv": [[', '"kv": 5, "x": [['),
+    ('"drafts": {', '"drafts": {"ngram": [1, 2, "3", 4], '),
+    ('"max_num_seqs": 64', '"max_num_seqs": "many"'),
+    ('"history": [', '"history": [[], '),
+    ('"seqs": [', '"seqs": [3, '),
+    ('"pid": ', '"pid": -'),
+    ('"model": "', '"model": 5, "x": "'),
+    ('"groups": [[1, 0, 64', '"groups": [[1, 0, 1000000000'),
+    ('"block_size": ', '"block_size": -'),
+)
+"""What is written into a good record, in place of what is there, to make a bad one of it."""
+
+
 class TestReading:
     def test_the_map_is_the_engines(self, folder: Path) -> None:
         watch, engine = Watch(with_map=True), busy_engine()
         engine.step()
         (record,) = watch.read()
-        blocks = watch.block_map(record)
+        blocks = record["map"]
         assert blocks == engine.block_map() and blocks.groups[0].num_blocks == 64
 
     def test_records_of_dead_processes_are_taken_away(self, folder: Path) -> None:
@@ -140,10 +162,40 @@ class TestReading:
 
     def test_what_is_no_record_is_passed_over(self, folder: Path) -> None:
         watch = Watch()
-        for i, text in enumerate(("", "[]", '{"version": 99}', '{"version": 2, "stats": {}}', "\xff", '{"version": 2, "stats": 3}')):
+        good = json.dumps(busy_engine()._record(True))
+        rubbish = [
+            "",
+            "[]",
+            '{"version": 99}',
+            '{"version": 2, "stats": {}}',
+            "\xff",
+            '{"version": 2, "stats": 3}',
+            "[" * 100_000,
+            "9" * 5000,
+        ]
+        rubbish += [good.replace(old, new) for old, new in WRONG]
+        assert [old for old, _ in WRONG if old not in good] == []
+        for i, text in enumerate(rubbish):
             (folder / f"{os.getpid()}-{i}.json").write_text(text)
+        os.mkfifo(folder / f"{os.getpid()}-pipe.json")
+        (folder / f"{os.getpid()}-huge.json").write_bytes(bytes(20 << 20))
         (folder / "notes.json").write_text("{}")
         assert watch.read() == []
+
+    def test_an_engine_waits_for_no_pipe(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700)
+        os.mkfifo(folder / publish.WATCH)
+        busy_engine().step()
+        assert files(folder) == [publish.WATCH]
+
+    def test_a_full_disk_leaves_no_half_record(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*args: object, **options: object) -> None:
+            raise OSError("no space")
+
+        Watch()
+        monkeypatch.setattr("headrace.engine.publish.json.dump", full)
+        busy_engine().step()
+        assert files(folder) == [publish.WATCH]
 
     def test_one_process_of_several(self, folder: Path) -> None:
         engine = busy_engine()
@@ -236,18 +288,17 @@ class TestVerb:
         ElementTree.parse(tmp_path / "map.svg")
 
     def test_nobody_there(self, capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("headrace.cli.watching.FRESH", 0.2)
+        monkeypatch.setattr("headrace.cli.watching._PATIENCE", 0.2)
         assert main(["top", "--once"]) == 1
-        assert "none of your engines is running" in capsys.readouterr().out
-        assert main(["top", "--map", "x.svg"]) == 2
+        assert "none of your engines is running" in capsys.readouterr().err
+        assert main(["top", "--map", "x.svg"]) == 1
         assert "none of your engines is running" in capsys.readouterr().err
 
     def test_bad_arguments(self, capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
         assert main(["top", "--map", str(tmp_path / "none" / "a.svg")]) == 2
         assert "name a file in a folder that exists" in capsys.readouterr().err
-        with pytest.raises(SystemExit):
-            main(["top", "smollm2"])
-        assert "'smollm2' is not a process id" in capsys.readouterr().err
+        assert main(["top", "smollm2"]) == 2
+        assert "PID: 'smollm2' must be a whole number, from 1" in capsys.readouterr().err
 
 
 def test_the_real_engine_from_outside(headrace, smollm2: Path, folder: Path) -> None:

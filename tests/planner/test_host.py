@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace.planner import host
+from headrace.planner.fit import RUNTIME_BYTES
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -60,7 +61,11 @@ class TestMemory:
 
     def test_limit_less_use_plus_page_cache(self, tmp_path: Path) -> None:
         group = "sys/fs/cgroup/box/"
-        files = {"memory.max": "1000000", "memory.current": "700000", "memory.stat": "anon 500000\ninactive_file 150000\n"}
+        files = {
+            "memory.max": "1000000",
+            "memory.current": "700000",
+            "memory.stat": "anon 500000\nactive_file 50000\ninactive_file 100000\n",
+        }
         write(tmp_path, MEMINFO | {"proc/self/cgroup": "0::/box\n"} | {group + name: text for name, text in files.items()})
         assert host.available_memory(tmp_path) == 450_000
 
@@ -69,6 +74,38 @@ class TestMemory:
         files = {group + "memory.limit_in_bytes": "1000000", group + "memory.usage_in_bytes": "900000"}
         write(tmp_path, MEMINFO | {"proc/self/cgroup": "4:memory:/\n"} | files)
         assert host.available_memory(tmp_path) == 100_000
+
+    def test_cgroup_v1_counts_the_groups_below(self, tmp_path: Path) -> None:
+        group, stat = "sys/fs/cgroup/memory/box/", "inactive_file 1\ntotal_inactive_file 150000\ntotal_active_file 50000\n"
+        files = {"memory.limit_in_bytes": "1000000", "memory.usage_in_bytes": "900000", "memory.stat": stat}
+        write(tmp_path, MEMINFO | {"proc/self/cgroup": "4:memory:/box\n"} | {group + name: text for name, text in files.items()})
+        assert host.available_memory(tmp_path) == 300_000
+
+    def test_the_narrowest_cgroup_counts(self, tmp_path: Path) -> None:
+        limits = {"": ("memory.max", "900000"), "pod/": ("memory.high", "500000"), "pod/box/": ("memory.max", "max")}
+        files = {f"sys/fs/cgroup/{group}{name}": limit for group, (name, limit) in limits.items()}
+        files |= {f"sys/fs/cgroup/{group}memory.current": "100000" for group in limits}
+        write(tmp_path, MEMINFO | {"proc/self/cgroup": "0::/pod/box\n"} | files)
+        assert host.available_memory(tmp_path) == 400_000
+
+    def test_a_limit_of_address_space(self, tmp_path: Path) -> None:
+        limits = "Limit                     Soft Limit           Hard Limit           Units     \n"
+        limits += "Max address space         700000000            unlimited            bytes     \n"
+        files = {"proc/self/limits": limits, "proc/self/status": "VmSize:\t  100000 kB\n"}
+        assert host.available_memory(write(tmp_path, MEMINFO | files)) == 700_000_000 - 100_000 * 1024
+
+    def test_what_was_imported_before_does_not_count(self, tmp_path: Path) -> None:
+        """`headrace show` imports little and `headrace run` much, and both must say the same."""
+        group = "sys/fs/cgroup/"
+        sizes = []
+        for own in (20_000, 60_000):
+            files = {group + "memory.max": "400000000", group + "memory.current": f"{own * 1024}", "proc/self/cgroup": "0::/\n"}
+            sizes.append(host.available_memory(write(tmp_path, MEMINFO | files | {"proc/self/status": f"RssAnon:\t{own} kB\n"})))
+        assert sizes == [400_000_000] * 2
+        assert (
+            host.available_memory(write(tmp_path, {"proc/self/status": "RssAnon:\t9000000 kB\n"}))
+            == 400_000_000 - 60_000 * 1024 + RUNTIME_BYTES
+        )
 
     def test_use_beyond_the_limit_leaves_nothing(self, tmp_path: Path) -> None:
         group = "sys/fs/cgroup/"
