@@ -16,12 +16,6 @@ void check_whole_rows(const Buffer& buffer) {
     throw std::invalid_argument("a buffer that is written in pieces cannot be packed with one scale a row");
 }
 
-template <class F>
-struct Finally : F {
-  explicit Finally(F f) : F(std::move(f)) {}
-  ~Finally() { (*this)(); }
-};
-
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 }  // namespace
@@ -37,19 +31,20 @@ void Plan::reserve_weights(size_t bytes) {
 }
 
 uint8_t* Plan::allocate(size_t bytes) {
-  weight_bytes_ += bytes;
   if (arenas_.empty() || arena_used_ + bytes > arenas_.back().size()) reserve_weights(std::max(bytes, kArenaBytes));
-  arena_used_ += bytes;
+  arena_used_ += bytes, weight_bytes_ += bytes;
   return arenas_.back().data() + arena_used_ - bytes;
 }
 
 int Plan::add_weight(const Stored& stored) {
+  check_stored(stored);
   const size_t bytes = packed_bytes(stored.format, stored.rows, stored.cols), tiles = (stored.rows + kTileRows - 1) / kTileRows;
   weights_.push_back(pack(stored, allocate(bytes), bytes / tiles, *pool_));
   return static_cast<int>(weights_.size()) - 1;
 }
 
 std::pair<int, int> Plan::add_weight_pair(const Stored& a, const Stored& b) {
+  check_stored(a), check_stored(b);
   if (packed_format(a.format) != packed_format(b.format) || a.rows != b.rows || a.cols != b.cols) {
     const int first = add_weight(a);
     return {first, add_weight(b)};
@@ -81,7 +76,6 @@ int Plan::add_buffer(int width, bool logit, bool packed) {
 
 int Plan::add_program() {
   programs_.emplace_back();
-  capacity_rows_ = capacity_logit_rows_ = 0;  // the next step makes room for its buffers
   return num_programs() - 1;
 }
 
@@ -123,7 +117,9 @@ bool Plan::reserve(const Step& step) {
     size_t at = 0;
     const auto place = [&](size_t bytes) {
       uint8_t* p = base ? base + at : nullptr;
-      at += (bytes + 127) / 64 * 64;
+      const size_t room = (bytes + 127) / 64 * 64;
+      if (p) guard(p + bytes, room - bytes);
+      at += room;
       return p;
     };
     for (Buffer& b : buffers_) {
@@ -136,7 +132,9 @@ bool Plan::reserve(const Step& step) {
   };
   activations_.reset();
   capacity_rows_ = capacity_logit_rows_ = 0;  // so it stays if there is not enough memory
-  activations_ = std::make_shared<Arena>(walk(nullptr));
+  const size_t bytes = walk(nullptr);
+  check_fits_memory(bytes);
+  activations_ = std::make_shared<Arena>(bytes);
   walk(activations_->data());
   capacity_rows_ = capacity_rows, capacity_logit_rows_ = capacity_logit_rows;
   return true;
@@ -189,8 +187,6 @@ int Plan::advance(const Program& program, int op, const Step& step, int thread) 
 }
 
 bool Plan::run(int number, const Step& step) {
-  if (running_.exchange(true)) throw std::runtime_error("the plan is running a step: one at a time");
-  const Finally end([this] { running_.store(false, std::memory_order_release); });
   const Program& program = programs_[static_cast<size_t>(number)];
   row_blocks_ = Blocks(step.rows, kernels_->max_rows);
   logit_blocks_ = Blocks(step.logit_rows, kernels_->max_rows);
