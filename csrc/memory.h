@@ -44,17 +44,17 @@ class Arena {
   explicit Arena(size_t bytes) {
     if (bytes == 0) return;
     if (bytes > SIZE_MAX / 2) throw std::bad_alloc();
-    bytes_ = (bytes + kPage - 1) / kPage * kPage;
-    mapping_ = mmap(nullptr, bytes_ + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    mapping_ = mmap(nullptr, mapped(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapping_ == MAP_FAILED) {
       mapping_ = nullptr;
       throw std::bad_alloc();
     }
+    bytes_ = bytes;
     data_ = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(mapping_) + kPage - 1) / kPage * kPage);
 #ifdef MADV_HUGEPAGE
-    madvise(data_, bytes_, MADV_HUGEPAGE);
+    madvise(data_, mapped(bytes) - kPage, MADV_HUGEPAGE);
 #endif
-    guard(data_ + bytes, bytes_ - bytes);
+    guard(data_ + bytes, kPage - 1 - (bytes - 1) % kPage);
   }
   Arena(Arena&& other) noexcept { *this = std::move(other); }
   Arena& operator=(Arena&& other) noexcept {
@@ -65,8 +65,8 @@ class Arena {
   }
   ~Arena() {
     if (!mapping_) return;
-    guard(data_, bytes_, false);
-    munmap(mapping_, bytes_ + kPage);
+    guard(data_, mapped(bytes_) - kPage, false);
+    munmap(mapping_, mapped(bytes_));
   }
 
   uint8_t* data() const { return data_; }
@@ -74,6 +74,7 @@ class Arena {
 
  private:
   static constexpr size_t kPage = size_t{2} << 20;
+  static size_t mapped(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage + kPage; }
   void* mapping_ = nullptr;
   uint8_t* data_ = nullptr;
   size_t bytes_ = 0;
