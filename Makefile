@@ -1,6 +1,7 @@
 # `make run`, `make test`, `make lint`, `make bench`: each does its own set-up in .venv, once. Needs gcc, cmake, Python >= 3.11.
 PYTHON ?= python3
 MODEL  ?= smollm2
+SECONDS ?= 600
 PROMPT ?= How does a water wheel turn falling water into useful work?
 
 BIN := .venv/bin
@@ -11,11 +12,12 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test sanitize lint format bench micro clean
+.PHONY: help run test fuzz sanitize lint format bench micro clean
 
 help:
 	@echo 'make run     a real model answers a prompt (MODEL=$(MODEL), PROMPT="...")'
 	@echo 'make test    all tests'
+	@echo 'make fuzz    hostile files, templates, batches and native calls, for SECONDS=$(SECONDS)'
 	@echo 'make sanitize  native tests under AddressSanitizer, UndefinedBehaviorSanitizer, ThreadSanitizer (SHORT=1: fewer)'
 	@echo 'make lint    ruff, mypy, clang-format; `make format` repairs what can be repaired'
 	@echo 'make bench   cold start, a paired run against llama.cpp, and what serving many requests costs'
@@ -27,6 +29,9 @@ run: .venv/.core
 
 test: .venv/.test
 	$(BIN)/python -m pytest
+
+fuzz: .venv/.test
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
 sanitize: .venv/.test
 	$(BIN)/python -m tests.native.sanitize $(if $(SHORT),--short)
@@ -52,7 +57,7 @@ micro: .venv/.core
 	$(BIN)/python benchmarks/micro
 
 clean:
-	rm -rf .venv .bench build
+	rm -rf .venv .bench .fuzz build
 
 # Set-up steps, each with a stamp: a second call finds the stamp newer than its causes and does nothing.
 .venv/.venv:

@@ -142,6 +142,7 @@ class LLM:
         with self._lock:
             self._closed = True
             self._engine.close()
+        self._prompts.close()
 
     def __enter__(self) -> "LLM":
         return self

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeGuard
 
-from headrace.checkpoint.chat import render_chat
+from headrace.checkpoint.templates import Renderer
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.errors import RequestError
 from headrace.request import check_names
@@ -30,11 +30,16 @@ class PromptReader:
     are plain text; a rendered chat template brings all of these itself.
     """
 
-    def __init__(self, model: str, tokenizer: Tokenizer, chat_template: str | None, max_model_len: int) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer, chat_template: str | None, renderer: Renderer, max_model_len: int) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        self._renderer = renderer
         self._max_model_len = max_model_len
+
+    def close(self) -> None:
+        """End the process that renders conversations; text can still be read. May be called more than once."""
+        self._renderer.close()
 
     def read(self, prompt: Prompt | Sequence[Message]) -> TokenizedPrompt:
         """Read a prompt or a conversation. Raises as the other two do."""
@@ -62,7 +67,7 @@ class PromptReader:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> TokenizedPrompt:
-        """Read a conversation, rendered by the model's chat template: see `render_chat` for the options.
+        """Read a conversation, rendered by the model's chat template: see `Renderer.render` for the options.
 
         Raises RequestError for a model without a chat template, for what is no conversation, or one that the template cannot render,
         and for one too long for the context; FormatError for a template that does what it must not.
@@ -75,7 +80,7 @@ class PromptReader:
         if not is_conversation(messages):
             raise RequestError("a conversation must be a list of messages, each with a role and content")
         tokenizer = self._tokenizer
-        text = render_chat(
+        text = self._renderer.render(
             self._chat_template,
             messages,
             bos=tokenizer.bos_token,

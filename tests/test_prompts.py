@@ -11,6 +11,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.assembly.options import engine_config
+from headrace.checkpoint.templates import Renderer
 from headrace.cli.session import Session
 from headrace.config import INTERACTIVE
 from headrace.errors import RequestError
@@ -84,7 +85,7 @@ class TestRead:
 
     def test_a_conversation_brings_its_special_tokens_itself(self, llm: LLM) -> None:
         tokenizer = llm.get_tokenizer()
-        reader = PromptReader("m", tokenizer, "{{ bos_token }}{{ messages[0].content }}", CONTEXT)
+        reader = PromptReader("m", tokenizer, "{{ bos_token }}{{ messages[0].content }}", Renderer(), CONTEXT)
         rendered, spelt = reader.read(MESSAGES), reader.read(f"{tokenizer.bos_token}hello")
         assert rendered == reader.read_chat(MESSAGES) and rendered.text == spelt.text == f"{tokenizer.bos_token}hello"
         assert rendered.token_ids == [tokenizer.bos_id, *tokenizer.encode("hello", add_special=False)]
@@ -151,7 +152,7 @@ class TestRefusals:
 
     def test_text_that_cannot_fit_is_not_tokenised(self, llm: LLM) -> None:
         tokenizer: Any = Counted(llm.get_tokenizer())
-        reader = PromptReader("m", tokenizer, "{{ messages[0].content }}", CONTEXT)
+        reader = PromptReader("m", tokenizer, "{{ messages[0].content }}", Renderer(), CONTEXT)
         for prompt in ("é" * 1_000_000, [{"role": "user", "content": "é" * 1_000_000}]):
             with pytest.raises(RequestError, match="the prompt has 2,000,000 bytes"):
                 reader.read(prompt)

@@ -8,6 +8,7 @@ from headrace.assembly.kv_size import KvUse, size_kv
 from headrace.backend import compile_program, lower_program
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
+from headrace.checkpoint.templates import Renderer
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
@@ -35,6 +36,17 @@ def load_model(model: str, config: EngineConfig) -> LoadedModel:
     Raises ModelError (missing, malformed, unknown), RequestError (an option the model cannot have) or MemoryLimitError.
     """
     checkpoint = open_checkpoint(resolve(model))
+    renderer = Renderer()
+    try:
+        if checkpoint.chat_template is not None:
+            renderer.prepare(checkpoint.chat_template)  # in a process of its own, beside all that follows
+        return _assemble(model, config, checkpoint, renderer)
+    except BaseException:
+        renderer.close()
+        raise
+
+
+def _assemble(model: str, config: EngineConfig, checkpoint: Checkpoint, renderer: Renderer) -> LoadedModel:
     spec = checkpoint.spec
     if config.max_model_len > spec.max_context:
         raise RequestError(f"max_model_len is {config.max_model_len:,}, and the model's context ends at {spec.max_context:,}")
@@ -49,7 +61,7 @@ def load_model(model: str, config: EngineConfig) -> LoadedModel:
     limits = EngineLimits(spec.vocab_size, max_model_len, kv, program.kv_groups, program.attention_crossover)
     config = replace(config, threads=threads)
     engine = Engine(executable, tokenizer, limits, config, make_proposers(config, draft_models), name=model)
-    prompts = PromptReader(model, tokenizer, checkpoint.chat_template, max_model_len)
+    prompts = PromptReader(model, tokenizer, checkpoint.chat_template, renderer, max_model_len)
     return LoadedModel(engine, prompts, tokenizer, checkpoint)
 
 

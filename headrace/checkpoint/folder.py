@@ -1,10 +1,11 @@
 """What a Hugging Face folder says of its model: which family and how it is quantised, its specification, its chat template."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.checkpoint.files import member, read_json
+from headrace.checkpoint.files import find, member, read_file, read_json
 from headrace.checkpoint.quantisation import method_of
 from headrace.checkpoint.safetensors import read_folder
 from headrace.errors import FormatError
@@ -15,6 +16,7 @@ from headrace.model.spec import ModelSpec
 from headrace.quant.formats import StoredTensor
 
 _QUANTISATION = "quantization_config"
+_MAX_TEMPLATE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,19 +44,18 @@ def open_folder(path: Path) -> Folder:
 
 
 def chat_template(folder: Path) -> str | None:
-    """The default chat template: `chat_template.jinja`, else the one in `tokenizer_config.json`."""
-    if (folder / "chat_template.jinja").exists():
-        path = member(folder, "chat_template.jinja")
+    """The default chat template: `chat_template.jinja`, else the one in `tokenizer_config.json`, which may have several, by name."""
+    if path := find(folder, "chat_template.jinja"):
         try:
-            return path.read_text("utf-8")
-        except (UnicodeDecodeError, OSError) as error:
+            return read_file(path, _MAX_TEMPLATE_BYTES).decode()
+        except UnicodeDecodeError as error:
             raise FormatError(f"chat_template.jinja: {error}") from error
-    if not (folder / "tokenizer_config.json").exists():
+    if not (path := find(folder, "tokenizer_config.json")):
         return None
-    template = read_json(member(folder, "tokenizer_config.json")).get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+    template = read_json(path).get("chat_template")
+    if isinstance(template, list):
+        defaults = [entry.get("template") for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = defaults[-1] if defaults else None
     if template is not None and not isinstance(template, str):
         raise FormatError("tokenizer_config.json: chat_template must be a string or a list of named ones")
     return template
@@ -64,7 +65,7 @@ def model_name(folder: Path) -> str:
     """The folder's name; for the Hugging Face cache (`models--ORG--NAME/snapshots/REVISION`) that of the repository."""
     if folder.parent.name == "snapshots":
         return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
-    return folder.resolve().name
+    return Path(os.path.realpath(folder)).name
 
 
 def _family_name(config: JsonFields) -> str:

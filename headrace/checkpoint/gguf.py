@@ -29,6 +29,10 @@ _MAX_NAME_BYTES = 64
 _MAX_DIMS = 4
 _MAX_ARRAY_DEPTH = 4
 _MAX_ALIGNMENT = 64 << 10
+_MAX_TEXT_BYTES = 4 << 20
+"""Of a value that is text, and is read; the longest are chat templates."""
+_MAX_STRINGS = 4 << 20
+"""In an array that is read: each costs far more in memory than its length in the file."""
 _INT64_MAX = 2**63 - 1
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
@@ -122,6 +126,8 @@ class _Cursor:
         """Decode the value at the cursor, which `skip_value` has been over already."""
         if kind == _STRING:
             size = self.u64("a string length")
+            if size > _MAX_TEXT_BYTES:
+                self.fail(f"a string of {size:,} bytes, more than {_MAX_TEXT_BYTES:,}")
             start = self.take(size, "a string")
             return self.data[start : start + size].decode()
         if kind != _ARRAY:
@@ -135,6 +141,8 @@ class _Cursor:
         return np.frombuffer(self.data, _SCALARS[element], count, self.take(count * _SCALAR_BYTES[element], "an array"))
 
     def strings(self, count: int) -> list[str]:
+        if count > _MAX_STRINGS:
+            self.fail(f"an array of {count:,} strings, more than {_MAX_STRINGS:,}")
         data, offset, read = self.data, self.offset, _U64
         result = []
         for _ in range(count):

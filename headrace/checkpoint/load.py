@@ -1,12 +1,14 @@
 """From a file or folder to a checked checkpoint: one specification and every tensor it calls for, under our names."""
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.checkpoint.assemble import assemble
+from headrace.checkpoint.files import find, list_names
 from headrace.checkpoint.folder import chat_template, model_name, open_folder
 from headrace.checkpoint.gguf import Metadata, read_gguf
 from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
@@ -51,7 +53,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises ModelNotFoundError, FormatError (malformed, missing tensor, wrong shape) or UnsupportedModelError (architecture,
     tensor type or feature that we do not know; pickled weights).
     """
-    return _open_folder(path) if path.is_dir() else _open_gguf(path)
+    return _open_folder(path) if os.path.isdir(path) else _open_gguf(path)
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -71,9 +73,9 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 
 def _open_folder(path: Path) -> Checkpoint:
-    if not (path / "config.json").exists():
-        files = sorted(path.glob("*.gguf"))
-        hint = f"; name a file in it, such as {files[0].name}" if files else ""
+    if not find(path, "config.json"):
+        files = [name for name in list_names(path) if name.endswith(".gguf")]
+        hint = f"; name a file in it, such as {files[0]}" if files else ""
         raise ModelNotFoundError(f"{path}: no config.json{hint}")
     folder = open_folder(path)
     spec = _checked(folder.spec, path.name)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.checkpoint.files import map_file, member, read_json
+from headrace.checkpoint.files import find, list_names, map_file, member, read_json
 from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from headrace.quant.formats import FORMATS, RAW_FORMATS, StoredTensor
 
@@ -22,6 +22,7 @@ _DTYPES = {name: FORMATS[name] for name in ("F32", "F16", "BF16")} | RAW_FORMATS
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _MAX_TENSORS = 65_536
+_MAX_INDEX_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 6 << 20
 """The format allows 100 MB; 96 bytes for each of `_MAX_TENSORS` are plenty and keep a hostile header small in memory."""
 
@@ -65,23 +66,23 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
 
     Raises as `read_safetensors`, and UnsupportedModelError where there are only pickled weights: unpickling runs code.
     """
-    if (folder / _INDEX).exists():
-        return _read_shards(folder)
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if index := find(folder, _INDEX):
+        return _read_shards(folder, index)
+    there = list_names(folder)
+    names = [name for name in there if name.endswith(".safetensors")]
     if _SINGLE in names:
         names = [_SINGLE]
     if len(names) == 1:
         return read_safetensors(member(folder, names[0]))
     if names:
         raise FormatError(f"{folder.name}: several safetensors files and no {_INDEX}: {', '.join(names[:8])}")
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
-    if pickles:
+    if pickles := [name for name in there if name.endswith(_PICKLES)]:
         raise UnsupportedModelError(f"{folder.name}: {pickles[0]} is a pickle, which can run code; convert the model to safetensors")
     raise ModelNotFoundError(f"{folder}: no safetensors file")
 
 
-def _read_shards(folder: Path) -> dict[str, StoredTensor]:
-    where = read_json(member(folder, _INDEX)).get("weight_map")
+def _read_shards(folder: Path, index: Path) -> dict[str, StoredTensor]:
+    where = read_json(index, _MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
         raise FormatError(f"{_INDEX}: weight_map must map tensor names to file names")
     shards = {shard: read_safetensors(member(folder, shard)) for shard in sorted(set(where.values()))}

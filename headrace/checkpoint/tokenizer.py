@@ -2,14 +2,15 @@
 
 import codecs
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
 import tokenizers
 
-from headrace.errors import RequestError
+from headrace.errors import FormatError, HeadraceError, RequestError
 
 END_OF_GENERATION = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "<|end_of_text|>", "</s>"}
@@ -26,6 +27,22 @@ def _byte_alphabet() -> dict[str, int]:
 
 _BYTE_OF = _byte_alphabet()
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+@contextmanager
+def library_calls(what: str, error: type[HeadraceError] = FormatError) -> Iterator[None]:
+    """All calls of the tokenizer library are made in here, whatever it raises becomes `error`.
+
+    It raises plain `Exception` for what it foresees. Where it does not, as for many a damaged file, it panics, and a panic of Rust
+    comes as a `BaseException`, past every other handler.
+    """
+    try:
+        yield
+    except (HeadraceError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as failure:
+        reason = str(failure).strip().partition("\n")[0] or type(failure).__name__
+        raise error(f"{what}: {reason[:300]}") from failure
 
 
 @dataclass(frozen=True)
@@ -45,10 +62,13 @@ class Vocabulary:
 class Tokenizer:
     """A tokenizer. All methods may be called from several threads at once."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
-        self._parsing = backend
-        self._plain = _without_special_parsing(backend)
-        self._added = backend.get_added_tokens_decoder()
+    def __init__(self, backend: tokenizers.Tokenizer, vocabulary: Vocabulary, where: str) -> None:
+        """Of a file that messages call `where`. Raises FormatError for one that can encode nothing at all."""
+        with library_calls(where):
+            self._parsing = backend
+            self._plain = _without_special_parsing(backend)
+            self._added = backend.get_added_tokens_decoder()
+            self._encode("", True, True)
         self._bytes: dict[int, bytes] = {}
         self.vocabulary = vocabulary
         self.bos_id = vocabulary.bos_id
@@ -61,23 +81,28 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """Tokens, special ones included; the model's embedding may have more rows."""
-        return self._parsing.get_vocab_size(with_added_tokens=True)
+        with library_calls("the tokenizer"):
+            return self._parsing.get_vocab_size(with_added_tokens=True)
 
     @property
     def bos_token(self) -> str:
-        return "" if self.bos_id is None else self._parsing.id_to_token(self.bos_id) or ""
+        return self._content(self.bos_id)
 
     @property
     def eos_token(self) -> str:
-        return "" if self.eos_id is None else self._parsing.id_to_token(self.eos_id) or ""
+        return self._content(self.eos_id)
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of `text`.
 
         `add_special` adds what the model expects around a prompt (usually a first BOS). Control tokens spelt out in the
         text become those tokens only with `parse_special`, which is for rendered chat templates, never for user text.
-        Raises RequestError for text with lone surrogates.
+        Raises RequestError for text with lone surrogates, and for text that this tokenizer cannot encode, as one without an unknown token.
         """
+        with library_calls("the tokenizer cannot encode this text", RequestError):
+            return self._encode(text, add_special, parse_special)
+
+    def _encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         backend = self._parsing if parse_special else self._plain
         try:
             return backend.encode(text, add_special_tokens=add_special).ids
@@ -100,12 +125,17 @@ class Tokenizer:
             found = self._bytes[token_id] = self._spell(token_id)
         return found
 
+    def _content(self, token_id: int | None) -> str:
+        """How the tokenizer writes a token; nothing for an id that is none."""
+        if token_id is None or not 0 <= token_id < 2**32:
+            return ""
+        with library_calls("the tokenizer"):
+            return self._parsing.id_to_token(token_id) or ""
+
     def _spell(self, token_id: int) -> bytes:
         if token_id in self._added:
             return self._added[token_id].content.encode()
-        token = self._parsing.id_to_token(token_id) if 0 <= token_id < 2**32 else None
-        if token is None:
-            return b""
+        token = self._content(token_id)
         if self.vocabulary.byte_level:
             try:
                 return bytes([_BYTE_OF[character] for character in token])

@@ -5,7 +5,7 @@ from tokenizers import AddedToken, models, normalizers, processors
 
 from headrace.checkpoint.gguf import Metadata
 from headrace.checkpoint.pretokenizers import pre_tokenizer
-from headrace.checkpoint.tokenizer import END_OF_GENERATION, Tokenizer, Vocabulary
+from headrace.checkpoint.tokenizer import END_OF_GENERATION, Tokenizer, Vocabulary, library_calls
 from headrace.errors import FormatError, UnsupportedModelError
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
@@ -26,39 +26,40 @@ def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
     vocab = dict(zip(tokens, range(len(tokens)), strict=True))
     if len(vocab) != len(tokens):
         raise FormatError(f"{metadata.where}: {_PREFIX}tokens: a token appears twice")
-    if model == "gpt2":
-        rule = pre_tokenizer(metadata.string(f"{_PREFIX}pre", "default"))
-        backend = tokenizers.Tokenizer(_byte_level_model(metadata, vocab, rule.whole_words))
-        backend.pre_tokenizer = rule.build()
-        if rule.composes:
-            backend.normalizer = normalizers.NFC()
-        adds_bos, space, bos, eos = rule.adds_bos, False, None, None
-    elif model == "llama":
-        backend = tokenizers.Tokenizer(_sentencepiece_model(metadata, vocab, types))
-        space = metadata.flag(f"{_PREFIX}add_space_prefix", True)
-        spaces = normalizers.Replace(" ", "\u2581")
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if space else spaces
-        adds_bos, bos, eos = True, 1, 2
-    else:
-        raise UnsupportedModelError(f"{metadata.where}: {_PREFIX}model {model[:80]!r} is not supported; known: gpt2, llama")
-    backend.add_tokens([_added_token(token, kind) for token, kind in zip(tokens, types, strict=True) if token and kind in _ADDED])
-    bos_id, eos_id = _token_id(metadata, "bos", len(tokens), bos), _token_id(metadata, "eos", len(tokens), eos)
-    first = bos_id if metadata.flag(f"{_PREFIX}add_bos_token", adds_bos) else None
-    last = eos_id if metadata.flag(f"{_PREFIX}add_eos_token", False) else None
-    _surround(backend, first, last)
+    with library_calls(metadata.where):
+        if model == "gpt2":
+            rule = pre_tokenizer(metadata.string(f"{_PREFIX}pre", "default"))
+            backend = tokenizers.Tokenizer(_byte_level_model(metadata, vocab, rule.whole_words))
+            backend.pre_tokenizer = rule.build()
+            if rule.composes:
+                backend.normalizer = normalizers.NFC()
+            adds_bos, space, bos, eos = rule.adds_bos, False, None, None
+        elif model == "llama":
+            backend = tokenizers.Tokenizer(_sentencepiece_model(metadata, vocab, types))
+            space = metadata.flag(f"{_PREFIX}add_space_prefix", True)
+            spaces = normalizers.Replace(" ", "\u2581")
+            backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if space else spaces
+            adds_bos, bos, eos = True, 1, 2
+        else:
+            raise UnsupportedModelError(f"{metadata.where}: {_PREFIX}model {model[:80]!r} is not supported; known: gpt2, llama")
+        backend.add_tokens([_added_token(token, kind) for token, kind in zip(tokens, types, strict=True) if token and kind in _ADDED])
+        bos_id, eos_id = _token_id(metadata, "bos", len(tokens), bos), _token_id(metadata, "eos", len(tokens), eos)
+        first = bos_id if metadata.flag(f"{_PREFIX}add_bos_token", adds_bos) else None
+        last = eos_id if metadata.flag(f"{_PREFIX}add_eos_token", False) else None
+        _surround(backend, first, last)
     ends = (_token_id(metadata, name, len(tokens), None) for name in ("eot", "eom"))
     vocabulary = Vocabulary(model == "gpt2", space, bos_id, eos_id, frozenset(end for end in ends if end is not None))
-    return Tokenizer(backend, vocabulary)
+    return Tokenizer(backend, vocabulary, metadata.where)
 
 
 def _token_types(metadata: Metadata, count: int) -> list[int]:
     key = f"{_PREFIX}token_type"
     if key not in metadata:
         return [_NORMAL] * count
-    types: list[int] = metadata.numbers(key).tolist()
+    types = metadata.numbers(key)
     if len(types) != count:
         raise FormatError(f"{metadata.where}: {key} has {len(types):,} entries for {count:,} tokens")
-    return types
+    return list(types.tolist())
 
 
 def _token_id(metadata: Metadata, name: str, count: int, default: int | None) -> int | None:
@@ -78,22 +79,18 @@ def _added_token(content: str, kind: int) -> AddedToken:
 
 def _byte_level_model(metadata: Metadata, vocab: dict[str, int], whole_words: bool) -> models.BPE:
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in metadata.strings(f"{_PREFIX}merges"))]
-    try:
+    with library_calls(f"{metadata.where}: {_PREFIX}merges"):
         return models.BPE(vocab, pairs, ignore_merges=whole_words)
-    except Exception as error:  # the library raises nothing more specific
-        raise FormatError(f"{metadata.where}: {_PREFIX}merges: {error}") from error
 
 
 def _sentencepiece_model(metadata: Metadata, vocab: dict[str, int], types: list[int]) -> models.BPE:
-    scores = metadata.numbers(f"{_PREFIX}scores").tolist()
+    scores = metadata.numbers(f"{_PREFIX}scores")
     if len(scores) != len(vocab):
         raise FormatError(f"{metadata.where}: {_PREFIX}scores has {len(scores):,} entries for {len(vocab):,} tokens")
     unknown = next((token for token, kind in zip(vocab, types, strict=True) if kind == _UNKNOWN), None)
-    merges = _merges_from_scores(metadata, vocab, types, scores)
-    try:
+    merges = _merges_from_scores(metadata, vocab, types, scores.tolist())
+    with library_calls(f"{metadata.where}: {_PREFIX}tokens"):
         return models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    except Exception as error:
-        raise FormatError(f"{metadata.where}: {_PREFIX}tokens: {error}") from error
 
 
 def _merges_from_scores(metadata: Metadata, vocab: dict[str, int], types: list[int], scores: list[float]) -> list[tuple[str, str]]:

@@ -5,40 +5,49 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models
 
-from headrace.checkpoint.files import map_file, member, read_json
-from headrace.checkpoint.tokenizer import Tokenizer, Vocabulary
-from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
+from headrace.checkpoint.files import find, read_file, read_json
+from headrace.checkpoint.tokenizer import Tokenizer, Vocabulary, library_calls
+from headrace.checkpoint.tokenizer_growth import check_growth
+from headrace.errors import ModelNotFoundError, UnsupportedModelError
 
+_FILE = "tokenizer.json"
 _MAX_BYTES = 256 << 20
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
     """Build it. Raises ModelNotFoundError without a `tokenizer.json`, FormatError, or UnsupportedModelError."""
-    path = member(folder, "tokenizer.json")
-    if not path.exists():
-        raise ModelNotFoundError(f"{folder}: no tokenizer.json (other tokenizer files are not read; save a fast tokenizer)")
-    with map_file(path) as data:
-        if len(data) > _MAX_BYTES:
-            raise FormatError(f"{path.name}: {len(data):,} bytes, more than {_MAX_BYTES:,}")
-        text = data[:]
-    try:
-        backend = tokenizers.Tokenizer.from_buffer(text)
-    except Exception as error:  # the library raises nothing more specific
-        raise FormatError(f"{path.name}: {error}") from error
-    backend.no_truncation()
-    backend.no_padding()
-    byte_level, strip_space = _spelling(backend)
+    path = find(folder, _FILE)
+    if path is None:
+        raise ModelNotFoundError(f"{folder}: no {_FILE} (other tokenizer files are not read; save a fast tokenizer)")
+    text = read_file(path, _MAX_BYTES)
     config, model_config, generation = (
-        read_json(member(folder, name)) if (folder / name).exists() else {}
+        read_json(path) if (path := find(folder, name)) else {}
         for name in ("tokenizer_config.json", "config.json", "generation_config.json")
     )
-    size = backend.get_vocab_size()
-    bos_id = _named_token(backend, config.get("bos_token"), _ids(model_config.get("bos_token_id"), size))
-    eos_id = _named_token(backend, config.get("eos_token"), _ids(model_config.get("eos_token_id"), size))
+    with library_calls(_FILE):
+        backend = tokenizers.Tokenizer.from_buffer(text)
+        check_growth(backend, _FILE)
+        _always_the_same(backend)
+        byte_level, strip_space = _spelling(backend)
+        size = backend.get_vocab_size()
+        bos_id = _named_token(backend, config.get("bos_token"), _ids(model_config.get("bos_token_id"), size))
+        eos_id = _named_token(backend, config.get("eos_token"), _ids(model_config.get("eos_token_id"), size))
     ends = {*_ids(model_config.get("eos_token_id"), size), *_ids(generation.get("eos_token_id"), size)}
-    return Tokenizer(backend, Vocabulary(byte_level, strip_space, bos_id, eos_id, frozenset(ends)))
+    return Tokenizer(backend, Vocabulary(byte_level, strip_space, bos_id, eos_id, frozenset(ends)), _FILE)
+
+
+def _always_the_same(backend: tokenizers.Tokenizer) -> None:
+    """Have one text give one list of ids, and all of it.
+
+    A file may keep settings from the training of its model: truncation, padding, and dropout of merges, a regulariser that its paper
+    switches off for inference (BPE-dropout, Provilkov et al. 2020).
+    """
+    backend.no_truncation()
+    backend.no_padding()
+    if isinstance(backend.model, models.BPE):
+        backend.model.dropout = None
 
 
 def _spelling(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
@@ -49,7 +58,7 @@ def _spelling(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
     if "ByteLevel" in kinds:
         return True, False
     if not kinds & {"ByteFallback", "Metaspace"}:
-        raise UnsupportedModelError(f"tokenizer.json: decoder {state.get('type')} is not supported")
+        raise UnsupportedModelError(f"{_FILE}: decoder {state.get('type')} is not supported")
     strips = any(decoder.get("type") == "Strip" and decoder.get("start") for decoder in decoders)
     metaspace = any(decoder.get("type") == "Metaspace" and decoder.get("prepend_scheme") != "never" for decoder in decoders)
     return False, strips or metaspace

@@ -29,6 +29,7 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._prompts.close()
         self._engine.close()
 
     def answer(self, prompt: Prompt | Sequence[Message], params: SamplingParams, stop: Event) -> Iterator[str]:

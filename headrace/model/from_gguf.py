@@ -12,6 +12,7 @@ from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.quant.formats import StoredTensor
 
 _ROPE_FACTORS = "rope_freqs.weight"
+_MAX_ROPE_FACTORS = 1 << 16
 IGNORED = (_ROPE_FACTORS, "attn_rot_embd.weight")
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -90,8 +91,10 @@ def rope(fields: Fields, tensors: Mapping[str, StoredTensor], architecture: str,
     scaling = fields.string(f"{prefix}.scaling.type", "linear" if factor != 1.0 else "none")
     stretch = fields.number(f"{prefix}.scaling.attn_factor", 1.0)
     factors: tuple[float, ...] = ()
-    if _ROPE_FACTORS in tensors:
-        factors = tuple(tensors[_ROPE_FACTORS].dequantise().reshape(-1).tolist())
+    if stored := tensors.get(_ROPE_FACTORS):
+        if stored.rows * stored.cols > _MAX_ROPE_FACTORS:
+            raise FormatError(f"{fields.where}: tensor {_ROPE_FACTORS} has shape {list(stored.shape)}: too many factors")
+        factors = tuple(stored.dequantise().reshape(-1).tolist())
     if scaling == "yarn":
         return RopeSpec(
             dim,

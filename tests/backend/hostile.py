@@ -183,11 +183,11 @@ def furnished(rng: Random | None) -> _native.Plan:
     return plan
 
 
-def build(rng: Random, plan: _native.Plan) -> None:
-    """A call of the builder, or of a function beside it."""
+def build(rng: Random, plan: _native.Plan) -> bool:
+    """Make a call of the builder, or of a function beside it; whether it is accepted."""
     table, owner = (FUNCTIONS, _native) if rng.randrange(20) == 0 else (BUILDER, plan)
     name = rng.choice(sorted(table))
-    attempt(getattr(owner, name), *table[name](rng))
+    return attempt(getattr(owner, name), *table[name](rng))
 
 
 def right_batch(rows: int, context: int) -> tuple[Any, ...]:

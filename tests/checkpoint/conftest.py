@@ -68,29 +68,38 @@ def tensors(vocab: int, biases: bool = False) -> dict[str, NDArray[np.float32]]:
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
+def write_tiny_gguf(
+    path: Path,
+    change: dict[str, Any] | None = None,
+    weights: dict[str, Any] | None = None,
+    architecture: str = "llama",
+    kind: str = "F32",
+) -> None:
+    """Write a tiny model; `change` replaces key-values and `weights` tensors, and None removes one."""
+    values = metadata(architecture) | (change or {})
+    writer = gguf.GGUFWriter(path, values.pop("general.architecture"))
+    for key, value in values.items():
+        if value is not None:
+            writer.add_key_value(key, value, value_type(value), *element_type(value))
+    vocab = len(metadata(architecture)["tokenizer.ggml.tokens"])
+    for name, tensor in (tensors(vocab, architecture == "qwen2") | (weights or {})).items():
+        if tensor is not None:
+            quantised = kind if tensor.ndim == 2 else "F32"
+            raw = gguf.GGMLQuantizationType[quantised]
+            writer.add_tensor(name, gguf.quants.quantize(tensor, raw), raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 @pytest.fixture
 def write_gguf(tmp_path: Path) -> WriteGguf:
-    """Write a tiny model; `change` replaces key-values and `weights` tensors, and None removes one."""
+    """`write_tiny_gguf` to a file of this test; returns its path."""
 
-    def write(
-        change: dict[str, Any] | None = None, weights: dict[str, Any] | None = None, architecture: str = "llama", kind: str = "F32"
-    ) -> Path:
+    def write(*changes: Any, **options: Any) -> Path:
         path = tmp_path / "tiny.gguf"
-        values = metadata(architecture) | (change or {})
-        writer = gguf.GGUFWriter(path, values.pop("general.architecture"))
-        for key, value in values.items():
-            if value is not None:
-                writer.add_key_value(key, value, value_type(value), *element_type(value))
-        vocab = len(metadata(architecture)["tokenizer.ggml.tokens"])
-        for name, tensor in (tensors(vocab, architecture == "qwen2") | (weights or {})).items():
-            if tensor is not None:
-                quantised = kind if tensor.ndim == 2 else "F32"
-                raw = gguf.GGMLQuantizationType[quantised]
-                writer.add_tensor(name, gguf.quants.quantize(tensor, raw), raw_dtype=raw)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write_tiny_gguf(path, *changes, **options)
         return path
 
     return write
@@ -141,9 +150,13 @@ def data() -> Path:
 
 
 @pytest.fixture
-def sentencepiece_model(data: Path) -> dict[str, Any]:
-    """Arguments of `write_gguf` for a model with a SentencePiece tokenizer of 700 tokens."""
-    made = json.loads((data / "sentencepiece.json").read_text())
+def sentencepiece_model() -> dict[str, Any]:
+    return sentencepiece_parts()
+
+
+def sentencepiece_parts() -> dict[str, Any]:
+    """Arguments of `write_tiny_gguf` for a model with a SentencePiece tokenizer of 700 tokens."""
+    made = json.loads((DATA / "sentencepiece.json").read_text())
     change = {
         "model": "llama",
         "tokens": made["tokens"],

@@ -126,7 +126,9 @@ class TestHostileFiles:
 
 
 class TestFolders:
-    @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "a\\b", "x\0y"])
+    @pytest.mark.parametrize(
+        "name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "a\\b", "x\0y", "\ud800", "x" * 256]
+    )
     def test_shards_are_plain_names(self, tmp_path: Path, name: str) -> None:
         save_file({"a": np.ones(2, np.float32)}, tmp_path / "secret.safetensors")
         with pytest.raises(FormatError, match="plain name"):

@@ -2,6 +2,7 @@
 
 import random
 
+from headrace.errors import RequestError
 from tests.backend import hostile
 
 BATCHES = 20
@@ -13,8 +14,7 @@ def case(rng: random.Random) -> bytes:
 
 
 def run(case: bytes) -> None:
-    rng = random.Random(case)
-    plan = hostile.furnished(None)
-    for _ in range(BATCHES):
-        hostile.attempt(plan.run, *hostile.batch(rng))
-        hostile.attempt(plan.move_slots, *hostile.BUILDER["move_slots"](rng))
+    rng, plan = random.Random(case), hostile.furnished(None)
+    calls = [(plan.run, hostile.batch), (plan.move_slots, hostile.BUILDER["move_slots"])] * BATCHES
+    if not all([hostile.attempt(call, *arguments(rng)) for call, arguments in calls]):
+        raise RequestError("a call was refused")

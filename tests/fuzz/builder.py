@@ -2,6 +2,7 @@
 
 import random
 
+from headrace.errors import RequestError
 from tests.backend import hostile
 
 CALLS = 40
@@ -14,8 +15,6 @@ def case(rng: random.Random) -> bytes:
 def run(case: bytes) -> None:
     rng = random.Random(case)
     plan = hostile.furnished(rng)
-    for _ in range(CALLS):
-        if rng.randrange(4):
-            hostile.build(rng, plan)
-        else:
-            hostile.attempt(plan.run, *hostile.batch(rng))
+    calls = [lambda: hostile.build(rng, plan)] * 3 + [lambda: hostile.attempt(plan.run, *hostile.batch(rng))]
+    if not all([rng.choice(calls)() for _ in range(CALLS)]):
+        raise RequestError("a call was refused")

@@ -1,11 +1,12 @@
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headrace.checkpoint.chat import render_chat
 from headrace.checkpoint.load import open_checkpoint
+from headrace.checkpoint.templates import Renderer
 from headrace.errors import FormatError, HeadraceError, RequestError
 
 USER = [{"role": "user", "content": "Hi <b>"}]
@@ -33,8 +34,18 @@ LLAMA3 = """{{- bos_token }}
 """
 
 
+RENDERER = Renderer()
+"""One for all tests, so that few processes start; those that a template ends are replaced."""
+
+
 def render(template: str, messages: Any = USER, **options: Any) -> str:
-    return render_chat(template, messages, **({"bos": "<s>", "eos": "</s>"} | options))
+    return RENDERER.render(template, messages, **({"bos": "<s>", "eos": "</s>"} | options))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    RENDERER.close()
 
 
 class TestRendering:

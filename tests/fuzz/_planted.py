@@ -1,0 +1,32 @@
+"""A target whose corpus does each thing that none may do, so that a test can see that the driver notices."""
+
+import os
+import random
+import time
+
+from headrace.errors import FormatError
+
+SECONDS_PER_CASE = 1
+PATIENCE = 10.0
+MEMORY = 64 << 20
+
+
+def case(rng: random.Random) -> bytes:
+    return rng.choice([b"return", b"refuse"])
+
+
+def run(case: bytes) -> None:
+    match case:
+        case b"refuse":
+            raise FormatError("as it should")
+        case b"raise":
+            raise ZeroDivisionError("planted")
+        case b"crash":
+            os.abort()
+        case b"loop":
+            while True:
+                pass
+        case b"wait":
+            time.sleep(600)
+        case b"grow":
+            bytearray(128 << 20)

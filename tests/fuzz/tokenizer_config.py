@@ -1,0 +1,30 @@
+"""`tokenizer_config.json`: what it says of special tokens, and its chat template or templates."""
+
+import json
+import random
+from typing import Any
+
+from headrace.checkpoint.folder import chat_template
+from headrace.checkpoint.tokenizer_hf import tokenizer_from_folder
+from tests.fuzz.files import scratch, use_tokenizer
+from tests.fuzz.mutate import mutate_json
+from tests.fuzz.tokenizer import originals
+
+_BOS = {"__type": "AddedToken", "content": "<s>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+ORIGINALS: list[dict[str, Any]] = [
+    {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True, "chat_template": "{{ messages[0].content }}"},
+    {"bos_token": _BOS, "eos_token": {"content": "new"}, "chat_template": [{"name": "default", "template": "a"}, {"name": "rag"}]},
+]
+
+
+def case(rng: random.Random) -> bytes:
+    return mutate_json(rng, rng.choice(ORIGINALS), [_BOS, [["default", "x"]], {"name": "default", "template": ["x"]}])
+
+
+def run(case: bytes) -> None:
+    path = scratch() / "configured"
+    path.mkdir(exist_ok=True)
+    (path / "tokenizer.json").write_text(json.dumps(originals()[1]))
+    (path / "tokenizer_config.json").write_bytes(case)
+    chat_template(path)
+    use_tokenizer(tokenizer_from_folder(path))
