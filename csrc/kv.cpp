@@ -1,20 +1,36 @@
 #include "kv.h"
 
-#include <cmath>
+#include <algorithm>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 namespace headrace {
 namespace {
 
-// Any number that is not finite, or is not once it is rounded, becomes one NaN: a query would look past a key of minus infinity.
+constexpr float kNotFinite = std::numeric_limits<float>::quiet_NaN();
+
+// Below 0 for a number that is not finite, or is not once it is rounded to bf16.
+int32_t margin(float x) { return 0x7f7f7fff - (__builtin_bit_cast(int32_t, x) & 0x7fffffff); }
+
+// The numbers as they are stored: `x` itself, or a copy in `memory` where any that is not finite is one NaN. A query would look past a key
+// of minus infinity.
+const float* settled(const float* x, int n, std::vector<float>& memory) {
+  int32_t margins = 0;
+  for (int i = 0; i < n; i++) margins |= margin(x[i]);
+  if (margins >= 0) return x;
+  memory.resize(static_cast<size_t>(n));
+  std::transform(x, x + n, memory.begin(), [](float v) { return margin(v) < 0 ? kNotFinite : v; });
+  return memory.data();
+}
+
 uint16_t to_bf16(float x) {
   const uint32_t u = __builtin_bit_cast(uint32_t, x);
-  return (u & 0x7fffffff) < 0x7f7f8000 ? static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16) : kNotFiniteBf16;
+  return static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
 void store(uint16_t* to, float x) { *to = to_bf16(x); }
-void store(float* to, float x) { *to = std::isfinite(x) ? x : std::numeric_limits<float>::quiet_NaN(); }
+void store(float* to, float x) { *to = x; }
 bool is_nan(uint16_t x) { return x == kNotFiniteBf16; }
 bool is_nan(float x) { return x != x; }
 
@@ -41,23 +57,11 @@ uint16_t* scale_number(uint8_t* record, const KvRecord& shape, int part, int lan
 }
 
 template <class T>
-bool write_value(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n) {
-  constexpr int per = 4 / sizeof(T);
-  T* to = value_number<T>(record, shape, lane, d);
-  bool finite = true;
-  for (int i = 0; i < n; i++, to += per) {
-    store(to, x[i]);
-    finite &= !is_nan(*to);
-  }
-  return finite;
-}
-
-template <class T>
 void settle_value(uint8_t* record, const KvRecord& shape, int lane) {
   bool finite = true;
   for (int d = 0; d < shape.head_dim; d++) finite &= !is_nan(*value_number<T>(record, shape, lane, d));
   for (int d = 0; !finite && d < shape.head_dim; d++) {
-    store(key_number<T>(record, lane, d), std::numeric_limits<float>::quiet_NaN());
+    store(key_number<T>(record, lane, d), kNotFinite);
     store(value_number<T>(record, shape, lane, d), 0.0f);
   }
 }
@@ -80,19 +84,30 @@ void copy_codes(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const Kv
 }  // namespace
 
 void write_keys(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n) {
+  std::vector<float> memory;
+  x = settled(x, n, memory);
   if (shape.type == KvType::kBf16) {
-    for (int i = 0; i < n; i += 2) {
-      auto* pair = key_number<uint16_t>(record, lane, d + i);
-      store(pair, x[i]), store(pair + 1, x[i + 1]);
+    auto* to = reinterpret_cast<uint8_t*>(key_number<uint16_t>(record, lane, d));
+    for (int i = 0; i < n; i += 2, to += 4 * kKvTile) {
+      const uint32_t pair = to_bf16(x[i]) | static_cast<uint32_t>(to_bf16(x[i + 1])) << 16;
+      std::memcpy(to, &pair, 4);
     }
   } else {
-    for (int i = 0; i < n; i++) store(key_number<float>(record, lane, d + i), x[i]);
+    float* to = key_number<float>(record, lane, d);
+    for (int i = 0; i < n; i++, to += kKvTile) *to = x[i];
   }
 }
 
 bool write_values(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n) {
-  return shape.type == KvType::kBf16 ? write_value<uint16_t>(record, shape, lane, d, x, n)
-                                     : write_value<float>(record, shape, lane, d, x, n);
+  std::vector<float> memory;
+  const float* from = settled(x, n, memory);
+  if (shape.type == KvType::kBf16) {
+    uint16_t* to = value_number<uint16_t>(record, shape, lane, d);
+    for (int i = 0; i < n; i++) to[2 * i] = to_bf16(from[i]);
+  } else {
+    std::copy(from, from + n, value_number<float>(record, shape, lane, d));
+  }
+  return from == x;
 }
 
 void settle(uint8_t* record, const KvRecord& shape, int lane) {

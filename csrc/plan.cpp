@@ -71,6 +71,7 @@ int Plan::add_buffer(int width, bool logit, bool packed) {
   buffer.logit = logit;
   buffer.packed = packed;
   buffers_.push_back(std::move(buffer));
+  capacity_rows_ = capacity_logit_rows_ = 0;  // the next step makes room for it
   return static_cast<int>(buffers_.size()) - 1;
 }
 
@@ -97,6 +98,7 @@ void Plan::reads(int buffer, int weight, bool offset) {
   const Weight& w = weights_[weight];
   if (!b.packed || b.width != w.cols) throw std::invalid_argument("a linear op reads a packed buffer as wide as its weight");
   b.wanted[static_cast<int>(kernels_->form[offset][static_cast<int>(w.format)])] = true;
+  capacity_rows_ = capacity_logit_rows_ = 0;  // the next step makes room for this form, also if the op is refused after all
   check_whole_rows(b);
   // Readers of different formats share the buffer: the longest padding serves all, since each reads its own units from the start.
   const int unit = std::max({unit_columns(w.format), kGroup});

@@ -115,10 +115,7 @@ class Plan {
   int add_buffer(int width, bool logit, bool packed);
   // Begins another program; returns its number. Ops go to the last one.
   int add_program();
-  void add_op(std::unique_ptr<Op> op) {
-    programs_.back().ops.push_back(std::move(op));
-    capacity_rows_ = capacity_logit_rows_ = 0;  // the next step makes room for its buffers
-  }
+  void add_op(std::unique_ptr<Op> op) { programs_.back().ops.push_back(std::move(op)); }
   // Declares that the last program reads or writes KV.
   void keeps() { programs_.back().keeps = true; }
   // The op that looks up the embeddings of the tokens.

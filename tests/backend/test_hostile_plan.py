@@ -176,6 +176,10 @@ def test_ops_that_come_after_a_run() -> None:
     plan.linear(out, packed, weight, -1, -1, False)
     plan.run(*one_row(0))
     assert plan.floats(out, 1).tolist() == [[32.0] * 32]
+    quantised = plan.add_weight("Q8_0", 32, 32, np.zeros(32 * 34, np.uint8), None)
+    plan.run(*one_row(0))
+    assert not attempt(plan.linear, rows, packed, quantised, 5, -1, False)  # refused for its bias, but it has asked for int8 rows
+    plan.run(*one_row(0))
 
 
 def test_a_step_of_very_many_rows() -> None:
