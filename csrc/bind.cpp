@@ -173,7 +173,7 @@ int checked_threads(int threads) {
 }
 
 nb::ndarray<nb::numpy, float, nb::ndim<2>> floats_of(Plan& plan, int id, int rows) {
-  require(id >= 0 && id < idle(plan).num_buffers(), "a plan has no such buffer");
+  require(id >= 0 && id < available(plan).num_buffers(), "a plan has no such buffer");
   const Buffer& b = plan.buffer(id);
   if (!b.floats) throw std::invalid_argument("a packed buffer, or one of a plan that has not run, has no float rows");
   require(rows >= 0 && rows <= plan.capacity(b), "a buffer has not so many rows");
@@ -210,7 +210,7 @@ void bind_plan(nb::module_& m) {
             require(head_dim % 2 == 0, "a KV cache needs an even head size");
             require(kv_heads <= kMaxWidth / std::max(head_dim, 1), "a KV cache is not so wide");
             require(window >= 0, "a window is a number of positions");
-            idle(p).add_kv_group({KvCache(layers, kv_heads, blocks, kv_record(kv_dtype, head_dim)), window});
+            available(p).add_kv_group({KvCache(layers, kv_heads, blocks, kv_record(kv_dtype, head_dim)), window});
           },
           nb::arg("layers"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("window"), nb::arg("blocks"), nb::arg("kv_dtype"),
           "Layers that keep alike and see alike; groups are numbered in the order in which they come.")
@@ -233,22 +233,22 @@ void bind_plan(nb::module_& m) {
           nb::arg("format_a"), nb::arg("a"), nb::arg("scales_a").none(), nb::arg("format_b"), nb::arg("b"), nb::arg("scales_b").none(),
           nb::arg("rows"), nb::arg("cols"))
       .def(
-          "reserve_weights", [](Plan& p, size_t nbytes) { idle(p).reserve_weights(nbytes); }, nb::arg("nbytes"),
+          "reserve_weights", [](Plan& p, size_t nbytes) { available(p).reserve_weights(nbytes); }, nb::arg("nbytes"),
           "Make room for the weights that come next, in one piece.")
       .def("add_vector",
            [](Plan& p, const Array<float>& data) {
              require(data.size() > 0 && data.size() <= kMaxWidth, kVectorLength);
-             return idle(p).add_vector(data.data(), static_cast<int>(data.size()));
+             return available(p).add_vector(data.data(), static_cast<int>(data.size()));
            })
       .def(
           "add_buffer",
           [](Plan& p, int width, bool logit, bool packed) {
             require(width > 0 && width <= kMaxWidth, "a buffer is 1 to 2^24 numbers wide");
-            return idle(p).add_buffer(width, logit, packed);
+            return available(p).add_buffer(width, logit, packed);
           },
           nb::arg("width"), nb::arg("logit"), nb::arg("packed"))
       .def(
-          "add_program", [](Plan& p) { return idle(p).add_program(); },
+          "add_program", [](Plan& p) { return available(p).add_program(); },
           "Begin another program over the same weights, KV and buffers; returns its number.")
       .def("run", &run, nb::arg("tokens"), nb::arg("positions"), nb::arg("row_start"), nb::arg("context_len"), nb::arg("scheduled_len"),
            nb::arg("kv"), nb::arg("ancestors").none(), nb::arg("logit_rows"), nb::arg("inputs").none() = nb::none(), nb::arg("program") = 0,
@@ -267,10 +267,10 @@ void bind_plan(nb::module_& m) {
                for (size_t i = 0; i < from.size(); i++) cache.move(from[i], to[i]);
              });
            })
-      .def("set_profiling", [](Plan& p, bool on) { idle(p).set_profiling(on); })
+      .def("set_profiling", [](Plan& p, bool on) { available(p).set_profiling(on); })
       .def("profile",
            [](const Plan& p) {
-             const Plan::Profile profile = idle(p).profile();
+             const Plan::Profile profile = available(p).profile();
              return std::make_pair(profile.seconds, profile.barriers);
            })
       .def_prop_ro("isa", [](const Plan& p) { return std::string(p.kernels().name); })

@@ -17,7 +17,7 @@ inline void require(bool holds, const char* message) {
 
 // A plan that no other thread runs or changes, so that it may be looked into, and changed, for as long as Python's lock is held.
 template <class P>
-P& idle(P& plan) {
+P& available(P& plan) {
   require(!plan.is_in_use(), "the plan is at work in another thread, and cannot be read or changed meanwhile");
   return plan;
 }

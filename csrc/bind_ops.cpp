@@ -18,7 +18,7 @@ namespace {
 constexpr int kMaxHeadDim = 1 << 12;
 
 const Buffer& buffer(const Plan& p, int id) {
-  idle(p);
+  available(p);
   require(id >= 0 && id < p.num_buffers(), "a plan has no such buffer");
   return p.buffer(id);
 }
@@ -98,7 +98,7 @@ void norm(Plan& p, int out, int x, int w, float eps) {
 
 int rope_angles(Plan& p, std::vector<double> inverse_frequencies, double scale, int head_dim) {
   require(head_dim > 0 && head_dim % 2 == 0 && head_dim <= kMaxHeadDim, "a rope needs an even head size");
-  const int out = idle(p).add_buffer(angles_width(head_dim), false, false);
+  const int out = available(p).add_buffer(angles_width(head_dim), false, false);
   p.add_op(make_rope_angles(out, std::move(inverse_frequencies), scale, head_dim));
   return out;
 }

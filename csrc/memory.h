@@ -11,6 +11,7 @@
 #include <initializer_list>
 #include <new>
 #include <utility>
+#include <vector>
 
 namespace headrace {
 
@@ -25,16 +26,6 @@ inline size_t product(std::initializer_list<int> sizes, size_t bytes) {
 // there is so much.
 inline void check_fits_memory(size_t bytes) {
   if (bytes / static_cast<size_t>(sysconf(_SC_PAGE_SIZE)) > static_cast<size_t>(sysconf(_SC_PHYS_PAGES))) throw std::bad_alloc();
-}
-
-// Tells AddressSanitizer, where it is built in, that these bytes of an arena are not to be touched, or are again.
-inline void guard([[maybe_unused]] uint8_t* p, [[maybe_unused]] size_t bytes, [[maybe_unused]] bool on = true) {
-#if defined(__SANITIZE_ADDRESS__)
-  if (on)
-    __asan_poison_memory_region(p, bytes);
-  else
-    __asan_unpoison_memory_region(p, bytes);
-#endif
 }
 
 // Anonymous, zeroed, 2 MB aligned; pages become resident when they are first touched.
@@ -61,12 +52,22 @@ class Arena {
     std::swap(mapping_, other.mapping_);
     std::swap(data_, other.data_);
     std::swap(bytes_, other.bytes_);
+    std::swap(guarded_, other.guarded_);
     return *this;
   }
   ~Arena() {
-    if (!mapping_) return;
-    guard(data_, mapped(bytes_) - kPage, false);
-    munmap(mapping_, mapped(bytes_));
+#if defined(__SANITIZE_ADDRESS__)
+    for (const auto& [p, bytes] : guarded_) __asan_unpoison_memory_region(p, bytes);
+#endif
+    if (mapping_) munmap(mapping_, mapped(bytes_));
+  }
+
+  // Tells AddressSanitizer, where it is built in, that these bytes are not to be touched.
+  void guard([[maybe_unused]] uint8_t* p, [[maybe_unused]] size_t bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+    guarded_.emplace_back(p, bytes);
+    __asan_poison_memory_region(p, bytes);
+#endif
   }
 
   uint8_t* data() const { return data_; }
@@ -78,6 +79,7 @@ class Arena {
   void* mapping_ = nullptr;
   uint8_t* data_ = nullptr;
   size_t bytes_ = 0;
+  std::vector<std::pair<uint8_t*, size_t>> guarded_;
 };
 
 }  // namespace headrace

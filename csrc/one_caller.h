@@ -23,7 +23,7 @@ class OneCaller {
   };
 
   OneCaller() = default;
-  OneCaller(const OneCaller&) {}  // nobody uses the copy yet
+  OneCaller(const OneCaller&) {}  // the copy has no caller yet
   OneCaller& operator=(const OneCaller&) = delete;
 
   bool is_taken() const { return taken_.load(std::memory_order_acquire); }

@@ -119,9 +119,9 @@ bool Plan::reserve(const Step& step) {
     size_t at = 0;
     const auto place = [&](size_t bytes) {
       uint8_t* p = base ? base + at : nullptr;
-      const size_t room = (bytes + 127) / 64 * 64;
-      if (p) guard(p + bytes, room - bytes);
-      at += room;
+      const size_t padded = (bytes + 127) / 64 * 64;
+      if (p) activations_->guard(p + bytes, padded - bytes);
+      at += padded;
       return p;
     };
     for (Buffer& b : buffers_) {

@@ -129,7 +129,7 @@ class Plan {
 
   // Runs a step; returns whether the buffers have moved. What an op throws ends the step, and is thrown here.
   bool run(int program, const Step& step);
-  // Whoever works on the plan without Python's lock has a turn, from before it is given up.
+  // A caller that works on the plan without Python's lock has a turn, from before it is given up.
   OneCaller& caller() { return caller_; }
   bool is_in_use() const { return caller_.is_taken(); }
 

@@ -65,7 +65,7 @@ class Sampler {
   Sampler clone(uint32_t seq_index) const;
 
   int vocab() const { return options_.vocab; }
-  OneCaller& caller() { return caller_; }  // whoever draws has a turn
+  OneCaller& caller() { return caller_; }  // a caller that draws has a turn
 
   // The token at `position` from a row as wide as the vocabulary; it becomes part of the state. Log-probabilities if num_logprobs >= 0.
   // Throws NonFiniteLogits.

@@ -24,17 +24,21 @@ OPTIONS = {
 }
 
 
+COMPILER = os.environ.get("CXX", "g++")
+
+
 def run(*command: object, **environment: str) -> None:
     print("+", *command, flush=True)
     if code := subprocess.run([str(part) for part in command], cwd=ROOT, env={**os.environ, **environment}).returncode:
         sys.exit(f"this ended with {code}")
 
 
-def check_pool(compiler: str) -> None:
+def check_pool() -> None:
     """Build and run the stress of the thread pool. Addresses are not randomised: ThreadSanitizer knows where it expects them."""
     program = FOLDER / "pool_stress"
     sources = [ROOT / "tests" / "native" / "pool_stress.cpp", ROOT / "csrc" / "pool.cpp"]
-    run(compiler, *"-std=c++20 -O1 -g -Wall -Wextra -Werror -fsanitize=thread -pthread -I csrc -o".split(), program, *sources)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    run(COMPILER, *"-std=c++20 -O1 -g -Wall -Wextra -Werror -fsanitize=thread -pthread -I csrc -o".split(), program, *sources)
     run("setarch", "-R", program)
 
 
@@ -49,16 +53,20 @@ def build() -> Path:
     return next(FOLDER.glob("_native*.so"))
 
 
+def preloaded() -> str:
+    """The sanitizer's library, and the C++ library whose exceptions it follows."""
+    ask = [COMPILER, "-print-file-name=libasan.so"], [COMPILER, "-print-file-name=libstdc++.so.6"]
+    return " ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() for command in ask)
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.native.sanitize", description=__doc__)
     parser.add_argument("--short", action="store_true", help="run fewer tests")
     args = parser.parse_args(arguments)
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    compiler = os.environ.get("CXX", "g++")
-    check_pool(compiler)
-    library = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout.strip()
-    environment = {"HEADRACE_NATIVE": str(build()), "LD_PRELOAD": library, **OPTIONS}
-    run(sys.executable, "-m", "pytest", "-p", "tests.native.instead", *(SHORT if args.short else WHOLE), **environment)
+    check_pool()
+    environment = {"HEADRACE_NATIVE": str(build()), "LD_PRELOAD": preloaded(), **OPTIONS}
+    # What a sanitizer says when it ends the process would be lost in pytest's capture of the file descriptors.
+    run(sys.executable, "-m", "pytest", "-p", "tests.native.instead", "--capture=sys", *(SHORT if args.short else WHOLE), **environment)
 
 
 if __name__ == "__main__":
