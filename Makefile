@@ -13,13 +13,14 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test cli fuzz mutate lint format bench micro clean
+.PHONY: help run test cli fuzz sanitize mutate lint format bench micro clean
 
 help:
 	@echo 'make run     a real model answers a prompt (MODEL=$(MODEL), PROMPT="...")'
 	@echo 'make test    all tests'
 	@echo 'make fuzz    hostile files, templates, batches and native calls, for SECONDS=$(SECONDS)'
 	@echo 'make cli     the command line under all conditions of its table, and with signals at ROUNDS=$(ROUNDS) random moments'
+	@echo 'make sanitize  native tests under three sanitizers; SHORT=1: fewer'
 	@echo 'make lint    ruff, mypy, clang-format; `make format` repairs what can be repaired'
 	@echo 'make bench   cold start, a paired run against llama.cpp, and what serving many requests costs'
 	@echo 'make micro   kernels against the bandwidth and arithmetic of this machine'
@@ -37,6 +38,9 @@ fuzz: .venv/.test
 
 cli: .venv/.test
 	HEADRACE_CLI_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest tests/cli/test_invocations.py
+
+sanitize: .venv/.test
+	$(BIN)/python -m tests.native.sanitize $(if $(SHORT),--short)
 
 lint: .venv/.lint
 	$(BIN)/ruff check .

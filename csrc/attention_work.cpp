@@ -15,8 +15,9 @@ void AttentionWork::prepare(const Plan& plan, const Step& step) {
   items.clear();
   merges.clear();
   const int heads = plan.kv(group).heads(), rows_per_item = std::max(1, kItemQueries / share);
-  int whole = 0;
-  for (int b = 0; b < step.num_seqs; b++) whole += (step.row_start[b + 1] - step.row_start[b] + rows_per_item - 1) / rows_per_item * heads;
+  int64_t whole = 0;
+  for (int b = 0; b < step.num_seqs; b++)
+    whole += static_cast<int64_t>(step.row_start[b + 1] - step.row_start[b] + rows_per_item - 1) / rows_per_item * heads;
   const bool cut = plan.threads() > 1 && whole < 4 * plan.threads();
   partial.resize(0, 0);
   for (int b = 0; b < step.num_seqs; b++)
@@ -28,7 +29,7 @@ void AttentionWork::prepare(const Plan& plan, const Step& step) {
     }
   // Long ones first, so that the threads end together.
   const auto cost = [&](const AttentionItem& i) {
-    return i.rows() * (std::min(i.last_split * kSplitTokens, i.context) - i.first_split * kSplitTokens);
+    return static_cast<int64_t>(i.rows()) * (std::min(i.last_split * kSplitTokens, i.context) - i.first_split * kSplitTokens);
   };
   if (items.size() > static_cast<size_t>(plan.threads()))
     std::stable_sort(items.begin(), items.end(), [&](const AttentionItem& a, const AttentionItem& b) { return cost(a) > cost(b); });

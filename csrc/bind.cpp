@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <span>
 #include <stdexcept>
 
 #include "hardware.h"
@@ -26,23 +27,37 @@ template <class T>
 using Array = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
 using Ints = Array<int32_t>;
 
-Stored stored_from(const std::string& format, int rows, int cols, const Array<uint8_t>& data, const std::optional<Array<int64_t>>& order,
-                   const std::optional<Array<float>>& scales) {
-  Stored s{format, rows, cols, data.data(), data.size()};
-  if (order) s.row_order = {order->data(), order->size()};
-  if (scales) s.row_scales = {scales->data(), scales->size()};
-  return s;
+// A weight as Python gives it. The row order is copied: it is checked and then used without Python's lock.
+struct GivenWeight {
+  std::vector<int64_t> order;
+  Stored stored;
+
+  GivenWeight(const std::string& format, int rows, int cols, const Array<uint8_t>& data, const std::optional<Array<int64_t>>& row_order,
+              const std::optional<Array<float>>& scales)
+      : stored{format, rows, cols, data.data(), data.size()} {
+    if (row_order) order.assign(row_order->data(), row_order->data() + row_order->size());
+    stored.row_order = order;
+    if (scales) stored.row_scales = {scales->data(), scales->size()};
+  }
+};
+
+// What `f` makes of the plan without Python's lock; other threads get an error meanwhile.
+auto unlocked(Plan& plan, auto&& f) {
+  const OneCaller::Turn turn(plan.caller(), "the plan is at work in another thread: one at a time");
+  nb::gil_scoped_release release;
+  return f(plan);
 }
 
 KvRecord kv_record(const std::string& dtype, int head_dim) {
-  require(head_dim > 0, "a KV cache needs a head size");
+  require(head_dim > 0 && head_dim <= kMaxWidth, "a KV cache needs a head size, at most 2^24");
   for (const auto& [name, type] :
        {std::pair("bf16", KvType::kBf16), {"f32", KvType::kF32}, {"int8", KvType::kInt8}, {"int4", KvType::kInt4}})
     if (dtype == name) return {type, head_dim};
   throw std::invalid_argument("unknown number format of keys and values: " + dtype);
 }
 
-constexpr int kMaxContext = 1 << 30;
+constexpr const char* kVectorLength = "a vector has 1 to 2^24 numbers";
+constexpr int kMaxContext = 1 << 30, kMaxRows = 1 << 24;
 
 void check_sequences(const Step& s) {
   require(s.row_start[0] == 0 && s.row_start[s.num_seqs] == s.rows, "row_start must run from 0 to the number of rows");
@@ -87,15 +102,31 @@ void check_step(const Step& s, const Plan& plan, int vocab) {  // tokens that th
   for (int i = 0; i < s.logit_rows; i++) require(s.logit_row[i] >= 0 && s.logit_row[i] < s.rows, "a logit row lies outside the step");
 }
 
+// Copies of the numbers that a step is steered by: while it runs, without Python's lock, other threads may write to the arrays.
+class Copies {
+ public:
+  const int32_t* operator()(const Ints& array) { return ints_.emplace_back(array.data(), array.data() + array.size()).data(); }
+  const uint64_t* operator()(const Array<uint64_t>& array) {
+    words_.assign(array.data(), array.data() + array.size());
+    return words_.data();
+  }
+
+ private:
+  std::vector<std::vector<int32_t>> ints_;
+  std::vector<uint64_t> words_;
+};
+
 // slots [T] and block_table [B, blocks] of each group, or nothing at all where the program keeps nothing.
-std::vector<KvRows> kv_rows(const std::vector<std::pair<Ints, Ints>>& kv, const Plan& plan, bool keeps, size_t rows, size_t seqs) {
+std::vector<KvRows> kv_rows(const std::vector<std::pair<Ints, Ints>>& kv, const Plan& plan, bool keeps, size_t rows, size_t seqs,
+                            Copies& copy) {
   require(kv.size() == plan.kv_groups().size() || (kv.empty() && !keeps),
           "a step needs the slots and the block table of every group of layers");
   std::vector<KvRows> all;
   for (const auto& [slots, block_table] : kv) {
     require(slots.size() == rows, "a group of layers needs a slot for each row");
-    require(block_table.ndim() == 2 && block_table.shape(0) == seqs, "block_table must be [sequences, blocks]");
-    all.push_back({slots.data(), block_table.data(), static_cast<int>(block_table.shape(1))});
+    require(block_table.ndim() == 2 && block_table.shape(0) == seqs && block_table.shape(1) <= kMaxContext / kKvTile,
+            "block_table must be [sequences, blocks]");
+    all.push_back({copy(slots), copy(block_table), static_cast<int>(block_table.shape(1))});
   }
   return all;
 }
@@ -105,19 +136,23 @@ std::vector<KvRows> kv_rows(const std::vector<std::pair<Ints, Ints>>& kv, const 
 bool run(Plan& plan, const Ints& tokens, const Ints& positions, const Ints& row_start, const Ints& context_len, const Ints& scheduled_len,
          const std::vector<std::pair<Ints, Ints>>& kv, const std::optional<Array<uint64_t>>& ancestors, const Ints& logit_rows,
          const std::optional<Array<float>>& inputs, int program) {
+  const OneCaller::Turn turn(plan.caller(), "the plan is at work in another thread: one at a time");
   require(program >= 0 && program < plan.num_programs(), "a plan has no such program");
+  require(tokens.size() <= kMaxRows && logit_rows.size() <= kMaxRows && context_len.size() <= kMaxRows, "a step has at most 2^24 rows");
+  Copies copy;
   Step s{};
   s.rows = static_cast<int>(tokens.size());
   s.num_seqs = static_cast<int>(context_len.size());
   s.logit_rows = static_cast<int>(logit_rows.size());
   require(positions.size() == tokens.size() && row_start.size() == context_len.size() + 1 && scheduled_len.size() == context_len.size(),
           "the arrays of a step must agree in length");
-  s.tokens = tokens.data(), s.positions = positions.data(), s.row_start = row_start.data();
-  s.context_len = context_len.data(), s.scheduled_len = scheduled_len.data(), s.logit_row = logit_rows.data();
-  s.kv = kv_rows(kv, plan, plan.program(program).keeps, tokens.size(), context_len.size());
+  s.tokens = copy(tokens), s.positions = copy(positions), s.row_start = copy(row_start);
+  s.context_len = copy(context_len), s.scheduled_len = copy(scheduled_len), s.logit_row = copy(logit_rows);
+  s.kv = kv_rows(kv, plan, plan.program(program).keeps, tokens.size(), context_len.size(), copy);
   if (ancestors) {
-    require(ancestors->ndim() == 2 && ancestors->shape(0) == tokens.size(), "ancestors must be [rows, words]");
-    s.ancestors = ancestors->data();
+    require(ancestors->ndim() == 2 && ancestors->shape(0) == tokens.size() && ancestors->shape(1) <= tokens.size() / 64 + 1,
+            "ancestors must be [rows, words], with no more words than rows have bits");
+    s.ancestors = copy(*ancestors);
     s.ancestor_words = static_cast<int>(ancestors->shape(1));
   }
   const int width = plan.program(program).input_width;
@@ -138,7 +173,7 @@ int checked_threads(int threads) {
 }
 
 nb::ndarray<nb::numpy, float, nb::ndim<2>> floats_of(Plan& plan, int id, int rows) {
-  require(id >= 0 && id < plan.num_buffers(), "a plan has no such buffer");
+  require(id >= 0 && id < available(plan).num_buffers(), "a plan has no such buffer");
   const Buffer& b = plan.buffer(id);
   if (!b.floats) throw std::invalid_argument("a packed buffer, or one of a plan that has not run, has no float rows");
   require(rows >= 0 && rows <= plan.capacity(b), "a buffer has not so many rows");
@@ -175,7 +210,7 @@ void bind_plan(nb::module_& m) {
             require(head_dim % 2 == 0, "a KV cache needs an even head size");
             require(kv_heads <= kMaxWidth / std::max(head_dim, 1), "a KV cache is not so wide");
             require(window >= 0, "a window is a number of positions");
-            changeable(p).add_kv_group({KvCache(layers, kv_heads, blocks, kv_record(kv_dtype, head_dim)), window});
+            available(p).add_kv_group({KvCache(layers, kv_heads, blocks, kv_record(kv_dtype, head_dim)), window});
           },
           nb::arg("layers"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("window"), nb::arg("blocks"), nb::arg("kv_dtype"),
           "Layers that keep alike and see alike; groups are numbered in the order in which they come.")
@@ -183,7 +218,8 @@ void bind_plan(nb::module_& m) {
           "add_weight",
           [](Plan& p, const std::string& format, int rows, int cols, const Array<uint8_t>& data, const std::optional<Array<int64_t>>& order,
              const std::optional<Array<float>>& scales) {
-            return changeable(p).add_weight(stored_from(format, rows, cols, data, order, scales));
+            const GivenWeight weight(format, rows, cols, data, order, scales);
+            return unlocked(p, [&](Plan& plan) { return plan.add_weight(weight.stored); });
           },
           nb::arg("format"), nb::arg("rows"), nb::arg("cols"), nb::arg("data"), nb::arg("row_order").none(),
           nb::arg("row_scales").none() = nb::none())
@@ -191,28 +227,28 @@ void bind_plan(nb::module_& m) {
           "add_weight_pair",
           [](Plan& p, const std::string& format_a, const Array<uint8_t>& a, const std::optional<Array<float>>& scales_a,
              const std::string& format_b, const Array<uint8_t>& b, const std::optional<Array<float>>& scales_b, int rows, int cols) {
-            return changeable(p).add_weight_pair(stored_from(format_a, rows, cols, a, {}, scales_a),
-                                                 stored_from(format_b, rows, cols, b, {}, scales_b));
+            const GivenWeight first(format_a, rows, cols, a, {}, scales_a), second(format_b, rows, cols, b, {}, scales_b);
+            return unlocked(p, [&](Plan& plan) { return plan.add_weight_pair(first.stored, second.stored); });
           },
           nb::arg("format_a"), nb::arg("a"), nb::arg("scales_a").none(), nb::arg("format_b"), nb::arg("b"), nb::arg("scales_b").none(),
           nb::arg("rows"), nb::arg("cols"))
       .def(
-          "reserve_weights", [](Plan& p, size_t nbytes) { changeable(p).reserve_weights(nbytes); }, nb::arg("nbytes"),
+          "reserve_weights", [](Plan& p, size_t nbytes) { available(p).reserve_weights(nbytes); }, nb::arg("nbytes"),
           "Make room for the weights that come next, in one piece.")
       .def("add_vector",
            [](Plan& p, const Array<float>& data) {
-             require(data.size() > 0 && data.size() <= kMaxWidth, "a vector has 1 to 2^24 numbers");
-             return changeable(p).add_vector(data.data(), static_cast<int>(data.size()));
+             require(data.size() > 0 && data.size() <= kMaxWidth, kVectorLength);
+             return available(p).add_vector(data.data(), static_cast<int>(data.size()));
            })
       .def(
           "add_buffer",
           [](Plan& p, int width, bool logit, bool packed) {
             require(width > 0 && width <= kMaxWidth, "a buffer is 1 to 2^24 numbers wide");
-            return changeable(p).add_buffer(width, logit, packed);
+            return available(p).add_buffer(width, logit, packed);
           },
           nb::arg("width"), nb::arg("logit"), nb::arg("packed"))
       .def(
-          "add_program", [](Plan& p) { return changeable(p).add_program(); },
+          "add_program", [](Plan& p) { return available(p).add_program(); },
           "Begin another program over the same weights, KV and buffers; returns its number.")
       .def("run", &run, nb::arg("tokens"), nb::arg("positions"), nb::arg("row_start"), nb::arg("context_len"), nb::arg("scheduled_len"),
            nb::arg("kv"), nb::arg("ancestors").none(), nb::arg("logit_rows"), nb::arg("inputs").none() = nb::none(), nb::arg("program") = 0,
@@ -222,16 +258,19 @@ void bind_plan(nb::module_& m) {
            [](Plan& p, int group, const Ints& source, const Ints& target) {
              require(group >= 0 && group < static_cast<int>(p.kv_groups().size()), "there is no such group of layers");
              require(source.size() == target.size(), "moves need as many targets as sources");
-             const KvCache& cache = changeable(p).kv(group);
-             for (size_t i = 0; i < source.size(); i++)
-               for (const int slot : {source.data()[i], target.data()[i]}) check_slot(slot, cache);
-             nb::gil_scoped_release release;
-             for (size_t i = 0; i < source.size(); i++) cache.move(source.data()[i], target.data()[i]);
+             const KvCache& cache = p.kv(group);
+             Copies copy;
+             const std::span from(copy(source), source.size()), to(copy(target), target.size());
+             for (const auto slots : {from, to})
+               for (const int slot : slots) check_slot(slot, cache);
+             unlocked(p, [&](Plan&) {
+               for (size_t i = 0; i < from.size(); i++) cache.move(from[i], to[i]);
+             });
            })
-      .def("set_profiling", &Plan::set_profiling)
+      .def("set_profiling", [](Plan& p, bool on) { available(p).set_profiling(on); })
       .def("profile",
            [](const Plan& p) {
-             const Plan::Profile profile = p.profile();
+             const Plan::Profile profile = available(p).profile();
              return std::make_pair(profile.seconds, profile.barriers);
            })
       .def_prop_ro("isa", [](const Plan& p) { return std::string(p.kernels().name); })
@@ -252,11 +291,21 @@ void bind_plan(nb::module_& m) {
       nb::arg("head_dim"), "Bytes of the keys and values of 32 tokens, of one layer and KV head.");
   m.def("packed_bytes", &packed_bytes, nb::arg("format"), nb::arg("rows"), nb::arg("cols"),
         "Bytes that a matrix in this stored format takes once it is packed.");
-  m.def("vector_bytes", &vector_bytes, nb::arg("n"), "Bytes that a vector of n floats takes.");
+  m.def(
+      "vector_bytes",
+      [](int n) {
+        require(n > 0 && n <= kMaxWidth, kVectorLength);
+        return vector_bytes(n);
+      },
+      nb::arg("n"), "Bytes that a vector of n floats takes.");
   m.def("isas", &available_isas, "Instruction sets of this machine, best last.");
   m.def("isa", [] { return available_isas().back(); }, "The best instruction set of this machine.");
-  m.def("read_bandwidth", &read_bandwidth, nb::call_guard<nb::gil_scoped_release>(), nb::arg("threads"), nb::arg("nbytes"));
-  m.def("dot_rate", &dot_rate, nb::call_guard<nb::gil_scoped_release>(), nb::arg("kind"), nb::arg("threads"));
+  m.def(
+      "read_bandwidth", [](int threads, size_t nbytes) { return read_bandwidth(checked_threads(threads), nbytes); },
+      nb::call_guard<nb::gil_scoped_release>(), nb::arg("threads"), nb::arg("nbytes"));
+  m.def(
+      "dot_rate", [](const std::string& kind, int threads) { return dot_rate(kind, checked_threads(threads)); },
+      nb::call_guard<nb::gil_scoped_release>(), nb::arg("kind"), nb::arg("threads"));
 }
 
 }  // namespace headrace

@@ -15,10 +15,10 @@ inline void require(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(message);
 }
 
-// A plan that may be changed: one that runs no step in another thread.
+// A plan that no other thread runs or changes, so that it may be looked into, and changed, for as long as Python's lock is held.
 template <class P>
-P& changeable(P& plan) {
-  require(!plan.is_running(), "the plan is running a step, and cannot be changed meanwhile");
+P& available(P& plan) {
+  require(!plan.is_in_use(), "the plan is at work in another thread, and cannot be read or changed meanwhile");
   return plan;
 }
 

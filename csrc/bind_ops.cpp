@@ -18,7 +18,7 @@ namespace {
 constexpr int kMaxHeadDim = 1 << 12;
 
 const Buffer& buffer(const Plan& p, int id) {
-  changeable(p);
+  available(p);
   require(id >= 0 && id < p.num_buffers(), "a plan has no such buffer");
   return p.buffer(id);
 }
@@ -98,7 +98,7 @@ void norm(Plan& p, int out, int x, int w, float eps) {
 
 int rope_angles(Plan& p, std::vector<double> inverse_frequencies, double scale, int head_dim) {
   require(head_dim > 0 && head_dim % 2 == 0 && head_dim <= kMaxHeadDim, "a rope needs an even head size");
-  const int out = changeable(p).add_buffer(angles_width(head_dim), false, false);
+  const int out = available(p).add_buffer(angles_width(head_dim), false, false);
   p.add_op(make_rope_angles(out, std::move(inverse_frequencies), scale, head_dim));
   return out;
 }
@@ -152,6 +152,7 @@ void glu_linear(Plan& p, int out, int x, int gate, int up, int gate_bias, int up
   require(factor(p, x, up, false).rows == rows, "gate and up have one shape");
   require(buffer(p, out).width == rows && p.buffer(out).logit == p.buffer(x).logit,
           "a gated unit writes as many columns as its weights have rows");
+  require(out != x, "a gated unit cannot overwrite the rows that it reads");
   check_bias(p, gate_bias, rows);
   check_bias(p, up_bias, rows);
   p.writes_pieces(out);
@@ -163,14 +164,13 @@ void qkv_rope_write(Plan& p, int out, int x, int angles, std::array<int, 3> weig
   const int head_dim = p.kv(at.group).shape().head_dim;
   check_angles(p, angles, head_dim);
   require(!buffer(p, x).logit, "keys and values are those of all rows");
+  require(out != angles, "queries cannot overwrite the angles that they are rotated by");
   const int widths[] = {row_floats(p, out).width, kv_width(p, at), kv_width(p, at)};
   for (int i = 0; i < 3; i++) {
     require(factor(p, x, weights[i], true).rows == widths[i] && widths[i] % head_dim == 0, "queries, keys and values are whole heads");
     check_bias(p, biases[i], widths[i]);
   }
-  const auto kv = p.kv_buffers(at.group);
-  p.add_op(make_qkv_rope_write({out, x, angles, weights, biases, at, kv}));
-  if (kv[0] >= 0) p.add_op(make_kv_write("qkv_rope_write", kv[0], kv[1], at));
+  for (auto& op : make_qkv_rope_write({out, x, angles, weights, biases, at, p.kv_buffers(at.group)})) p.add_op(std::move(op));
 }
 
 void kv_write(Plan& p, int k, int v, std::array<int, 2> layer) {
@@ -186,6 +186,7 @@ void attention(Plan& p, int out, int q, std::array<int, 2> layer, int num_heads,
           "query heads must be a multiple of KV heads");
   require(row_floats(p, q).width == num_heads * head_dim, "queries are as wide as their heads");
   check_alike(buffer(p, out), p.buffer(q));
+  require(out != q, "attention cannot overwrite the queries that it reads");
   require(!p.buffer(out).packed || head_dim % kGroup == 0, "what attention packs are heads of whole groups");
   p.writes_pieces(out);
   for (auto& op : make_attention(out, q, at.layer, scale, p.attention_work(at.group, num_heads))) p.add_op(std::move(op));

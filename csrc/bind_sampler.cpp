@@ -3,11 +3,13 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -54,8 +56,13 @@ nb::tuple as_tuple(const Drawn& drawn) {
   return nb::make_tuple(drawn.token, drawn.logprobs ? nb::object(as_tuple(*drawn.logprobs)) : nb::none());
 }
 
+// Its holder alone uses the sampler, also while it has given up Python's lock.
+constexpr const char* kInUse = "the sampler is at work in another thread: one at a time";
+OneCaller::Turn turn_of(Sampler& sampler) { return {sampler.caller(), kInUse}; }
+
 nb::tuple draw(Sampler& sampler, const Logits& logits, uint32_t position, int num_logprobs) {
   require(width_of(logits, 1) == sampler.vocab(), "the row of logits is not as wide as the vocabulary");
+  const OneCaller::Turn turn = turn_of(sampler);
   Drawn drawn;
   {
     nb::gil_scoped_release released;
@@ -66,8 +73,9 @@ nb::tuple draw(Sampler& sampler, const Logits& logits, uint32_t position, int nu
 
 using Probabilities = nb::ndarray<nb::numpy, double, nb::ndim<1>>;
 
-Probabilities probabilities(const Sampler& sampler, const Logits& logits, uint32_t position) {
+Probabilities probabilities(Sampler& sampler, const Logits& logits, uint32_t position) {
   require(width_of(logits, 1) == sampler.vocab(), "the row of logits is not as wide as the vocabulary");
+  const OneCaller::Turn turn = turn_of(sampler);
   auto values = std::make_unique<double[]>(static_cast<size_t>(sampler.vocab()));
   {
     nb::gil_scoped_release released;
@@ -80,11 +88,12 @@ Probabilities probabilities(const Sampler& sampler, const Logits& logits, uint32
 
 // The fields of a `Draw` of headrace/logit_ops.py, and of its `DraftTree`; what has no type is not read here.
 using DraftFields = std::tuple<std::vector<int>, std::vector<int>, nb::handle, nb::handle, nb::handle>;
-using Draw = std::tuple<int, uint32_t, Sampler*, DraftFields, int, nb::handle>;
+using HeldSampler = std::shared_ptr<Sampler>;  // stays while it draws, whatever becomes of the list that it came in
+using Draw = std::tuple<int, uint32_t, HeldSampler, DraftFields, int, nb::handle>;
 // Those of a `TopTokens`: row, position, sampler and the number of tokens.
-using TopTokens = std::tuple<int, uint32_t, Sampler*, int>;
+using TopTokens = std::tuple<int, uint32_t, HeldSampler, int>;
 // Those of an `Expand`: row, position, sampler, index of the sequence and the number of tokens.
-using Expand = std::tuple<int, uint32_t, Sampler*, uint32_t, int, nb::handle>;
+using Expand = std::tuple<int, uint32_t, HeldSampler, uint32_t, int, nb::handle>;
 
 Sampler& sampler_of(const auto& op) { return *std::get<2>(op); }
 
@@ -103,6 +112,11 @@ int rows_of(const Draw& draw) {
   return 1 + static_cast<int>(std::get<0>(draft).size());
 }
 
+bool all_differ(auto& values) {
+  std::sort(values.begin(), values.end());
+  return std::adjacent_find(values.begin(), values.end()) == values.end();
+}
+
 template <class Op>
 void check_ops(const std::vector<Op>& ops, int rows, int width) {
   std::vector<const Sampler*> samplers;
@@ -111,15 +125,17 @@ void check_ops(const std::vector<Op>& ops, int rows, int width) {
     require(std::get<0>(op) >= 0 && std::get<0>(op) <= rows - rows_of(op), "a draw names a row that is not there");
     samplers.push_back(&sampler_of(op));
   }
-  std::sort(samplers.begin(), samplers.end());
-  require(std::adjacent_find(samplers.begin(), samplers.end()) == samplers.end(), "a sampler can make one draw at a time");
+  require(all_differ(samplers), "a sampler can make one draw at a time");
 }
 
 // What `method` makes of each op and its rows, or nothing where a row is not finite; the threads of the pool share the ops.
 template <class Result, class Op, class Method>
 std::vector<std::optional<Result>> for_each(Pool& pool, const auto& logits, const std::vector<Op>& ops, Method method) {
   const int width = width_of(logits, 2);
+  require(logits.shape(0) <= 1 << 30, "logits have at most 2^30 rows");
   check_ops(ops, static_cast<int>(logits.shape(0)), width);
+  std::deque<OneCaller::Turn> turns;
+  for (const Op& op : ops) turns.emplace_back(sampler_of(op).caller(), kInUse);
   std::vector<std::optional<Result>> results(ops.size());
   const auto run = [&](int begin, int end, int) {
     for (int i = begin; i < end; i++) {
@@ -165,7 +181,12 @@ nb::list top_tokens_all(Pool& pool, const Logits& logits, const std::vector<TopT
 }
 
 nb::list expand_all(Pool& pool, const nb::ndarray<float, nb::c_contig, nb::device::cpu>& logits, const std::vector<Expand>& ops) {
-  for (const Expand& op : ops) require(std::get<4>(op) > 0, "a width must be above 0");
+  std::vector<int> rows;
+  for (const Expand& op : ops) {
+    require(std::get<4>(op) > 0, "a width must be above 0");
+    rows.push_back(std::get<0>(op));
+  }
+  require(all_differ(rows), "a row of logits can be expanded once: it is overwritten");
   nb::list list;
   const auto results = for_each<std::vector<int>>(pool, logits, ops, [](const Expand& op, float* logits_row) {
     const auto& [row, position, sampler, seq_index, width, probabilities] = op;
@@ -230,9 +251,21 @@ void bind_sampler(nb::module_& m) {
           "vocab"_a, "prompt"_a, nb::kw_only(), "seq_index"_a = 0, "seed"_a = 0, "temperature"_a = 1.0, "top_k"_a = 0, "top_p"_a = 1.0,
           "min_p"_a = 0.0, "repetition_penalty"_a = 1.0f, "presence_penalty"_a = 0.0f, "frequency_penalty"_a = 0.0f,
           "logit_bias"_a = std::vector<std::pair<int, float>>(), "banned"_a = std::vector<int>(), "banned_until"_a = 0, "isa"_a = "")
-      .def("clone", &Sampler::clone, "seq_index"_a)
+      .def(
+          "clone",
+          [](Sampler& sampler, uint32_t seq_index) {
+            const OneCaller::Turn turn = turn_of(sampler);
+            return sampler.clone(seq_index);
+          },
+          "seq_index"_a)
       .def("draw", &draw, "logits"_a, "position"_a, "num_logprobs"_a)
-      .def("append", &Sampler::append, "token"_a)
+      .def(
+          "append",
+          [](Sampler& sampler, int token) {
+            const OneCaller::Turn turn = turn_of(sampler);
+            sampler.append(token);
+          },
+          "token"_a)
       .def("probabilities", &probabilities, "logits"_a, "position"_a, "The distribution that a draw would be from, [vocab].")
       .def("uniforms", &Sampler::uniforms, "position"_a, "Two numbers between 0 and 1, independent of the noise of a draw.");
 }

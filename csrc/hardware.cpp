@@ -24,11 +24,13 @@ std::vector<const Kernels*> available() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     tables.push_back(kernels_avx2());
+#if defined(HEADRACE_AVX512)
     if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vnni")) {
       tables.push_back(kernels_avx512());
       if (__builtin_cpu_supports("avx512bf16")) tables.push_back(kernels_avx512bf16());
     }
+#endif
   }
 #endif
   return tables;
@@ -55,8 +57,10 @@ const Kernels* kernels_for(const std::string& isa) {
 
 double read_bandwidth(int threads, size_t bytes) {
   Pool pool(threads);
-  Arena arena(bytes);
   const size_t share = bytes / pool.threads() / 4096 * 4096;
+  if (share == 0) throw std::invalid_argument("a measurement of bandwidth needs 4,096 bytes for each thread");
+  check_fits_memory(bytes);
+  Arena arena(bytes);
   pool.run([&](int t) { std::memset(arena.data() + t * share, 1, share); });
   // The median: on a shared machine the best of a few passes is a burst that no step can count on.
   std::vector<double> seconds;

@@ -39,10 +39,14 @@ struct KvRecord {
   constexpr KvRecord computed() const { return {type == KvType::kF32 ? KvType::kF32 : KvType::kBf16, head_dim}; }
 };
 
+constexpr uint16_t kNotFiniteBf16 = 0x7fc0;  // what stands for any number that is not finite
+
 // A key or value, quantised: codes, and bf16 numbers.
 struct KvCodes {
   uint8_t* codes;  // [head_dim], rounded up to 16
   uint16_t step, least;
+
+  bool is_finite() const { return least != kNotFiniteBf16; }
 };
 
 // The KV records of a split, at most kSplitBlocks.

@@ -56,20 +56,25 @@ HR_INLINE uint16_t bf16_below(float x) {
 HR_INLINE uint16_t bf16_above(float x) { return static_cast<uint16_t>(bf16_below(-x) ^ 0x8000); }
 HR_INLINE float from_bf16(uint16_t x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x) << 16); }
 
-// Codes 0 .. 2^bits - 1 over the range of the numbers. Step and least number are rounded outwards, so that no code needs clamping.
+// Codes 0 .. 2^bits - 1 over the range of the numbers. Step and least number are rounded outwards, so that no code needs clamping. The
+// least number is NaN where one of them is not finite, or the highest code would not be.
 void quantise_kv(const float* x, int n, int bits, KvCodes& out) {
-  Vf high = set1(x[0]), low = set1(-x[0]), finite = zero();
+  Vf high = set1(x[0]), low = set1(-x[0]), zeros = zero();
   for (int i = 0; i < n; i += 16) {
     const Vf v = load_partial(x + i, n - i), known = keep_lanes(v, 0, n - i, x[0]);
     high = max(high, known);
     low = max(low, sub(zero(), known));
-    finite = fma(v, zero(), finite);  // or NaN, which must reach every query that attends to this token
+    zeros = fma(v, zero(), zeros);
   }
   const float top = reduce_max(high);
-  out.least = bf16_below(reduce_add(finite) - reduce_max(low));
+  out.least = bf16_below(-reduce_max(low));
   const float least = from_bf16(out.least), levels = static_cast<float>((1 << bits) - 1);
   out.step = bf16_above((top - least) / levels);
   const float step = from_bf16(out.step), inverse = step > 1e-36f ? 1.0f / step : 0.0f;
+  if (!is_finite(zeros) || !(__builtin_fabsf(least) + step * levels < 3e38f)) {
+    out = {out.codes, 0, kNotFiniteBf16};
+    return;
+  }
   for (int i = 0; i < n; i += 16) store_u8(out.codes + i, round_to_int(mul(sub(load_partial(x + i, n - i), set1(least)), set1(inverse))));
 }
 

@@ -1,9 +1,14 @@
 // Activation packing: rows of floats into the blocks that the matrix kernels read. Included inside the namespace of an instruction set.
 
+// Numbers that are not finite have no code: the group, or the row, that has one gets the code 0 and a scale that is NaN, so that all that
+// is computed from it is NaN, and no other row is.
+HR_INLINE bool is_finite(Vf sum_of_zeros) { return ge_mask(sum_of_zeros, zero()) == 0xffff; }
+
 // int8 per 32 columns: scale = half of the range / 127, codes rounded to nearest even; around 0, or around the middle of the range.
 template <bool Offset>
 HR_INLINE void pack_group(const float* x, int n, uint8_t* group, int rows, int m) {
   Vf a = n >= kGroup ? load(x) : load_partial(x, n), b = n >= kGroup ? load(x + 16) : load_partial(x + 16, n - 16);
+  const bool finite = is_finite(fma(a, zero(), mul(b, zero())));
   float top, middle = 0;
   if constexpr (Offset) {
     const float high = reduce_max(max(a, b)), low = -reduce_max(max(sub(zero(), a), sub(zero(), b)));
@@ -13,6 +18,10 @@ HR_INLINE void pack_group(const float* x, int n, uint8_t* group, int rows, int m
     b = sub(b, set1(middle));
   } else {
     top = reduce_max(max(abs(a), abs(b)));
+  }
+  if (!finite) {
+    a = b = zero();
+    top = middle = kNotFinite;
   }
   const Vf inverse = set1(top > 1e-36f ? 127.0f / top : 0.0f);  // of less the inverse would overflow
   const Vi low = round_to_int(mul(a, inverse)), high = round_to_int(mul(b, inverse));
@@ -40,9 +49,15 @@ void pack_q8(const float* x, size_t stride, int count, int n, int columns, uint8
 // int8 with one scale a row: the row's highest magnitude / 127.
 void pack_q8_row(const float* x, size_t stride, int count, int n, int columns, uint8_t* block, int rows, int m) {
   for (int i = 0; i < count; i++, x += stride, m++) {
-    Vf highest = zero();
-    for (int k = 0; k < n; k += 16) highest = max(highest, abs(n - k >= 16 ? load(x + k) : load_partial(x + k, n - k)));
-    const float top = reduce_max(highest);
+    Vf highest = zero(), zeros = zero();
+    for (int k = 0; k < n; k += 16) {
+      const Vf v = n - k >= 16 ? load(x + k) : load_partial(x + k, n - k);
+      highest = max(highest, abs(v));
+      zeros = fma(v, zero(), zeros);
+    }
+    const bool finite = is_finite(zeros);
+    const float top = finite ? reduce_max(highest) : kNotFinite;
+    const int coded = finite ? n : 0;
     const Vf inverse = set1(top > 1e-36f ? 127.0f / top : 0.0f);  // of less the inverse would overflow
     auto* scales = reinterpret_cast<float*>(block);
     auto* zero_sums = reinterpret_cast<int32_t*>(scales + rows);
@@ -51,7 +66,7 @@ void pack_q8_row(const float* x, size_t stride, int count, int n, int columns, u
     for (int k = 0; k < columns; k += kGroup, codes += kGroup * rows)
       for (int half = 0; half < kGroup; half += 16) {
         const int at = k + half;
-        const Vi code = round_to_int(mul(n - at >= 16 ? load(x + at) : load_partial(x + at, n - at), inverse));
+        const Vi code = round_to_int(mul(coded - at >= 16 ? load(x + at) : load_partial(x + at, coded - at), inverse));
         store_s8(codes + half, code);
         sum = add(sum, code);
       }

@@ -1,10 +1,7 @@
 // Row kernels: norm, activation packing, gated unit, rotation. Included inside the namespace of an instruction set.
 // Every reduction has one order, fixed by the length of the row alone.
 
-HR_INLINE uint16_t to_bf16(float x) {
-  uint32_t u = __builtin_bit_cast(uint32_t, x);
-  return static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
+constexpr float kNotFinite = __builtin_nanf("");  // what is computed from numbers that are not finite, or too large
 
 // 2^t to 3e-6, 0 far below: a power of two times a polynomial in the remainder, the best of its degree on [-1/2, 1/2] that is 1 at 0.
 HR_INLINE Vf exp2(Vf t) {
@@ -46,7 +43,9 @@ void norm(const float* x, const float* weight, float eps, int n, float* out) {
     squares[0] = fma(v, v, squares[0]);
   });
   const Vf sum = add(add(squares[0], squares[1]), add(squares[2], squares[3]));
-  const Vf factor = set1(1.0f / __builtin_sqrtf(reduce_add(sum) / static_cast<float>(n) + eps));
+  const float mean = reduce_add(sum) / static_cast<float>(n);
+  // Where the squares are too large for a sum, a factor of 0 would make a row of zeros of it.
+  const Vf factor = set1(__builtin_isfinite(mean) ? 1.0f / __builtin_sqrtf(mean + eps) : kNotFinite);
   each_line(n, [&](int i, int m) { store_line(out + i, mul(mul(load_line(x + i, m), factor), load_line(weight + i, m)), m); });
 }
 

@@ -67,7 +67,7 @@ int top(const LogitRow& row) {
   for (int first = 0; first < row.num_peaks(); first += 16)
     if (const uint32_t hits = tiles_at(row, first, highest)) {
       const int tile = first + __builtin_ctz(hits);
-      return kTileRows * tile + __builtin_ctz(ge_mask(load_tile(row.logits, row.size, tile), highest));
+      if (const uint32_t tokens = ge_mask(load_tile(row.logits, row.size, tile), highest)) return kTileRows * tile + __builtin_ctz(tokens);
     }
   return 0;  // there is a NaN
 }

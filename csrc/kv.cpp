@@ -1,68 +1,120 @@
 #include "kv.h"
 
+#include <algorithm>
 #include <cstring>
+#include <limits>
+#include <vector>
 
 namespace headrace {
 namespace {
+
+constexpr float kNotFinite = std::numeric_limits<float>::quiet_NaN();
+
+// Below 0 for a number that is not finite, or is not once it is rounded to bf16.
+int32_t margin(float x) { return 0x7f7f7fff - (__builtin_bit_cast(int32_t, x) & 0x7fffffff); }
+
+// The numbers as they are stored: `x` itself, or a copy in `memory` where any that is not finite is one NaN. A query would look past a key
+// of minus infinity.
+const float* settled(const float* x, int n, std::vector<float>& memory) {
+  int32_t margins = 0;
+  for (int i = 0; i < n; i++) margins |= margin(x[i]);
+  if (margins >= 0) return x;
+  memory.resize(static_cast<size_t>(n));
+  std::transform(x, x + n, memory.begin(), [](float v) { return margin(v) < 0 ? kNotFinite : v; });
+  return memory.data();
+}
 
 uint16_t to_bf16(float x) {
   const uint32_t u = __builtin_bit_cast(uint32_t, x);
   return static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-// A block is filled in ascending order. An even token whose partner does not follow at once clears it: numbers of an earlier owner must
-// not come into the dot products, where even a weight of zero would let a NaN through.
-void store_value(uint32_t* pair, int lane, bool last, uint16_t bits) {
-  if (lane % 2 == 0 && last)
-    *pair = bits;
-  else
-    reinterpret_cast<uint16_t*>(pair)[lane % 2] = bits;
+void store(uint16_t* to, float x) { *to = to_bf16(x); }
+void store(float* to, float x) { *to = x; }
+bool is_nan(uint16_t x) { return x == kNotFiniteBf16; }
+bool is_nan(float x) { return x != x; }
+
+// Number d of a token's key or value in a record of T, bf16 or float32.
+template <class T>
+T* key_number(uint8_t* record, int lane, int d) {
+  constexpr int per = 4 / sizeof(T);
+  return reinterpret_cast<T*>(record) + (d / per * kKvTile + lane) * per + d % per;
 }
 
-uint32_t* value_pairs(uint8_t* record, const KvRecord& shape, int lane) {
-  return reinterpret_cast<uint32_t*>(record + shape.value_offset()) + static_cast<size_t>(lane / 2) * shape.padded_dim();
+template <class T>
+T* value_number(uint8_t* record, const KvRecord& shape, int lane, int d) {
+  constexpr int per = 4 / sizeof(T);
+  return reinterpret_cast<T*>(record + shape.value_offset()) + (lane / per * shape.padded_dim() + d) * per + lane % per;
 }
 
 uint8_t* value_codes(uint8_t* record, const KvRecord& shape, int lane) {
   return record + shape.value_offset() + static_cast<size_t>(lane) * shape.code_dim() * shape.bits() / 8;
 }
 
-// The four scale numbers of a token. Those of a value whose partner does not follow at once are cleared for the same reason.
-void write_scale(uint8_t* record, const KvRecord& shape, int part, int lane, bool last, uint16_t bits) {
-  auto* scales = reinterpret_cast<uint16_t*>(record + shape.scale_offset()) + part * kKvTile;
-  scales[lane] = bits;
-  if (part >= 2 && lane % 2 == 0 && last) scales[lane + 1] = 0;
+// The steps and least numbers of keys, then those of values.
+uint16_t* scale_number(uint8_t* record, const KvRecord& shape, int part, int lane) {
+  return reinterpret_cast<uint16_t*>(record + shape.scale_offset()) + part * kKvTile + lane;
 }
 
-void copy_codes(uint8_t* to, int to_lane, const uint8_t* from, int from_lane, const KvRecord& shape) {
+template <class T>
+void settle_value(uint8_t* record, const KvRecord& shape, int lane) {
+  bool finite = true;
+  for (int d = 0; d < shape.head_dim; d++) finite &= !is_nan(*value_number<T>(record, shape, lane, d));
+  for (int d = 0; !finite && d < shape.head_dim; d++) {
+    store(key_number<T>(record, lane, d), kNotFinite);
+    store(value_number<T>(record, shape, lane, d), 0.0f);
+  }
+}
+
+template <class T>
+void copy_numbers(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const KvRecord& shape) {
+  for (int d = 0; d < shape.head_dim; d++) {
+    *key_number<T>(to, to_lane, d) = *key_number<T>(from, from_lane, d);
+    *value_number<T>(to, shape, to_lane, d) = *value_number<T>(from, shape, from_lane, d);
+  }
+}
+
+void copy_codes(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const KvRecord& shape) {
   for (size_t i = 0; i < shape.value_offset(); i += kKvTile) to[i + to_lane] = from[i + from_lane];
-  const size_t width = static_cast<size_t>(shape.code_dim()) * shape.bits() / 8;
-  std::memcpy(to + shape.value_offset() + to_lane * width, from + shape.value_offset() + from_lane * width, width);
-  const auto* scales = reinterpret_cast<const uint16_t*>(from + shape.scale_offset()) + from_lane;
-  for (int part = 0; part < 4; part++) write_scale(to, shape, part, to_lane, true, scales[part * kKvTile]);
+  std::memcpy(value_codes(to, shape, to_lane), value_codes(from, shape, from_lane),
+              static_cast<size_t>(shape.code_dim()) * shape.bits() / 8);
+  for (int part = 0; part < 4; part++) *scale_number(to, shape, part, to_lane) = *scale_number(from, shape, part, from_lane);
 }
 
 }  // namespace
 
 void write_keys(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n) {
-  auto* lines = reinterpret_cast<uint32_t*>(record) + lane;
+  std::vector<float> memory;
+  x = settled(x, n, memory);
   if (shape.type == KvType::kBf16) {
-    for (int i = 0; i < n; i += 2) lines[(d + i) / 2 * kKvTile] = to_bf16(x[i]) | static_cast<uint32_t>(to_bf16(x[i + 1])) << 16;
+    auto* to = reinterpret_cast<uint8_t*>(key_number<uint16_t>(record, lane, d));
+    for (int i = 0; i < n; i += 2, to += 4 * kKvTile) {
+      const uint32_t pair = to_bf16(x[i]) | static_cast<uint32_t>(to_bf16(x[i + 1])) << 16;
+      std::memcpy(to, &pair, 4);
+    }
   } else {
-    for (int i = 0; i < n; i++) std::memcpy(&lines[(d + i) * kKvTile], &x[i], 4);
+    float* to = key_number<float>(record, lane, d);
+    for (int i = 0; i < n; i++, to += kKvTile) *to = x[i];
   }
 }
 
-void write_values(uint8_t* record, const KvRecord& shape, int lane, bool last, int d, const float* x, int n) {
-  if (shape.type == KvType::kF32) {
-    std::memcpy(record + shape.value_offset() + (static_cast<size_t>(lane) * shape.padded_dim() + d) * 4, x, static_cast<size_t>(n) * 4);
-    return;
+bool write_values(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n) {
+  std::vector<float> memory;
+  const float* from = settled(x, n, memory);
+  if (shape.type == KvType::kBf16) {
+    uint16_t* to = value_number<uint16_t>(record, shape, lane, d);
+    for (int i = 0; i < n; i++) to[2 * i] = to_bf16(from[i]);
+  } else {
+    std::copy(from, from + n, value_number<float>(record, shape, lane, d));
   }
-  uint32_t* pairs = value_pairs(record, shape, lane) + d;
-  for (int i = 0; i < n; i++) store_value(&pairs[i], lane, last, to_bf16(x[i]));
+  return from == x;
 }
 
-void write_codes(uint8_t* record, const KvRecord& shape, int lane, bool last, const KvCodes& key, const KvCodes& value) {
+void settle(uint8_t* record, const KvRecord& shape, int lane) {
+  return shape.type == KvType::kBf16 ? settle_value<uint16_t>(record, shape, lane) : settle_value<float>(record, shape, lane);
+}
+
+void write_codes(uint8_t* record, const KvRecord& shape, int lane, const KvCodes& key, const KvCodes& value) {
   uint8_t *keys = record + lane, *values = value_codes(record, shape, lane);
   if (shape.bits() == 8) {
     for (int d = 0; d < shape.head_dim; d++) keys[d * kKvTile] = key.codes[d];
@@ -75,22 +127,15 @@ void write_codes(uint8_t* record, const KvRecord& shape, int lane, bool last, co
         values[d / 2 + i] = static_cast<uint8_t>((d + i < shape.head_dim ? value.codes[d + i] : 0) | high << 4);
       }
   }
-  const uint16_t scales[] = {key.step, key.least, value.step, value.least};
-  for (int part = 0; part < 4; part++) write_scale(record, shape, part, lane, last, scales[part]);
+  const bool finite = value.is_finite();
+  const uint16_t scales[] = {key.step, finite ? key.least : kNotFiniteBf16, value.step, finite ? value.least : uint16_t{0}};
+  for (int part = 0; part < 4; part++) *scale_number(record, shape, part, lane) = scales[part];
 }
 
-void copy_token(uint8_t* to, int to_lane, const uint8_t* from, int from_lane, const KvRecord& shape) {
+void copy_token(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const KvRecord& shape) {
   if (is_quantised(shape.type)) return copy_codes(to, to_lane, from, from_lane, shape);
-  for (int line = 0; line < shape.head_dim / shape.per(); line++)
-    std::memcpy(to + (line * kKvTile + to_lane) * 4, from + (line * kKvTile + from_lane) * 4, 4);
-  const size_t values = shape.value_offset(), width = static_cast<size_t>(shape.padded_dim()) * 4;
-  if (shape.type == KvType::kF32) {
-    std::memcpy(to + values + to_lane * width, from + values + from_lane * width, width);
-    return;
-  }
-  const auto* source = reinterpret_cast<const uint16_t*>(from + values + from_lane / 2 * width) + from_lane % 2;
-  uint32_t* pairs = value_pairs(to, shape, to_lane);
-  for (int d = 0; d < shape.head_dim; d++) store_value(&pairs[d], to_lane, true, source[2 * d]);
+  return shape.type == KvType::kBf16 ? copy_numbers<uint16_t>(to, to_lane, from, from_lane, shape)
+                                     : copy_numbers<float>(to, to_lane, from, from_lane, shape);
 }
 
 void KvCache::move(int source, int target) const {

@@ -15,7 +15,7 @@ class KvCache {
   static constexpr int kChunk = 8;
 
   KvCache(int layers, int heads, int blocks, KvRecord shape)
-      : layers_(layers), heads_(heads), blocks_(blocks), shape_(shape), arena_(bytes()) {}
+      : layers_(layers), heads_(heads), blocks_(blocks), shape_(shape), arena_(product({layers, heads, blocks}, shape.bytes())) {}
 
   int heads() const { return heads_; }
   int num_blocks() const { return blocks_; }
@@ -35,13 +35,18 @@ class KvCache {
   Arena arena_;
 };
 
-// Numbers d .. d + n - 1 of the key or value of token `lane`; d and n are even for keys. `last`: token lane + 1 is not written in the
-// same step, where it may be another thread's.
+// What is not finite is kept in the key, as NaN, and never in a value, where even a weight of zero would let it through: to rows that do
+// not see the token, and to a later owner of the block. So a token with a number that is not finite makes NaN of all rows that see it.
+
+// Numbers d .. d + n - 1 of the key or value of token `lane`; d and n are even for keys. Values say whether all of them are finite: where
+// they are not, `settle` must follow before anything reads the token.
 void write_keys(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n);
-void write_values(uint8_t* record, const KvRecord& shape, int lane, bool last, int d, const float* x, int n);
+bool write_values(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n);
+// Zeros for a value with a number that is not finite, and NaN for its key.
+void settle(uint8_t* record, const KvRecord& shape, int lane);
 // A whole key and value, quantised.
-void write_codes(uint8_t* record, const KvRecord& shape, int lane, bool last, const KvCodes& key, const KvCodes& value);
+void write_codes(uint8_t* record, const KvRecord& shape, int lane, const KvCodes& key, const KvCodes& value);
 // Key and value of one token from record to record.
-void copy_token(uint8_t* to, int to_lane, const uint8_t* from, int from_lane, const KvRecord& shape);
+void copy_token(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const KvRecord& shape);
 
 }  // namespace headrace

@@ -54,7 +54,8 @@ class Attention : public Op {
     const KvRows& kv = step.kv[work_.group];
     const int first = split * kSplitBlocks;
     for (; records.blocks < kSplitBlocks && (first + records.blocks) * kKvTile < item.context; records.blocks++)
-      records.at[records.blocks] = cache(plan).record(layer_, item.head, kv.block_table[item.seq * kv.max_blocks + first + records.blocks]);
+      records.at[records.blocks] =
+          cache(plan).record(layer_, item.head, kv.block_table[static_cast<size_t>(item.seq) * kv.max_blocks + first + records.blocks]);
     return records;
   }
 

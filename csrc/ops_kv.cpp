@@ -47,15 +47,14 @@ class KvWrite : public Op {
     HeadQuantiser key(plan.kernels(), shape), value(plan.kernels(), shape);
     for (int row = begin; row < end; row++) {
       const int slot = rows.slots[row], lane = slot % kKvTile;
-      const bool last = step.ends_run(rows, row);
       const float *k = plan.buffer(k_).row(row), *v = plan.buffer(v_).row(row);
       for (int head = 0; head < cache.heads(); head++, k += shape.head_dim, v += shape.head_dim) {
         uint8_t* record = cache.record(layer_.layer, head, slot / kKvTile);
         if (is_quantised(shape.type)) {
-          write_codes(record, shape, lane, last, key(k), value(v));
+          write_codes(record, shape, lane, key(k), value(v));
         } else {
           write_keys(record, shape, lane, 0, k, shape.head_dim);
-          write_values(record, shape, lane, last, 0, v, shape.head_dim);
+          if (!write_values(record, shape, lane, 0, v, shape.head_dim)) settle(record, shape, lane);
         }
       }
     }

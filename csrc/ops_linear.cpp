@@ -1,5 +1,6 @@
 // Linear ops: tiles of 16 outputs, each over some blocks of activation rows, with the epilogue while they are in the L1 cache.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "plan.h"
@@ -35,13 +36,15 @@ class TileItems {
   void each(int begin, int end, F&& f) const {
     for (int item = begin; item < end; item++) {
       const int chunk = item / tiles_;
-      for (int b = blocks_.count * chunk / chunks_; b < blocks_.count * (chunk + 1) / chunks_; b++) f(item % tiles_, b);
+      for (int b = first_block(chunk); b < first_block(chunk + 1); b++) f(item % tiles_, b);
     }
   }
 
  private:
   // Chunks beyond a few have at least so many blocks: with fewer, fetching the weights again for each would cost more than it saves.
   static constexpr int kLeastBlocks = 8, kFewChunks = 4;
+  int first_block(int chunk) const { return static_cast<int>(static_cast<int64_t>(blocks_.count) * chunk / chunks_); }
+
   const Blocks& blocks_;
   const int tiles_, chunks_;
 };
@@ -158,6 +161,9 @@ class QkvRopeWrite : public Op {
     });
   }
 
+  // Whether a value that is not finite has been written since the last call.
+  bool take_unsettled() { return unsettled_.exchange(false, std::memory_order_relaxed); }
+
  private:
   TileItems work(const Plan& plan) const {
     int tiles = 0;
@@ -166,24 +172,45 @@ class QkvRopeWrite : public Op {
   }
 
   // Columns first .. first + n - 1 of a key (part 1) or value (part 2).
-  void write(const Plan& plan, const Step& step, int part, int row, int first, int n, const float* y) const {
+  void write(const Plan& plan, const Step& step, int part, int row, int first, int n, const float* y) {
     const KvCache& cache = plan.kv(a_.layer.group);
     const KvRecord& shape = cache.shape();
     const KvRows& rows = step.kv[a_.layer.group];
     const int slot = rows.slots[row], lane = slot % kKvTile;
-    const bool last = step.ends_run(rows, row);
     for (int i = 0; i < n;) {  // a tile of a small head reaches into the next
       const int head = (first + i) / shape.head_dim, d = (first + i) % shape.head_dim, run = std::min(n - i, shape.head_dim - d);
       uint8_t* record = cache.record(a_.layer.layer, head, slot / kKvTile);
       if (part == 1)
         write_keys(record, shape, lane, d, y + i, run);
-      else
-        write_values(record, shape, lane, last, d, y + i, run);
+      else if (!write_values(record, shape, lane, d, y + i, run))
+        unsettled_.store(true, std::memory_order_relaxed);
       i += run;
     }
   }
 
   const QkvArgs a_;
+  std::atomic<bool> unsettled_{false};
+};
+
+// Settles the tokens of a step in which a value is not finite. Their keys are those of other threads until the op before is done.
+class SettleValues : public Op {
+ public:
+  SettleValues(QkvRopeWrite* written, KvLayer layer) : Op(written->kind), written_(written), layer_(layer) {}
+
+  int items(const Plan&, const Step& step) override { return written_->take_unsettled() ? step.rows : 0; }
+
+  void run(const Plan& plan, const Step& step, int begin, int end, int) override {
+    const KvCache& cache = plan.kv(layer_.group);
+    for (int row = begin; row < end; row++) {
+      const int slot = step.kv[layer_.group].slots[row];
+      for (int head = 0; head < cache.heads(); head++)
+        settle(cache.record(layer_.layer, head, slot / kKvTile), cache.shape(), slot % kKvTile);
+    }
+  }
+
+ private:
+  QkvRopeWrite* const written_;
+  const KvLayer layer_;
 };
 
 }  // namespace
@@ -194,6 +221,11 @@ std::unique_ptr<Op> make_linear(int out, int x, int weight, int bias, int residu
 std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias) {
   return std::make_unique<GluLinear>(out, x, gate, up, gate_bias, up_bias);
 }
-std::unique_ptr<Op> make_qkv_rope_write(const QkvArgs& args) { return std::make_unique<QkvRopeWrite>(args); }
+std::array<std::unique_ptr<Op>, 2> make_qkv_rope_write(const QkvArgs& args) {
+  auto write = std::make_unique<QkvRopeWrite>(args);
+  auto after = args.kv[0] >= 0 ? make_kv_write(write->kind, args.kv[0], args.kv[1], args.layer)
+                               : std::make_unique<SettleValues>(write.get(), args.layer);
+  return {std::move(write), std::move(after)};
+}
 
 }  // namespace headrace

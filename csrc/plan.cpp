@@ -16,12 +16,6 @@ void check_whole_rows(const Buffer& buffer) {
     throw std::invalid_argument("a buffer that is written in pieces cannot be packed with one scale a row");
 }
 
-template <class F>
-struct Finally : F {
-  explicit Finally(F f) : F(std::move(f)) {}
-  ~Finally() { (*this)(); }
-};
-
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 }  // namespace
@@ -37,19 +31,20 @@ void Plan::reserve_weights(size_t bytes) {
 }
 
 uint8_t* Plan::allocate(size_t bytes) {
-  weight_bytes_ += bytes;
   if (arenas_.empty() || arena_used_ + bytes > arenas_.back().size()) reserve_weights(std::max(bytes, kArenaBytes));
-  arena_used_ += bytes;
+  arena_used_ += bytes, weight_bytes_ += bytes;
   return arenas_.back().data() + arena_used_ - bytes;
 }
 
 int Plan::add_weight(const Stored& stored) {
+  check_stored(stored);
   const size_t bytes = packed_bytes(stored.format, stored.rows, stored.cols), tiles = (stored.rows + kTileRows - 1) / kTileRows;
   weights_.push_back(pack(stored, allocate(bytes), bytes / tiles, *pool_));
   return static_cast<int>(weights_.size()) - 1;
 }
 
 std::pair<int, int> Plan::add_weight_pair(const Stored& a, const Stored& b) {
+  check_stored(a), check_stored(b);
   if (packed_format(a.format) != packed_format(b.format) || a.rows != b.rows || a.cols != b.cols) {
     const int first = add_weight(a);
     return {first, add_weight(b)};
@@ -76,12 +71,12 @@ int Plan::add_buffer(int width, bool logit, bool packed) {
   buffer.logit = logit;
   buffer.packed = packed;
   buffers_.push_back(std::move(buffer));
+  capacity_rows_ = capacity_logit_rows_ = 0;  // the next step makes room for it
   return static_cast<int>(buffers_.size()) - 1;
 }
 
 int Plan::add_program() {
   programs_.emplace_back();
-  capacity_rows_ = capacity_logit_rows_ = 0;  // the next step makes room for its buffers
   return num_programs() - 1;
 }
 
@@ -103,6 +98,7 @@ void Plan::reads(int buffer, int weight, bool offset) {
   const Weight& w = weights_[weight];
   if (!b.packed || b.width != w.cols) throw std::invalid_argument("a linear op reads a packed buffer as wide as its weight");
   b.wanted[static_cast<int>(kernels_->form[offset][static_cast<int>(w.format)])] = true;
+  capacity_rows_ = capacity_logit_rows_ = 0;  // the next step makes room for this form, also if the op is refused after all
   check_whole_rows(b);
   // Readers of different formats share the buffer: the longest padding serves all, since each reads its own units from the start.
   const int unit = std::max({unit_columns(w.format), kGroup});
@@ -123,7 +119,9 @@ bool Plan::reserve(const Step& step) {
     size_t at = 0;
     const auto place = [&](size_t bytes) {
       uint8_t* p = base ? base + at : nullptr;
-      at += (bytes + 127) / 64 * 64;
+      const size_t padded = (bytes + 127) / 64 * 64;
+      if (p) activations_->guard(p + bytes, padded - bytes);
+      at += padded;
       return p;
     };
     for (Buffer& b : buffers_) {
@@ -136,7 +134,9 @@ bool Plan::reserve(const Step& step) {
   };
   activations_.reset();
   capacity_rows_ = capacity_logit_rows_ = 0;  // so it stays if there is not enough memory
-  activations_ = std::make_shared<Arena>(walk(nullptr));
+  const size_t bytes = walk(nullptr);
+  check_fits_memory(bytes);
+  activations_ = std::make_shared<Arena>(bytes);
   walk(activations_->data());
   capacity_rows_ = capacity_rows, capacity_logit_rows_ = capacity_logit_rows;
   return true;
@@ -189,8 +189,6 @@ int Plan::advance(const Program& program, int op, const Step& step, int thread) 
 }
 
 bool Plan::run(int number, const Step& step) {
-  if (running_.exchange(true)) throw std::runtime_error("the plan is running a step: one at a time");
-  const Finally end([this] { running_.store(false, std::memory_order_release); });
   const Program& program = programs_[static_cast<size_t>(number)];
   row_blocks_ = Blocks(step.rows, kernels_->max_rows);
   logit_blocks_ = Blocks(step.logit_rows, kernels_->max_rows);

@@ -1,7 +1,6 @@
 // A compiled program: ops over buffers, run by all threads of a pool, one barrier between ops. A step is one call of run().
 #pragma once
 #include <array>
-#include <atomic>
 #include <climits>
 #include <map>
 #include <memory>
@@ -11,6 +10,7 @@
 #include "kernels.h"
 #include "kv.h"
 #include "memory.h"
+#include "one_caller.h"
 #include "pool.h"
 #include "weights.h"
 
@@ -30,9 +30,6 @@ struct Step {
   const uint64_t* ancestors;  // null: every draft tree is a chain
   const int32_t* logit_row;
   const float* inputs;  // [rows, as wide as the program reads]; null where it begins with tokens
-
-  // Whether the token after that of `row` is not written in this step: the other half of its pair of values is then unset.
-  bool ends_run(const KvRows& at, int row) const { return row + 1 == rows || at.slots[row + 1] != at.slots[row] + 1; }
 };
 
 // `count` rows cut into blocks of at most max_rows whose sizes differ by one at most: no block is left with a slow tail.
@@ -103,6 +100,8 @@ class Plan {
   // The pool may be that of another plan that never runs at the same time.
   Plan(const Kernels* kernels, std::shared_ptr<Pool> pool);
   ~Plan();
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
 
   // Adds a group of layers; groups are numbered in the order in which they come.
   void add_kv_group(KvGroup group) { kv_.push_back(std::move(group)); }
@@ -130,7 +129,9 @@ class Plan {
 
   // Runs a step; returns whether the buffers have moved. What an op throws ends the step, and is thrown here.
   bool run(int program, const Step& step);
-  bool is_running() const { return running_.load(std::memory_order_acquire); }
+  // A caller that works on the plan without Python's lock has a turn, from before it is given up.
+  OneCaller& caller() { return caller_; }
+  bool is_in_use() const { return caller_.is_taken(); }
 
   int num_programs() const { return static_cast<int>(programs_.size()); }
   const Program& program(int number) const { return programs_[static_cast<size_t>(number)]; }
@@ -190,7 +191,7 @@ class Plan {
   std::vector<Program> programs_;
   Blocks row_blocks_, logit_blocks_;
   std::shared_ptr<Arena> activations_;
-  std::atomic<bool> running_{false};
+  OneCaller caller_;
   int capacity_rows_ = 0, capacity_logit_rows_ = 0;
   Deal deal_;
   std::map<std::pair<int, int>, std::unique_ptr<AttentionWork>> attention_work_;  // by group and heads
@@ -222,7 +223,8 @@ struct QkvArgs {
   KvLayer layer;
   std::array<int, 2> kv;  // buffers that take keys and values instead of the KV cache; -1: straight there
 };
-std::unique_ptr<Op> make_qkv_rope_write(const QkvArgs& args);
+// And the op after it, which puts the keys and values of those buffers into the KV cache, or settles values that are not finite.
+std::array<std::unique_ptr<Op>, 2> make_qkv_rope_write(const QkvArgs& args);
 // Keys and values from two buffers to the KV cache, in its number format. Its time is booked on `kind`.
 std::unique_ptr<Op> make_kv_write(std::string kind, int k, int v, KvLayer layer);
 // Attention, and the op after it that merges contexts split over threads.

@@ -1,6 +1,7 @@
 #include "sampler.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <span>
@@ -13,7 +14,8 @@ constexpr double kGreedyBelow = 1e-5;  // temperatures under this count as 0
 constexpr int kFew = 128;              // tokens that are sorted rather than divided further
 constexpr double kFarthest = 87;       // weights further down, in temperatures, are 0
 
-// A row with its peaks, and the memory to work on it.
+// A row with its peaks, and the memory to work on it. The row may be a caller's array, which another thread can write to meanwhile: the
+// token is then any, but one of the vocabulary.
 class Row {
  public:
   Row(const Kernels& kernels, const float* logits, int size, Scratch& scratch) : kernels_(kernels), scratch_(scratch) {
@@ -23,7 +25,7 @@ class Row {
     scratch.ids.resize(whole);
     row_ = {logits, scratch.peaks.data(), size, 0, 0};
     if (!kernels.peaks(logits, size, scratch.peaks.data())) throw NonFiniteLogits();
-    row_.top_id = kernels.top(row_);
+    row_.top_id = std::min(kernels.top(row_), size - 1);
     row_.top = logits[row_.top_id];
     if (!std::isfinite(row_.top)) throw NonFiniteLogits();
   }
@@ -41,7 +43,9 @@ class Row {
   }
   float weight(int id) const { return scratch_.weights[static_cast<size_t>(id)]; }
   bool keeps(Cut cut, int id) const { return (*this)[id] > cut.logit || ((*this)[id] == cut.logit && id <= cut.id); }
-  int noisiest(Cut cut, double temperature, NoiseStream stream) const { return kernels_.noisiest(row_, cut, temperature, stream); }
+  int noisiest(Cut cut, double temperature, NoiseStream stream) const {
+    return std::min(kernels_.noisiest(row_, cut, temperature, stream), row_.size - 1);
+  }
 
   // The best `n` tokens, or those of the cut if they are fewer.
   Cut best(Cut cut, int n) const;
@@ -65,10 +69,19 @@ class Row {
   LogitRow row_;
 };
 
+// Lower for a higher logit, of equal ones for the lower id, which is the low half. An integer, so that there is an order of any logits.
+uint64_t rank(float logit, int id) {
+  const auto bits = std::bit_cast<uint32_t>(logit + 0.0f);  // of the two zeros one
+  const uint32_t ascending = bits >> 31 ? ~bits : bits | 0x80000000;
+  return static_cast<uint64_t>(~ascending) << 32 | static_cast<uint32_t>(id);
+}
+
 std::span<const int> Row::sorted(Cut from, Cut to) const {
   const std::span<int> ids(scratch_.ids.data(), static_cast<size_t>(kernels_.collect(row_, from, to, scratch_.ids.data())));
-  const float* logits = row_.logits;
-  std::sort(ids.begin(), ids.end(), [logits](int a, int b) { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); });
+  scratch_.ranks.clear();
+  for (const int id : ids) scratch_.ranks.push_back(rank(row_.logits[id], id));
+  std::sort(scratch_.ranks.begin(), scratch_.ranks.end());
+  std::transform(scratch_.ranks.begin(), scratch_.ranks.end(), ids.begin(), [](uint64_t r) { return static_cast<int>(r & 0xffffffff); });
   return ids;
 }
 
@@ -108,7 +121,9 @@ Cut Row::best(Cut cut, int n) const {
   if (n >= (cut.logit == -kInfinity ? row_.size : count(cut))) return cut;
   const auto measure = [this](Cut at) { return Share{0, count(at)}; };
   const Bracket b = bracket(cut, 1.0, measure, [n](Share share) { return share.count >= n; });
-  const int last = sorted(b.narrower, b.wider)[static_cast<size_t>(n - b.inside.count - 1)];
+  const std::span<const int> ids = sorted(b.narrower, b.wider);
+  if (ids.empty()) return b.wider;
+  const int last = ids[static_cast<size_t>(std::clamp(n - b.inside.count, 1, static_cast<int>(ids.size())) - 1)];
   return {row_.logits[last], last};
 }
 
@@ -294,7 +309,7 @@ Verified verify_exact(Sampler& sampler, const float* logits, uint32_t position, 
 
 std::vector<int> expand(Sampler& sampler, float* logits, uint32_t position, uint32_t seq_index, int width, Scratch& scratch) {
   std::optional<Sampler> initial;
-  if (width > 1) initial = sampler.clone(seq_index);
+  if (width > 1) initial.emplace(sampler.clone(seq_index));
   std::vector<int> tokens = {sampler.draw(logits, position, -1, scratch).token};
   while (static_cast<int>(tokens.size()) < width) {
     logits[tokens.back()] = -kInfinity;

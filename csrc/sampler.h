@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "one_caller.h"
 
 namespace headrace {
 
@@ -49,6 +50,7 @@ struct Drawn {
 struct Scratch {
   std::vector<float> peaks, weights, adjusted;
   std::vector<int> ids;
+  std::vector<uint64_t> ranks;
 };
 
 // Throws NonFiniteLogits.
@@ -63,6 +65,7 @@ class Sampler {
   Sampler clone(uint32_t seq_index) const;
 
   int vocab() const { return options_.vocab; }
+  OneCaller& caller() { return caller_; }  // a caller that draws has a turn
 
   // The token at `position` from a row as wide as the vocabulary; it becomes part of the state. Log-probabilities if num_logprobs >= 0.
   // Throws NonFiniteLogits.
@@ -91,6 +94,7 @@ class Sampler {
   const float* adjusted(const float* logits, uint32_t position, std::vector<float>& memory) const;
   void see(int token, uint32_t in_output);
 
+  OneCaller caller_;
   const Kernels* kernels_;
   SamplingOptions options_;
   uint32_t seq_index_;

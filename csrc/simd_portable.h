@@ -77,9 +77,10 @@ HR_INLINE Vi shift_right(Vi a) {  // zeros come in
 HR_INLINE Vi bits(Vf a) { return {reinterpret_cast<Vint>(a)}; }
 HR_INLINE void store(uint32_t* p, Vi a) { memcpy(p, &a, 64); }
 HR_INLINE Vf to_float(Vi a) { return __builtin_convertvector(a.v, Vf); }
+// What no int32 is becomes the least one, as x86 has it.
 HR_INLINE Vi round_to_int(Vf a) {
   Vint r;
-  for (int i = 0; i < 16; i++) r[i] = static_cast<int32_t>(__builtin_rintf(a[i]));
+  for (int i = 0; i < 16; i++) r[i] = a[i] >= -0x1p31f && a[i] < 0x1p31f ? static_cast<int32_t>(__builtin_rintf(a[i])) : INT32_MIN;
   return {r};
 }
 // The number whose exponent field is the low bits of x.

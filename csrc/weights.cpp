@@ -214,18 +214,12 @@ float unpack_i8_row(const Weight& w, const uint8_t* tile, int r, int k) {
   return scale * static_cast<float>(tile[static_cast<size_t>(k / 4) * 64 + 4 * r + k % 4] - 128);
 }
 
-void check(const Stored& stored, const Source& source, size_t row_bytes) {
-  const auto require = [](bool ok, const char* message) {
-    if (!ok) throw std::invalid_argument(message);
-  };
-  const auto rows = static_cast<size_t>(stored.rows);
-  const bool row_scaled = source.format == Format::kI8Row;
-  require(stored.rows > 0 && stored.cols > 0 && stored.cols % source.block_columns == 0 && row_bytes * rows == stored.bytes,
-          "a weight's bytes do not match its shape and format");
-  require(stored.row_order.empty() || stored.row_order.size() == rows, "a weight's row order has the wrong length");
-  for (const int64_t row : stored.row_order) require(row >= 0 && row < stored.rows, "a weight's row order names a row that is not there");
-  require(stored.row_scales.size() == (row_scaled ? rows : 0), "a weight needs a scale for each row, or none at all in this format");
-  require(!row_scaled || stored.cols <= kMaxRowColumns, "int8 with one scale a row has at most 131,072 columns: more may overflow a sum");
+void check_shape(int rows, int cols) {
+  if (std::min(rows, cols) <= 0 || std::max(rows, cols) > 1 << 24) throw std::invalid_argument("a weight has 1 to 2^24 rows and columns");
+}
+
+size_t row_bytes(const Stored& stored, const Source& source) {
+  return static_cast<size_t>(stored.cols) / source.block_columns * source.block_bytes;
 }
 
 float unpack_grouped(const Weight& w, const uint8_t* tile, int r, int k) {
@@ -249,20 +243,34 @@ float unpack_grouped(const Weight& w, const uint8_t* tile, int r, int k) {
 Format packed_format(const std::string& stored) { return source_of(stored).format; }
 
 size_t packed_bytes(const std::string& format, int rows, int cols) {
-  if (rows <= 0 || cols <= 0) throw std::invalid_argument("a weight needs rows and columns");
+  check_shape(rows, cols);
   const Format f = packed_format(format);
   return static_cast<size_t>((rows + kTileRows - 1) / kTileRows) * tile_bytes(f, units_of(f, cols));
 }
 
+void check_stored(const Stored& stored) {
+  const Source& source = source_of(stored.format);
+  const auto require = [](bool ok, const char* message) {
+    if (!ok) throw std::invalid_argument(message);
+  };
+  check_shape(stored.rows, stored.cols);
+  const auto rows = static_cast<size_t>(stored.rows);
+  const bool row_scaled = source.format == Format::kI8Row;
+  require(stored.cols % source.block_columns == 0 && row_bytes(stored, source) * rows == stored.bytes,
+          "a weight's bytes do not match its shape and format");
+  require(stored.row_order.empty() || stored.row_order.size() == rows, "a weight's row order has the wrong length");
+  for (const int64_t row : stored.row_order) require(row >= 0 && row < stored.rows, "a weight's row order names a row that is not there");
+  require(stored.row_scales.size() == (row_scaled ? rows : 0), "a weight needs a scale for each row, or none at all in this format");
+  require(!row_scaled || stored.cols <= kMaxRowColumns, "int8 with one scale a row has at most 131,072 columns: more may overflow a sum");
+}
+
 Weight pack(const Stored& stored, uint8_t* to, size_t stride, Pool& pool) {
   const Source& source = source_of(stored.format);
-  const size_t row_bytes = static_cast<size_t>(stored.cols) / source.block_columns * source.block_bytes;
-  check(stored, source, row_bytes);
   const Weight w{source.format, stored.rows, stored.cols, units_of(source.format, stored.cols), stride, to};
   pool.parallel(w.tiles(), [&](int begin, int end, int) {
     for (int row = begin * kTileRows; row < std::min(end * kTileRows, w.rows); row++) {
       const int64_t from = stored.row_order.empty() ? row : stored.row_order[row];
-      const uint8_t* bytes = stored.data + from * row_bytes;
+      const uint8_t* bytes = stored.data + from * row_bytes(stored, source);
       uint8_t* tile = to + static_cast<size_t>(row / kTileRows) * stride;
       if (source.read)
         pack_grouped_row(source, bytes, w.cols, tile, row % kTileRows);

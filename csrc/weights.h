@@ -42,8 +42,10 @@ size_t packed_bytes(const std::string& format, int rows, int cols);
 // Bytes of a vector of n floats: kernels read whole lines.
 constexpr size_t vector_bytes(int n) { return static_cast<size_t>(n + 15) / 16 * 64; }
 
-// Repacks into `to` (zeroed, packed_bytes long when stride is the tile's own size), with all threads. Throws std::invalid_argument for
-// parts that do not fit together.
+// Throws std::invalid_argument for parts that do not fit together.
+void check_stored(const Stored& stored);
+
+// Repacks what has been checked into `to` (zeroed, packed_bytes long when stride is the tile's own size), with all threads.
 Weight pack(const Stored& stored, uint8_t* to, size_t stride, Pool& pool);
 
 // Row `row` of a packed matrix as float32.

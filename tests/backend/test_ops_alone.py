@@ -119,7 +119,7 @@ def test_chunks_and_threads_change_no_bit(isa: str, dtype: KvDtype, head_dim: in
 
 @pytest.mark.parametrize("dtype", get_args(KvDtype))
 def test_what_an_earlier_owner_left_in_a_block_is_not_read(dtype: KvDtype) -> None:
-    """Of a pair of values that share a word, the half that has not been written yet is cleared."""
+    """Half of a pair of values that share a word may be an earlier owner's: it counts for nothing, and is finite."""
     model, kv = model_of({"kv_heads": 2, "groups": 1, "head_dim": 16, "window": 0}, 6), KvConfig((8,), 32, dtype)
     spec, tensors = model
     values = tensors["embed"].dequantise()

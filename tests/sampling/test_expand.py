@@ -51,6 +51,8 @@ def test_arguments_are_checked() -> None:
     sampler, logits = _native.Sampler(VOCAB, []), np.zeros((2, VOCAB), np.float32)
     with pytest.raises(ValueError, match="width must be above 0"):
         _native.expand(POOL, logits, [Expand(0, 0, sampler, 0, 0, False)])
+    with pytest.raises(ValueError, match="expanded once"):
+        _native.expand(POOL, logits, [Expand(1, 0, one, 0, 1, False) for one in (sampler, sampler.clone(1))])
     with pytest.raises(ValueError, match="not there"):
         _native.expand(POOL, logits, [Expand(2, 0, sampler, 0, 1, False)])
     logits.flags.writeable = False

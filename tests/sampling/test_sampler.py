@@ -1,5 +1,9 @@
 """The native sampler against its NumPy twin, published vectors of its generator, and the distribution it must draw from."""
 
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -243,6 +247,69 @@ def test_arguments_of_a_batch_of_draws_are_checked() -> None:
         _native.top_tokens(pool, logits, [TopTokens(2, 0, sampler, 1)])
     with pytest.raises(ValueError, match="above 0"):
         _native.top_tokens(pool, logits, [TopTokens(0, 0, sampler, 0)])
+
+
+class Passing(Sequence[Draw]):
+    """Draws that are gone, with their samplers, as soon as they have been read."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, i: Any) -> Any:
+        if not 0 <= i < 2:
+            raise IndexError
+        return Draw(0, 0, _native.Sampler(30, [1, 2], presence_penalty=1.0, seed=int(i)))
+
+
+def test_samplers_stay_while_they_draw() -> None:
+    logits = np.random.default_rng(0).normal(0, 1, (1, 30)).astype(np.float32)
+    for _ in range(100):
+        assert _native.verify_exact(_native.Pool(1), logits, Passing()) == _native.verify_exact(_native.Pool(1), logits, list(Passing()))
+
+
+def test_a_sampler_is_used_by_one_thread_at_a_time() -> None:
+    """Its memory of tokens is changed by each draw."""
+    sampler, row = _native.Sampler(3000, [], presence_penalty=1.0), np.random.default_rng(0).normal(0, 1, 3000).astype(np.float32)
+    failures: set[str] = set()
+    until = time.monotonic() + 60
+
+    def draw() -> None:
+        while not failures and time.monotonic() < until:
+            try:
+                sampler.draw(row, 0, 3)
+            except RuntimeError as error:
+                failures.add(str(error))
+
+    threads = [threading.Thread(target=draw) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == {"the sampler is at work in another thread: one at a time"}
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_row_that_another_thread_writes_to(isa: str) -> None:
+    """The token is any, but one of the vocabulary."""
+    row, ended = np.zeros(300, np.float32), threading.Event()
+
+    def change() -> None:
+        rng = np.random.default_rng(0)
+        while not ended.is_set():
+            row[:] = rng.choice(np.array([-np.inf, -1, 0, 1, 30, np.nan, np.inf], np.float32), 300)
+            row[:] = 0
+
+    other = threading.Thread(target=change)
+    other.start()
+    try:
+        sampler = _native.Sampler(300, [], top_k=20, top_p=0.9, isa=isa)
+        for i in range(3000):
+            with suppress(NonFiniteLogitsError):
+                token, _ = sampler.draw(row, i, 5)
+                assert 0 <= token < 300
+    finally:
+        ended.set()
+        other.join()
 
 
 class TestForAcceptanceMethods:

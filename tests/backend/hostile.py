@@ -1,0 +1,218 @@
+"""Calls of a plan's builder and batches, most of them nearly right: whatever they are, Python gets an exception or an answer.
+
+Everything is drawn from one `random.Random`, which hypothesis or a fuzzer's seed drives.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from random import Random
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace import _native
+from headrace.quant.formats import FORMATS, StoredTensor
+from tests.backend.stored import random_stored
+
+Array = NDArray[Any]
+Maker = Callable[[Random], Any]
+EXTREMES = [-(2**31), -1, 0, 1, 2, 31, 32, 33, 64, 2**30, 2**31 - 1]
+SIZES = [*EXTREMES, 2**31, 2**40, 2**62, 2**63, 2**64 - 1]
+ROWS = [(1, 0), (3, 2), (3, 61)]
+"""Rows of a batch, and the tokens before them."""
+
+
+def attempt(call: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether a call is accepted; it may be refused by nothing but these."""
+    try:
+        call(*arguments)
+    except (ValueError, TypeError, MemoryError, OverflowError):
+        return False
+    return True
+
+
+def one_of(*values: Any) -> Maker:
+    return lambda rng: rng.choice(values)
+
+
+def mostly(*values: Any) -> Maker:
+    """One of these, or now and then an extreme number."""
+    return lambda rng: rng.choice(EXTREMES) if rng.randrange(12) == 0 else rng.choice(values)
+
+
+def several(*makers: Maker) -> Maker:
+    return lambda rng: tuple(make(rng) for make in makers)
+
+
+def near(right: tuple[Any, ...], *makers: Maker) -> Maker:
+    """What is right on a furnished plan, but for one or two arguments."""
+
+    def make(rng: Random) -> tuple[Any, ...]:
+        changed = {rng.randrange(len(right)) for _ in range(rng.randrange(3))}
+        return tuple(makers[i](rng) if i in changed else value for i, value in enumerate(right))
+
+    return make
+
+
+def spoilt(rng: Random, array: Array) -> Any:
+    """The array most of the time, else something that is none, or another in length, dtype, shape or layout."""
+    kind = rng.randrange(30)
+    if kind < 20:
+        return array
+    others = [
+        array[: rng.randrange(len(array) + 1)] if array.ndim else array,
+        np.repeat(array, 2, axis=0)[::2] if array.ndim else array,
+        array.astype(array.dtype.newbyteorder()),
+        array.astype(np.float64),
+        array.astype(np.int64),
+        array.reshape(1, *array.shape),
+        np.broadcast_to(array[:1], (2**33, *array.shape[1:]))[: 2**10] if array.size else array,
+        array.tolist(),
+        None,
+        np.zeros(0, array.dtype),
+    ]
+    return others[kind - 20]
+
+
+def ints(rng: Random, near: list[int]) -> Any:
+    """The right array most of the time, else one with a wrong number, or something else."""
+    values = np.array(near, np.int32)
+    if near and rng.randrange(16) == 0:
+        values[rng.randrange(len(near))] = rng.choice(EXTREMES)
+    return spoilt(rng, values) if rng.randrange(10) == 0 else values
+
+
+@cache
+def stored(name: str, rows: int, cols: int) -> StoredTensor:
+    return random_stored(name, rows, cols, 0)
+
+
+def weight(rng: Random) -> tuple[Any, ...]:
+    """The arguments of `add_weight`."""
+    name = rng.choice([*FORMATS, "F32", "F32", "Q4_0", "Q8_0"])
+    rows, cols = rng.choice([16, 32, 33]), 256 if FORMATS[name].block == 256 else rng.choice([32, 64])
+    tensor = stored(name, rows, cols)
+    order = spoilt(rng, np.array(rng.sample(range(rows), rows), np.int64)) if rng.randrange(4) == 0 else None
+    scales = tensor.parts.get("row_scales")
+    name = rng.choice(["Q4_0", "nonsense", ""]) if rng.randrange(20) == 0 else name
+    codes = spoilt(rng, tensor.parts["codes"]) if rng.randrange(4) == 0 else tensor.parts["codes"]
+    return name, mostly(rows)(rng), mostly(cols)(rng), codes, order, scales
+
+
+def weight_pair(rng: Random) -> tuple[Any, ...]:
+    name, rows, cols, codes, _, scales = weight(rng)
+    other = weight(rng) if rng.randrange(3) == 0 else (name, rows, cols, codes, None, scales)
+    return name, codes, scales, other[0], other[3], other[5], rows, cols
+
+
+WIDTH = mostly(1, 16, 32, 33, 64)
+FLAG = one_of(False, True)
+ID = mostly(*range(-1, 10))
+BIAS = mostly(-1, -1, -1, 0, 1, 2)
+LAYER = several(mostly(0, 1), mostly(0, 1))
+NUMBER = one_of(1e-5, 0.0, 0.25, -1.0, 1e300, float("nan"), float("inf"))
+HEAD_DIM = mostly(2, 16, 32)
+BUILDER: dict[str, Maker] = {
+    "add_buffer": several(WIDTH, FLAG, FLAG),
+    "add_kv_group": several(mostly(1, 2), mostly(1, 2), HEAD_DIM, mostly(0, 5), mostly(1, 9), one_of("f32", "bf16", "int8", "int4", "?")),
+    "add_program": several(),
+    "add_vector": lambda rng: (spoilt(rng, np.ones(rng.choice([16, 32, 64]), np.float32)),),
+    "add_weight": weight,
+    "add_weight_pair": weight_pair,
+    "reserve_weights": several(one_of(*SIZES)),
+    "embed": near((0, 1), ID, ID),
+    "input": near((0,), ID),
+    "norm": near((0, 6, 1, 1e-5), ID, ID, ID, NUMBER),
+    "rope_angles": lambda rng: ([NUMBER(rng) for _ in range(rng.randrange(40))], NUMBER(rng), HEAD_DIM(rng)),
+    "rope": near((0, 6, 5, 16), ID, ID, ID, HEAD_DIM),
+    "pack": near((1, 0), ID, ID),
+    "gather_rows": near((3, 0), ID, ID),
+    "add": near((0, 0, 6), ID, ID, ID),
+    "glu": near((0, 0, 6), ID, ID, ID),
+    "silu": near((0, 6), ID, ID),
+    "linear": near((2, 1, 1, 2, -1, False), ID, ID, ID, BIAS, BIAS, FLAG),
+    "glu_linear": near((0, 1, 0, 0, -1, 1), ID, ID, ID, ID, BIAS, BIAS),
+    "qkv_rope_write": near((6, 1, 5, (0, 3, 3), (-1, 0, 0), (0, 0)), ID, ID, ID, several(ID, ID, ID), several(BIAS, BIAS, BIAS), LAYER),
+    "kv_write": near((0, 6, (1, 1)), ID, ID, LAYER),
+    "attention": near((0, 6, (0, 0), 2, 0.25), ID, ID, LAYER, mostly(1, 2, 3), NUMBER),
+    "floats": several(ID, one_of(*EXTREMES)),
+    "set_profiling": several(FLAG),
+    "profile": several(),
+    "move_slots": lambda rng: (mostly(0, 1)(rng), ints(rng, [0, 33]), ints(rng, [1, 2])),
+}
+"""Calls of a plan, with what makes their arguments."""
+FUNCTIONS: dict[str, Maker] = {
+    "kv_block_bytes": several(one_of("f32", "int4", "?"), mostly(16)),
+    "packed_bytes": several(one_of("Q4_0", "Q6_K", "F32", "?"), mostly(32), mostly(256)),
+    "vector_bytes": several(mostly(16)),
+    "read_bandwidth": several(one_of(-1, 0, 1, 2, 1025, 2**31 - 1), one_of(0, 1, 4095, 8192, *SIZES[-4:])),
+    "dot_rate": several(one_of("", "int9"), mostly(1)),
+    "Pool": several(one_of(-(2**31), -1, 0, 1, 2, 1025, 2**31 - 1)),
+    "Plan": several(one_of("", "portable", "?"), one_of(-1, 0, 1, 2, 1025)),
+    "philox": several(one_of((1, 2, 3, 4), (1, 2), (2**32,) * 4), one_of((0, 0), (-1, 0)), one_of("", "?")),
+}
+"""Functions beside a plan that take numbers."""
+
+
+def furnished(rng: Random | None) -> _native.Plan:
+    """A plan with some of everything, so that ids are often right; without `rng`, one that runs."""
+    plan = _native.Plan(rng.choice(_native.isas()) if rng else "", rng.choice([1, 2]) if rng else 1)
+    for head_dim, window, kv_dtype in ((16, 0, rng.choice(["f32", "bf16", "int4"]) if rng else "f32"), (32, 5, "int8")):
+        plan.add_kv_group(2, 1, head_dim, window, 2, kv_dtype)
+    for rows, cols, name in ((32, 32, "Q8_0"), (64, 32, "F32"), (32, 64, "Q4_1"), (16, 32, "BF16")):
+        tensor = stored(name, rows, cols)
+        plan.add_weight(name, rows, cols, tensor.parts["codes"], None, tensor.parts.get("row_scales"))
+    for width in (16, 32, 64):
+        plan.add_vector(np.ones(width, np.float32))
+    for width, logit, packed in ((32, False, False), (32, False, True), (64, False, False), (32, True, False), (16, False, False)):
+        plan.add_buffer(width, logit, packed)
+    if rng is None or rng.randrange(4):  # something that runs, for batches to try
+        rows, packed, wide, logits, narrow = range(5)
+        angles, queries = plan.rope_angles([1.0, 0.1], 1.0, 16), plan.add_buffer(32, False, False)
+        plan.embed(rows, 1)
+        plan.norm(rows, rows, 1, 1e-5)
+        plan.pack(packed, rows)
+        plan.qkv_rope_write(queries, packed, angles, (0, 3, 3), (-1, 0, 0), (0, 0))
+        plan.attention(rows, queries, (0, 0), 2, 0.25)
+        plan.kv_write(rows, queries, (1, 1))
+        plan.attention(queries, rows, (1, 1), 1, 0.2)
+        plan.linear(wide, packed, 1, 2, -1, False)
+        plan.linear(narrow, packed, 3, 0, narrow, True)
+        plan.gather_rows(logits, queries)
+    return plan
+
+
+def build(rng: Random, plan: _native.Plan) -> bool:
+    """Make a call of the builder, or of a function beside it; whether it is accepted."""
+    table, owner = (FUNCTIONS, _native) if rng.randrange(20) == 0 else (BUILDER, plan)
+    name = rng.choice(sorted(table))
+    return attempt(getattr(owner, name), *table[name](rng))
+
+
+def right_batch(rows: int, context: int) -> tuple[Any, ...]:
+    """The arguments of a run that is accepted."""
+    near = [[1] * rows, range(context, context + rows), [0, rows], [context], [rows]]
+    kv = ((np.arange(rows, dtype=np.int32), np.array([[0, 1]], np.int32)),) * 2
+    return *(np.array(values, np.int32) for values in near), kv, None, np.array([rows - 1], np.int32), None, 0
+
+
+def batch(rng: Random) -> tuple[Any, ...]:
+    """The arguments of a run."""
+    rows, context = rng.choice(ROWS)
+    scheduled = rng.choice([rows, 1])
+    near = [[1] * rows, list(range(context, context + rows)), [0, rows], [context], [scheduled]]
+    kv = tuple((ints(rng, list(range(rows))), _table(rng)) for _ in range(rng.choice([2] * 20 + [0, 1, 3])))
+    inputs = rng.choice([None] * 8 + [np.ones((rows, 32), np.float32), np.ones((1, 1), np.float32)])
+    program = rng.choice([0] * 150 + [1, *EXTREMES])
+    return *(ints(rng, values) for values in near), kv, _ancestors(rng, rows), ints(rng, [rows - 1]), inputs, program
+
+
+def _table(rng: Random) -> Any:
+    table = ints(rng, [0, 1])
+    return table.reshape(1, -1) if isinstance(table, np.ndarray) and rng.randrange(40) else table
+
+
+def _ancestors(rng: Random, rows: int) -> Any:
+    trees = [None, np.array([[0], [1], [3]][:rows], np.uint64), np.full((rows, 2), 2**64 - 1, np.uint64), np.zeros((rows, 0), np.uint64)]
+    return rng.choice([None, None, *trees])
