@@ -66,7 +66,7 @@ def _add_sampling(group: Any) -> None:
     _add(group, "beam_width", "B", "search with B beams, and draw nothing; the answer comes in one piece at its end", int)
     _add(group, "length_penalty", "X", "the score of a beam is the sum of its log-probabilities / length ** X", float)
     _add(group, "seed", "N", "the number that all draws follow from", int)
-    _add(group, "max_tokens", "N", "longest answer, in tokens", int)
+    _add(group, "max_tokens", "N", "longest answer, in tokens; without it, up to the end of the context", int)
 
 
 def _add_speculation(group: Any) -> None:
