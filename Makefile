@@ -11,11 +11,12 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test lint format bench micro clean
+.PHONY: help run test soak lint format bench micro clean
 
 help:
 	@echo 'make run     a real model answers a prompt (MODEL=$(MODEL), PROMPT="...")'
 	@echo 'make test    all tests'
+	@echo 'make soak    2,000 rounds of interrupts, closes, forks, failures (SOAK_ROUNDS, SOAK_SEED)'
 	@echo 'make lint    ruff, mypy, clang-format; `make format` repairs what can be repaired'
 	@echo 'make bench   cold start, a paired run against llama.cpp, and what serving many requests costs'
 	@echo 'make micro   kernels against the bandwidth and arithmetic of this machine'
@@ -26,6 +27,10 @@ run: .venv/.core
 
 test: .venv/.test
 	$(BIN)/python -m pytest
+
+soak: export SOAK_ROUNDS ?= 2000
+soak: .venv/.test
+	$(BIN)/python -m pytest tests/soak
 
 lint: .venv/.lint
 	$(BIN)/ruff check .
