@@ -13,11 +13,12 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test cli fuzz sanitize mutate lint format bench micro clean
+.PHONY: help run test soak cli fuzz sanitize mutate lint format bench micro clean
 
 help:
 	@echo 'make run     a real model answers a prompt (MODEL=$(MODEL), PROMPT="...")'
 	@echo 'make test    all tests'
+	@echo 'make soak    2,000 rounds of interrupts, closes, forks, failures'
 	@echo 'make fuzz    hostile files, templates, batches and native calls, for SECONDS=$(SECONDS)'
 	@echo 'make cli     the command line under all conditions of its table, and with signals at ROUNDS=$(ROUNDS) random moments'
 	@echo 'make sanitize  native tests under three sanitizers; SHORT=1: fewer'
@@ -32,6 +33,10 @@ run: .venv/.core
 
 test: .venv/.test
 	$(BIN)/python -m pytest
+
+soak: export SOAK_ROUNDS ?= 2000
+soak: .venv/.test
+	$(BIN)/python -m pytest tests/soak
 
 fuzz: .venv/.test
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)

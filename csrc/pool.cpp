@@ -9,6 +9,7 @@
 #if defined(__linux__)
 #include <pthread.h>
 #include <sched.h>
+#include <unistd.h>
 #endif
 
 namespace headrace {
@@ -25,6 +26,14 @@ constexpr int kChunksPerThread = 8;
 // How long a worker waits for the next step before it parks: longer than what Python does between two steps, short enough not to
 // keep a core from others for long.
 constexpr std::chrono::microseconds kLinger{300};
+
+int process_id() {
+#if defined(__linux__)
+  return static_cast<int>(getpid());
+#else
+  return 0;
+#endif
+}
 
 }  // namespace
 
@@ -49,7 +58,7 @@ bool Deal::next(int thread, int& begin, int& end) {
   return false;
 }
 
-Pool::Pool(int threads) : threads_(std::max(1, threads)) {
+Pool::Pool(int threads) : threads_(std::max(1, threads)), process_(process_id()) {
   try {
     for (int t = 1; t < threads_; t++) workers_.emplace_back([this, t] { work(t); });
   } catch (...) {
@@ -60,7 +69,13 @@ Pool::Pool(int threads) : threads_(std::max(1, threads)) {
 
 Pool::~Pool() { stop(); }
 
+bool Pool::is_forked() const { return process_ != process_id(); }
+
 void Pool::stop() {
+  if (is_forked()) {  // there are no threads to join here, and a std::thread that was not joined may not be destroyed
+    static_cast<void>(new std::vector<std::thread>(std::move(workers_)));
+    return;
+  }
   stop_ = true;
   job_number_.fetch_add(1, std::memory_order_release);
   job_number_.notify_all();
@@ -106,6 +121,7 @@ void Pool::keep_off_caller() {
 
 void Pool::run(const std::function<void(int)>& job) {
   if (threads_ == 1) return job(0);
+  if (is_forked()) throw std::runtime_error("this process was forked, and the threads are not in it");
   if (in_use_.exchange(true)) throw std::runtime_error("the threads are at work for another caller: one at a time");
   keep_off_caller();
   FirstError error;

@@ -62,7 +62,7 @@ class Pool {
   int threads() const { return threads_; }
 
   // Runs job(thread) on every thread and returns when all are done, or throws what one of them threw. Throws std::runtime_error to a
-  // second caller at the same time.
+  // second caller at the same time, and in a process that was forked from that of the workers.
   void run(const std::function<void(int)>& job);
 
   // Waits for all threads; the last to arrive runs `between` before any goes on. Called by every thread inside run().
@@ -85,6 +85,7 @@ class Pool {
   static void wait_change(const std::atomic<uint32_t>& value, uint32_t old);
   void work(int thread);
   void stop();
+  bool is_forked() const;
   void keep_off_caller();
 
   const int threads_;
@@ -98,6 +99,7 @@ class Pool {
   alignas(64) std::atomic<uint32_t> generation_{0};
   int caller_cpu_ = -1;
   bool stop_ = false;
+  const int process_;  // that the workers live in
 };
 
 }  // namespace headrace

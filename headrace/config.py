@@ -47,7 +47,8 @@ class EngineConfig:
     more there. 16 lets a long prompt stretch the time between tokens of other requests to about three times; large values favour
     throughput. 0: as many as `max_num_batched_tokens`, which then stands here."""
     max_logit_rows: int = 64
-    """Most rows of one sequence with logits in one step (prompt log-probabilities are computed in chunks of this size)."""
+    """Most rows with logits in one step, beyond one for each sequence, for prompt log-probabilities and drafts: it bounds the memory that
+    logits take. Prompt log-probabilities are computed in chunks of this size, which all sequences of a step share."""
     multi_step_ms: float = 10
     """Milliseconds for which steps of plain decoding are run in a row; their tokens are handed out, and new requests join in, only
     after the last of them. 0: one step at a time. Never changes a token."""
@@ -126,9 +127,9 @@ INTERACTIVE = FaceDefaults(
             "presence_penalty": 1.0,
             # The same question has the same answer every time.
             "seed": 0,
-            # An answer ends where the model ends it, or where the context is full.
+            # An answer ends where the model ends it, or with the context.
             "max_tokens": None,
         }
     ),
 )
-"""`headrace run`: one person reads along."""
+"""`headrace run`: one person reads along. `LLM.chat` has its sampling, too."""

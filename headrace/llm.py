@@ -1,36 +1,52 @@
 """The offline face: text in, text out, in the caller's own process."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from os import PathLike, fspath
-from threading import RLock
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from headrace.assembly.load import load_model
 from headrace.assembly.options import engine_config
 from headrace.checkpoint.tokenizer import Tokenizer
-from headrace.config import OFFLINE
-from headrace.errors import ClosedError, RequestError, RequestFailedError
+from headrace.config import INTERACTIVE, OFFLINE
+from headrace.engine.thread import EngineThread
+from headrace.errors import RequestError, RequestFailedError
 from headrace.model.spec import ModelSpec
 from headrace.prompts import Message, Prompt, TokenizedPrompt, is_conversation
 from headrace.request import CheckedRequest, RequestOutput, SamplingParams, Update
 from headrace.stats import BlockMap, Stats
 
 _T = TypeVar("_T")
+_CHAT_PARAMS = SamplingParams(**INTERACTIVE.sampling)
+
+
+class ChatOptions(TypedDict, total=False):
+    """What a chat template can be told beside the messages."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    """Descriptions of functions that the model may ask to be called."""
+    add_generation_prompt: bool
+    """Whether the text ends with the beginning of an answer (the default), rather than with the last message."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """Further names for the template, such as `enable_thinking`."""
 
 
 class LLM:
-    """A model that continues text.
+    """A model that continues text and answers conversations.
 
     `model` is an alias, a path, `hf:...` or `pypi:...`; the options are the fields of `EngineConfig`, over the defaults in
-    `config.OFFLINE`. Use it in a `with` block, or call `close()`, to give the memory back. Methods may be called from several threads.
+    `config.OFFLINE`. Use it in a `with` block, or call `close()`, to give the memory back. Methods may be called from several threads,
+    and interrupted; in a process that was forked from the one that made it they raise ClosedError.
 
-    `generate`, `chat` and `stream` take the terms on which a request is served beside its parameters. None of them changes a token:
-    `priority` (the lower, the sooner a request is served; waiting makes up for it), `timeout` (seconds after which a request ends
-    with what it has) and `cache_salt` (only requests of the same salt share KV in the prefix cache).
+    Where no parameters are given a text is continued under those of `SamplingParams()`, which end after 16 tokens, and a conversation
+    is answered as in `headrace run`, under `config.INTERACTIVE.sampling`, up to the end of the answer.
+
+    `generate`, `chat`, `stream` and `stream_text` take the terms on which a request is served beside its parameters. None of them
+    changes a token: `priority` (the lower, the sooner a request is served; waiting makes up for it), `timeout` (seconds after which a
+    request ends with what it has) and `cache_salt` (only requests of the same salt share KV in the prefix cache).
     """
 
     def __init__(self, model: str | PathLike[str] = "smollm2", **options: Any) -> None:
@@ -38,14 +54,11 @@ class LLM:
             raise RequestError(f"model must be a name or a path, not {type(model).__name__}")
         self._model = model = fspath(model)
         self._engine, self._prompts, self._tokenizer, checkpoint = load_model(model, engine_config(options, OFFLINE))
+        self._thread = EngineThread(self._engine)
         self._spec = checkpoint.spec  # and not the rest, which keeps the file open
         self.config = self._engine.config
-        self._inboxes: dict[str, deque[Update]] = {}
-        """Where the updates of each request go; the requests of one call have one inbox together."""
         self._numbers = count()
         """Ids of requests: chosen here, so that they are known before the engine has the request."""
-        self._lock = RLock()
-        self._closed = False
 
     def generate(
         self,
@@ -78,23 +91,16 @@ class LLM:
         timeout: float | Sequence[float | None] | None = None,
         cache_salt: str | Sequence[str | None] | None = None,
         progress: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of a list of them, by the model's chat template, which the last three arguments are for.
+        """Answer a conversation, or each of a list of them, by the model's chat template, which the `options` are for.
 
         An empty list is one of no conversations. Otherwise as `generate`.
         """
         if not isinstance(messages, Iterable) or isinstance(messages, str | Mapping):
             raise RequestError(f"messages must be a list of messages, or a list of such lists, not {type(messages).__name__}")
         several: list[Any] = [messages] if is_conversation(messages) else list(messages)
-        read = partial(
-            self._prompts.read_chat,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        read, params = partial(self._prompts.read_chat, **options), _CHAT_PARAMS if params is None else params
         terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
         return self._run(self._check(read, several, params=params, **terms), progress)
 
@@ -106,17 +112,49 @@ class LLM:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str | None = None,
-    ) -> Iterator[str]:
-        """The continuation of a prompt, or the answer to a conversation, piece by piece; the pieces joined are its text.
+        **options: Unpack[ChatOptions],
+    ) -> Iterator[Update]:
+        """Continue a prompt, or answer a conversation, update by update: each has the new text, token ids and log-probabilities.
 
-        A beam search gives its text in one piece at the end, since until then another beam may win.
-        Raises as `generate` does. Closing the iterator, or letting go of it, ends the request.
+        An update is of one of the `n` continuations, and the last one of each has its finish reason. The very last update has the
+        whole result, as `generate` returns it. A beam search gives its texts in one piece each at the end, since until then another
+        beam may win. Raises as `generate` does. Closing the iterator, or letting go of it, ends the request.
         """
         terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
-        (request,) = self._check(self._prompts.read, [prompt], params=params, **terms)
-        if request.params.n != 1:
-            raise RequestError(f"a stream has one continuation, and n is {request.params.n}")
+        read: Callable[[Any], TokenizedPrompt] = self._prompts.read_prompt
+        if not isinstance(prompt, str | Mapping):
+            read, params = partial(self._prompts.read_chat, **options), _CHAT_PARAMS if params is None else params
+        elif options:
+            raise RequestError(f"{', '.join(options)} belongs to a conversation, and the prompt is none")
+        (request,) = self._check(read, [prompt], params=params, **terms)
         return self._stream(request)
+
+    def stream_text(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Iterator[str]:
+        """The text of `stream` alone, piece by piece, for one continuation; the pieces joined are the text of its result."""
+        if params is not None and getattr(params, "n", 1) != 1:
+            raise RequestError(f"n is {params.n}, and the text of several continuations would be mixed up: use stream")
+        updates = self.stream(prompt, params, priority=priority, timeout=timeout, cache_salt=cache_salt, **options)
+        return (update.text for update in updates if update.text)
+
+    def apply_chat_template(
+        self, messages: Sequence[Message], *, tokenize: bool = True, add_generation_prompt: bool = False, **options: Any
+    ) -> str | list[int]:
+        """The prompt that a conversation makes, by the model's chat template: token ids or, without `tokenize`, text.
+
+        Arguments and defaults mean what they do in Hugging Face transformers; `options` are the other ones of `ChatOptions`. Special
+        tokens are in the text, so give the token ids to `generate`, or the conversation itself to `chat`. Raises as `chat` does.
+        """
+        read = self._prompts.read_chat(messages, add_generation_prompt=add_generation_prompt, **options)
+        return list(read.token_ids) if tokenize else read.text or ""
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -128,20 +166,16 @@ class LLM:
         return self._spec
 
     def stats(self) -> Stats:
-        """What the engine does now, and what it has done."""
-        with self._lock:
-            return self._engine.stats()
+        """What the engine does now, and what it has done. Raises ClosedError once it is closed."""
+        return self._thread.call(self._engine.stats)
 
     def block_map(self) -> BlockMap:
         """Which request holds which block of KV now; `headrace.planner.block_picture.block_map_svg` draws it."""
-        with self._lock:
-            return self._engine.block_map()
+        return self._thread.call(self._engine.block_map)
 
     def close(self) -> None:
-        """End all requests and give the memory back. May be called more than once."""
-        with self._lock:
-            self._closed = True
-            self._engine.close()
+        """End all requests and give the memory back; threads that wait for a result get a ClosedError. May be called more than once."""
+        self._thread.close()
         self._prompts.close()
 
     def __enter__(self) -> "LLM":
@@ -154,13 +188,12 @@ class LLM:
         spec, limits = self.spec, self._engine.limits
         shape = f"{spec.architecture}, {spec.num_layers} layers of width {spec.dim}, vocabulary {spec.vocab_size:,}"
         kv = f"KV for {max(limits.kv.num_blocks) * limits.kv.block_size:,} tokens in {limits.kv.dtype}"
-        state = "closed" if self._closed else f"backend {self.config.backend}, context {limits.max_model_len:,}, {kv}"
+        state = "closed" if self._thread.closed else f"backend {self.config.backend}, context {limits.max_model_len:,}, {kv}"
         return f"LLM({self._model!r}: {shape}; {state})"
 
     def _check(self, read: Callable[[_T], TokenizedPrompt], prompts: Sequence[_T], **asked: object) -> list[CheckedRequest]:
         """The requests that these prompts make; `asked` are arguments of `Engine.check`, one for all or one for each. Queues nothing."""
-        if self._closed:
-            raise ClosedError("this LLM is closed")
+        self._thread.check_open()
         columns = {name: _one_each(name, given, len(prompts)) for name, given in asked.items()}
         requests = []
         for i, prompt in enumerate(prompts):
@@ -170,59 +203,37 @@ class LLM:
 
     def _run(self, requests: Sequence[CheckedRequest], progress: bool) -> list[RequestOutput]:
         results: dict[str, RequestOutput] = {}
-        inbox: deque[Update] = deque()
         ids = [str(next(self._numbers)) for _ in requests]
         try:
-            for request_id, request in zip(ids, requests, strict=True):
-                self._add(request, request_id, inbox)
-            updates = self._updates(inbox, len(ids))
-            for update in _shown(updates, len(ids)) if progress else updates:
-                if update.result:
-                    results[update.request_id] = update.result
+            inbox = self._thread.add(requests, ids, only_results=True)
+            with _progress(len(ids)) if progress else nullcontext() as advance:
+                while len(results) < len(ids):
+                    update = inbox.get()
+                    if update.result:
+                        results[update.request_id] = update.result
+                    if advance:
+                        advance()
         finally:
-            self._forget(ids)
+            if left := [request_id for request_id in ids if request_id not in results]:
+                self._thread.abort(left)
         outputs = [results[request_id] for request_id in ids]
         failed = [(i, output.error) for i, output in enumerate(outputs) if output.error]
         if failed:
             raise RequestFailedError(f"{len(failed)} of {len(outputs)} requests failed; prompt {failed[0][0]}: {failed[0][1]}", outputs)
         return outputs
 
-    def _stream(self, request: CheckedRequest) -> Iterator[str]:
-        inbox: deque[Update] = deque()
+    def _stream(self, request: CheckedRequest) -> Iterator[Update]:
         request_id = str(next(self._numbers))
         try:
-            self._add(request, request_id, inbox)
-            for update in self._updates(inbox, 1):
-                if update.text:
-                    yield update.text
-                if update.result and update.result.error:
-                    raise RequestFailedError(f"the request failed: {update.result.error}", [update.result])
-        finally:
-            self._forget([request_id])
-
-    def _add(self, request: CheckedRequest, request_id: str, inbox: deque[Update]) -> None:
-        """Queue a request; the caller forgets it, also where this was interrupted half way."""
-        with self._lock:
-            self._inboxes[request_id] = inbox
-            self._engine.add(request, request_id)
-
-    def _updates(self, inbox: deque[Update], num_requests: int) -> Iterator[Update]:
-        """All updates of the requests of an inbox. Steps the engine when it is empty; other requests' updates go to their inboxes."""
-        while num_requests:
-            with self._lock:
-                if not inbox:
-                    for update in self._engine.step():
-                        self._inboxes[update.request_id].append(update)
-            while inbox:  # another thread may append to it at any time
-                update = inbox.popleft()
-                num_requests -= update.result is not None
+            inbox, result = self._thread.add([request], [request_id], only_results=False), None
+            while not result:
+                update = inbox.get()
+                result = update.result
+                if result and result.error:
+                    raise RequestFailedError(f"the request failed: {result.error}", [result])
                 yield update
-
-    def _forget(self, ids: Iterable[str]) -> None:
-        with self._lock:
-            for request_id in ids:
-                self._engine.abort(request_id)
-                self._inboxes.pop(request_id, None)
+        finally:
+            self._thread.abort([request_id])
 
 
 def _one_each(name: str, given: object, count: int) -> Sequence[Any]:
@@ -234,12 +245,10 @@ def _one_each(name: str, given: object, count: int) -> Sequence[Any]:
     return given
 
 
-def _shown(updates: Iterator[Update], count: int) -> Iterator[Update]:
-    """The same updates, with a progress bar of finished requests beside them."""
+@contextmanager
+def _progress(count: int) -> Iterator[Callable[[], None]]:
+    """A progress bar of finished requests; what it gives advances it by one."""
     from rich.progress import Progress
 
     with Progress(transient=True) as bar:
-        task = bar.add_task("generating", total=count)
-        for update in updates:
-            bar.advance(task, bool(update.result))
-            yield update
+        yield partial(bar.advance, bar.add_task("generating", total=count))

@@ -1,11 +1,10 @@
-"""The engine: requests in, updates out. Everything here runs in the caller's thread, and only in one at a time."""
+"""The engine: requests in, updates out. Everything here runs in the caller's thread, and only in one at a time (`engine/thread.py`)."""
 
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import count
+from itertools import count, islice
 from math import inf
 from time import perf_counter
 from types import MappingProxyType
@@ -17,6 +16,8 @@ from headrace.accept.independent import IndependentAcceptor
 from headrace.backend import Executable
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine import snapshot
+from headrace.engine.deadlines import Deadlines
+from headrace.engine.ending import end, fail
 from headrace.engine.meter import Meter
 from headrace.engine.multi_step import MultiStep
 from headrace.engine.output import Output, TokenizerView, end_ids
@@ -83,8 +84,7 @@ class Engine:
         self._loop = StepLoop(self._scheduler, self._speculation, executable, self._kv, tokenizer, multi_step, clock)
         self._independent = IndependentAcceptor(config.acceptance_method)
         self._requests: dict[str, Request] = {}
-        self._deadlines: list[tuple[float, int, str]] = []
-        """A heap of (time, number, id) of requests that have a timeout, some of which may have ended."""
+        self._deadlines = Deadlines()
         self._numbers = count()
         self._meter = Meter(clock())
         self._publisher = Publisher(self._record)
@@ -143,10 +143,10 @@ class Engine:
         stopwatch = Stopwatch(self._clock)
         request = Request(number, request_id, prompt, known, params, limit, acceptor, stopwatch, priority, timeout, cache_salt)
         request.seqs = self._sequences(request)
+        self._scheduler.add(request.seqs[0])
         self._requests[request_id] = request
         if timeout is not None:
-            heappush(self._deadlines, (stopwatch.added + timeout, number, request_id))
-        self._scheduler.add(request.seqs[0])
+            self._deadlines.add(stopwatch.added + timeout, request)
         return request_id
 
     def _checked_prompt(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> list[int]:
@@ -163,15 +163,23 @@ class Engine:
         self._check_size(len(known), params)
         return known
 
-    def step(self) -> list[Update]:
-        """Run one step, or several of plain decoding; empty when there is nothing to do, or nothing to say yet."""
+    def step(self, is_wanted: Callable[[], bool] = lambda: False) -> list[Update]:
+        """Run one step, or several of plain decoding until `is_wanted`; empty when there is nothing to do, or nothing to say yet.
+
+        An error in the step never leaves it: every request that has been admitted and could not be finished ends with it, as its
+        KV may be anything now; those that wait go on, in an empty KV cache.
+        """
         self._check_open()
         begun, num_tokens, step = self._clock(), 0, None
-        updates = self._expire()
-        self._loop.launch()
-        if self._loop.in_flight:
-            step, news = self._loop.finish()
-            updates += news
+        updates: list[Update] = []
+        try:
+            self._expire(updates)
+            self._loop.launch(is_wanted)
+            if self._loop.in_flight:
+                step = self._loop.finish(updates)
+        except Exception as error:
+            step = None
+            self._recover(error, updates)
         for update in updates:
             num_tokens += len(update.token_ids)
             if update.result:
@@ -189,7 +197,7 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        self._loop.end(request, "abort")
+        end(request, "abort", self._scheduler)
         result = request.result()
         self._meter.aborted += 1
         self._forget(request_id)
@@ -234,25 +242,29 @@ class Engine:
     def close(self) -> None:
         """Abort all requests and give the memory back. May be called more than once."""
         if not self._closed:
+            self._closed = True
             for request_id in list(self._requests):
                 self.abort(request_id)
-            while self._loop.in_flight:
-                self._loop.finish()
-            self._closed = True
+            self._loop.forsake()
             self._publisher.close()
             self._speculation.close()
             self._loop.executable.close()
 
-    def _expire(self) -> list[Update]:
+    def _expire(self, updates: list[Update]) -> None:
         """End the requests whose time is up."""
-        updates: list[Update] = []
-        while self._deadlines and self._deadlines[0][0] <= self._clock():
-            _, number, request_id = heappop(self._deadlines)
-            request = self._requests.get(request_id)
-            if request and request.number == number:  # and no later one of the same id
-                self._loop.end(request, "timeout")
-                updates += request.news()
-        return updates
+        for request in self._deadlines.overdue(self._clock()) if self._deadlines else ():
+            end(request, "timeout", self._scheduler)
+            updates += request.news()
+
+    def _recover(self, error: Exception, updates: list[Update]) -> None:
+        """End the requests that a failed step may have touched, and start again with those that wait.
+
+        Nothing is believed of what was in the middle of a change: steps in flight are forgotten and all blocks are free.
+        """
+        self._loop.forsake()
+        for request in self._scheduler.restart(self._requests.values()):
+            fail(request, error, self._scheduler)
+            updates += request.news()
 
     def _check_size(self, prompt_len: int, params: SamplingParams) -> None:
         """Sequences that draw together must fit in a step and in the pool together; of others any one, by itself."""
@@ -279,7 +291,7 @@ class Engine:
     def _record(self, with_map: bool) -> dict[str, Any]:
         """What `headrace top` shows, fit for JSON."""
         now = self._clock()
-        lines = snapshot.lines(self._scheduler, now)
+        num_seqs = len(self._scheduler.running) + len(self._scheduler.waiting)
         record: dict[str, Any] = {
             "version": VERSION,
             "pid": os.getpid(),
@@ -289,8 +301,8 @@ class Engine:
             "time": time.time(),
             "stats": self.stats()._asdict(),
             "history": self._meter.history(now),
-            "seqs": [line._asdict() for line in lines[:MOST_LINES]],
-            "sequences_left_off": max(0, len(lines) - MOST_LINES),
+            "seqs": [line._asdict() for line in islice(snapshot.lines(self._scheduler, now), MOST_LINES)],
+            "sequences_left_off": max(0, num_seqs - MOST_LINES),
         }
         if with_map and sum(pool.num_blocks for pool in self._kv.pools) <= MOST_BLOCKS:
             record["map"] = self.block_map()._asdict()
@@ -317,7 +329,9 @@ class Engine:
 
     def _forget(self, request_id: str) -> None:
         """Let go of a request that has ended; its sequences and it refer to each other."""
-        self._requests.pop(request_id).seqs.clear()
+        request = self._requests.pop(request_id)
+        request.seqs.clear()
+        self._deadlines.discard(request)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -48,9 +48,16 @@ class MultiStep:
         return self._scheduler.reserve_steps(scheduled, most)
 
     def launch(
-        self, scheduled: list[ScheduledSequence], batch: RaggedBatch, ops: list[LogitOp], most: int, rest: float, **wanted: bool
+        self,
+        scheduled: list[ScheduledSequence],
+        batch: RaggedBatch,
+        ops: list[LogitOp],
+        most: int,
+        rest: float,
+        is_wanted: Callable[[], bool],
+        **wanted: bool,
     ) -> list[Ticket]:
-        """Launch a batch of plain decoding again and again: `most` times, or until a sequence ends or the time is over.
+        """Launch a batch of plain decoding again and again: `most` times, or until a sequence ends, the time is over or `is_wanted`.
 
         `rest` is the seconds until a step may have drafts again; `wanted` are the arguments `logits` and `hidden` of `Executable.launch`.
         """
@@ -60,7 +67,7 @@ class MultiStep:
         tickets: list[Ticket] = []
         for its_batch, its_ops in self._launches(scheduled, batch, ops, most):
             tickets.append(self._executable.launch(its_batch, its_ops, **wanted))
-            if self._clock() >= until or _any_ended(tickets[-1], ends):
+            if self._clock() >= until or is_wanted() or _any_ended(tickets[-1], ends):
                 break
         self._step_seconds = (self._clock() - begun) / len(tickets)
         for item in scheduled:

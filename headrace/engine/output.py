@@ -61,10 +61,10 @@ class Output:
 
     def push(self, token: int, logprobs: TokenLogprobs | None) -> None:
         """Add a token, and end the output where a stop condition is met."""
-        self.token_ids.append(token)
         if logprobs is not None:
             self.logprobs.append(describe(self._tokenizer, token, logprobs))
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprobs.logprob
+        self.token_ids.append(token)
         armed = len(self.token_ids) > self._params.min_tokens
         if armed and token in self.end_ids:
             if self._params.include_stop_str_in_output:
@@ -79,6 +79,10 @@ class Output:
         """End the output, with the incomplete character at its end if there is one."""
         self._fresh += self._decoder.flush()
         self.finish_reason, self.stop_reason = reason, stop_reason
+
+    def fail(self, message: str) -> None:
+        """End the output as it is, by an error, which may be the tokenizer's own."""
+        self.finish_reason, self.stop_reason = "error", message
 
     @property
     def has_news(self) -> bool:

@@ -71,8 +71,8 @@ def resolve_step(
     for source, item in enumerate(step.scheduled):
         if item.seq.output.finish_reason:  # ended while the step was in flight, or before it
             continue
-        if item in draws.first_score and not _score_prompt(item, draws.first_score[item], results[0], tokenizer):
-            failures.append((item.seq.request, NonFiniteLogitsError(_NOT_FINITE)))
+        if item in draws.first_score and (error := _score_prompt(item, draws.first_score[item], results[0], tokenizer)):
+            failures.append((item.seq.request, error))
         elif not item.draws:
             resolved.append(Resolved(item.seq, item, Commit(source, [], [], [])))
     first = len(draws.ops) - sum(map(len, draws.groups.values()))
@@ -88,14 +88,17 @@ def resolve_step(
     return resolved, failures
 
 
-def _score_prompt(item: ScheduledSequence, first: int, result: StepResult, tokenizer: TokenizerView) -> bool:
-    """Record the prompt log-probabilities of a step, and return whether all of them are finite; `first` is the index of their first op."""
+def _score_prompt(item: ScheduledSequence, first: int, result: StepResult, tokenizer: TokenizerView) -> Exception | None:
+    """Record the prompt log-probabilities of a step; returns why its request cannot go on. `first` is the index of their first op."""
     seq = item.seq
     for position, scores in zip(item.scored, result.values[first:], strict=False):
         if not isinstance(scores, TokenLogprobs):
-            return False
-        seq.request.prompt_logprobs.append(describe(tokenizer, seq.known[position + 1], scores))
-    return True
+            return NonFiniteLogitsError(_NOT_FINITE)
+        try:
+            seq.request.prompt_logprobs.append(describe(tokenizer, seq.known[position + 1], scores))
+        except Exception as error:  # of the tokenizer
+            return error
+    return None
 
 
 def _concatenate(values: list[LogitOpResult]) -> LogitOpResult:

@@ -30,7 +30,7 @@ these will need are kept from newcomers, not from those that run, so here a sequ
 next step can be scheduled before it is finished, where `can_overlap`; what a sequence in flight holds is not taken from it.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
 from itertools import groupby
@@ -39,7 +39,7 @@ from operator import attrgetter
 
 from headrace.config import EngineConfig
 from headrace.engine.scheduled import RowBudget, ScheduledSequence, SchedulerOutput
-from headrace.engine.sequence import Sequence
+from headrace.engine.sequence import Request, Sequence
 from headrace.engine.step_timer import StepTimer
 from headrace.kv.manager import Copy, Demand, KvManager
 from headrace.kv.prefix import Hit, PrefixCache
@@ -78,13 +78,30 @@ class Scheduler:
 
     def drop(self, seq: Sequence) -> None:
         """Forget a sequence, whatever its state, and free what it holds once no launched step uses it."""
-        for queue in (self.running, self.waiting):
-            if seq in queue:
-                queue.remove(seq)
+        queue = self.running if seq.tables else self.waiting
+        place = bisect_left(queue, seq.rank, key=_RANK)
+        if place < len(queue) and queue[place] is seq:  # and not dropped before
+            del queue[place]
         if seq.num_in_flight:
             self._dropped.add(seq)
         else:
             self._release(seq)
+
+    def restart(self, requests: Iterable[Request]) -> list[Request]:
+        """Let go of all that has blocks, after a step that failed at any point; returns those of all `requests` that do not go on.
+
+        All blocks are free then, and the cache is empty. A request goes on where all its sequences wait.
+        """
+        waits = {each for seq in self.waiting for each in (seq, *seq.siblings) if not each.num_in_flight}
+        busy = {request for request in requests if any(seq not in waits and seq.output.finish_reason is None for seq in request.seqs)}
+        going_on = {seq.request for seq in waits} - busy
+        ended = [request for request in requests if request not in going_on]
+        for seq in [seq for request in ended for seq in request.seqs]:
+            seq.tables, seq.node, seq.num_in_flight = (), None, 0
+        self.running, self._dropped = [], set()
+        self._kv.restart()
+        self._cache = PrefixCache(self._kv) if self._config.prefix_cache else None
+        return ended
 
     def finish(self, seqs: Iterable[Sequence]) -> None:
         """A step that these sequences took part in has run: what it used of those that are dropped is free."""

@@ -31,13 +31,14 @@ class Stopwatch:
 
     def token(self) -> None:
         """A token was drawn."""
-        self.first_token = self.first_token or self._clock()
+        if self.first_token is None:
+            self.first_token = self._clock()
 
     def timing(self) -> Timing:
         """The split up to now."""
         now = self._clock()
-        started = self.started or now
-        first_token = self.first_token or now
+        started = now if self.started is None else self.started
+        first_token = now if self.first_token is None else self.first_token
         return Timing(started - self.added, first_token - started, now - first_token)
 
 

@@ -1,6 +1,6 @@
 """What can be seen of the sequences and their blocks between two steps."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from headrace.config import KvConfig
@@ -54,10 +54,9 @@ def block_map(seqs: Iterable[Sequence], kv: KvManager, groups: Iterable[KvGroup]
     return BlockMap(kv.block_size, maps)
 
 
-def lines(scheduler: Scheduler, now: float) -> list[SequenceStats]:
+def lines(scheduler: Scheduler, now: float) -> Iterator[SequenceStats]:
     """A line for each sequence: those that run and then those that wait, each in the order of rank."""
-    waiting = set(map(id, scheduler.waiting))
-    return [_line(seq, id(seq) in waiting, now) for seq in chain(scheduler.running, scheduler.waiting)]
+    return chain((_line(seq, False, now) for seq in scheduler.running), (_line(seq, True, now) for seq in scheduler.waiting))
 
 
 def _line(seq: Sequence, waits: bool, now: float) -> SequenceStats:

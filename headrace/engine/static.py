@@ -87,5 +87,7 @@ class StaticScheduler(Scheduler):
     def _place(self, output: SchedulerOutput, rows: dict[Sequence, int]) -> None:
         """Reserve all that the longest member can come to need; where that fails, a request with many sequences is alone."""
         for seq in rows:
-            output.copies.extend(self._kv.reserve(seq.tables, seq.computed, self._padded - seq.computed) or ())
+            copies = self._kv.reserve(seq.tables, seq.computed, self._padded - seq.computed)
+            if copies is not None:
+                output.copies.extend(copies)
         super()._place(output, rows)

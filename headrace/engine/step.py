@@ -2,21 +2,22 @@
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from headrace.backend import Executable
 from headrace.engine.build import build
+from headrace.engine.ending import fail, receive
 from headrace.engine.in_flight import InFlightStep
 from headrace.engine.multi_step import MultiStep
 from headrace.engine.output import TokenizerView
 from headrace.engine.resolve import Resolved, prepare_draws, resolve_step
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.sequence import Request
 from headrace.engine.speculation import Speculation, StepDrafts
 from headrace.kv.manager import Copy, KvManager
 from headrace.kv.rows import move_slots
-from headrace.request import FinishReason, Update
+from headrace.request import Update
 
 
 @dataclass
@@ -36,8 +37,11 @@ class StepLoop:
     num_drafted: int = 0
     num_accepted: int = 0
 
-    def launch(self) -> None:
-        """Launch steps until as many are in flight as the executable allows, or the next depends on results that are not there yet."""
+    def launch(self, is_wanted: Callable[[], bool]) -> None:
+        """Launch steps until as many are in flight as the executable allows, or the next depends on results that are not there yet.
+
+        Multi-step decoding ends where `is_wanted`.
+        """
         while not self.in_flight or (len(self.in_flight) < self.executable.max_in_flight and self._can_overlap()):
             begun = self.clock()
             output = self.scheduler.schedule()
@@ -48,54 +52,52 @@ class StepLoop:
             move_slots(self.executable, self.kv.slots_of(copies))  # before a proposer writes to the new blocks
             if drafting:
                 self.speculation.draft(drafting)
-            self._launch(output.scheduled, drafting, begun)
+            self._launch(output.scheduled, drafting, begun, is_wanted)
 
-    def finish(self) -> tuple[InFlightStep, list[Update]]:
-        """Wait for the oldest step in flight and commit its results; returns the step and the updates of its requests."""
-        step = self.in_flight.popleft()
+    def finish(self, updates: list[Update]) -> InFlightStep:
+        """Wait for the oldest step in flight and commit its results; returns the step, and adds the updates of its requests."""
+        step = self.in_flight[0]
         results = [ticket.wait() for ticket in step.tickets]
+        self.in_flight.popleft()
         self.scheduler.finish(step.draws.seqs)
         resolved, failed = resolve_step(step, results, self.scheduler, self.tokenizer)
         for request, error in failed:
-            self._fail(request, error)
+            fail(request, error, self.scheduler)
         kept = [one for one in resolved if one.seq.output.finish_reason is None]  # its request may have failed
         move_slots(self.executable, [move for one in kept for move in self._commit(one)])
         seconds = self.clock() - step.begun
         commits = [commit for _, _, commit in kept]
         self.speculation.observe(step.scheduled, step.drafting, commits, results[-1], step.num_rows, seconds, len(results))
         for seq, _, commit in kept:
-            if commit.tokens and seq.receive(commit):
-                self.scheduler.drop(seq)
-        return step, [update for request in dict.fromkeys(item.seq.request for item in step.scheduled) for update in request.news()]
+            receive(seq, commit, self.scheduler)
+        for request in dict.fromkeys(item.seq.request for item in step.scheduled):
+            updates += request.news()
+        return step
 
-    def end(self, request: Request, reason: FinishReason, message: str | None = None) -> None:
-        """End the sequences of a request that still run or wait, and free their blocks."""
-        for seq in request.seqs:
-            if seq.output.finish_reason is None:
-                seq.output.finish(reason, message)
-                self.scheduler.drop(seq)
+    def forsake(self) -> None:
+        """Wait for the steps in flight, and forget them."""
+        for ticket in [ticket for step in self.in_flight for ticket in step.tickets]:
+            with suppress(Exception):
+                ticket.wait()
+        self.in_flight.clear()
 
     def _can_overlap(self) -> bool:
         """Whether the next step can be launched before those in flight are finished."""
         return self.scheduler.can_overlap and self.speculation.rests and not self.in_flight[-1].drafting
 
-    def _launch(self, scheduled: list[ScheduledSequence], drafting: StepDrafts | None, begun: float) -> None:
+    def _launch(self, scheduled: list[ScheduledSequence], drafting: StepDrafts | None, begun: float, is_wanted: Callable[[], bool]) -> None:
         most = self.multi_step.plan(scheduled)
         batch = build(scheduled, self.kv.block_size)
         draws = prepare_draws(scheduled, self.scheduler)
         wanted = {"logits": draws.needs_logits or self.speculation.needs_logits, "hidden": self.speculation.needs_hidden}
         if most > 1:
-            tickets = self.multi_step.launch(scheduled, batch, draws.ops, most, self.speculation.rest, **wanted)
+            tickets = self.multi_step.launch(scheduled, batch, draws.ops, most, self.speculation.rest, is_wanted, **wanted)
         else:
             tickets = [self.executable.launch(batch, draws.ops, **wanted)]
         self.in_flight.append(InFlightStep(scheduled, drafting, draws, tickets, len(batch.tokens), begun))
         self.num_steps += len(tickets)
         self.num_rows += len(tickets) * len(batch.tokens)
         self.num_drafted += sum(len(item.draft.tokens) for item in scheduled)
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        request.error = request.error or error
-        self.end(request, "error", str(error))
 
     def _commit(self, resolved: Resolved) -> list[Copy]:
         """Keep the KV of the scheduled tokens and of the accepted path, free the rest; returns the slots to move."""

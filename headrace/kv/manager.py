@@ -37,9 +37,15 @@ class KvManager:
     def __init__(self, groups: Sequence[KvGroup], kv: KvConfig, max_rows: int) -> None:
         self.block_size = kv.block_size
         self.max_rows = max_rows
+        self._sizes = list(zip(groups, kv.num_blocks, strict=True))
+        self.restart()
+
+    def restart(self) -> None:
+        """Let all blocks be empty; the tables that there are have no meaning any more."""
+        size = self.block_size
         self.pools: list[BlockPool] = [
-            WindowPool(num_blocks, kv.block_size, group.window, max_rows) if group.window else BlockPool(num_blocks, kv.block_size)
-            for group, num_blocks in zip(groups, kv.num_blocks, strict=True)
+            WindowPool(num_blocks, size, group.window, self.max_rows) if group.window else BlockPool(num_blocks, size)
+            for group, num_blocks in self._sizes
         ]
         self._windowed = [(group, pool) for group, pool in enumerate(self.pools) if isinstance(pool, WindowPool)]
 

@@ -124,8 +124,9 @@ class _Worker:
     def call(self, function: Callable[[], Any]) -> Any:
         """What the function returns or raises. After a _TookTooLongError there must be no other call, as its answer may yet come."""
         if self._thread is None:
-            self._thread = Thread(target=_serve, args=(self._calls, self._answers), name="headrace-proposer", daemon=True)
-            self._thread.start()
+            thread = Thread(target=_serve, args=(self._calls, self._answers), name="headrace-proposer", daemon=True)
+            thread.start()  # raises where there is none to be had, which is a failure of this call
+            self._thread = thread
             finalize(self, self._calls.put, None)
         self._calls.put(function)
         try:

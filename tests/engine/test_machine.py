@@ -4,7 +4,6 @@ Some requests are beam searches. After every rule: free + held == total, no bloc
 right. At the end nothing is held, and every finished request has the tokens of plain decoding, or of the naive beam search.
 """
 
-from heapq import heappush
 from typing import Any
 
 from hypothesis import settings
@@ -174,7 +173,7 @@ class Life(RuleBasedStateMachine):
         request_id = list(self.params)[which % len(self.params)]
         if request_id in self.finished:
             return
-        heappush(self.engine._deadlines, (0.0, int(request_id), request_id))
+        self.engine._deadlines.add(0.0, self.engine._requests[request_id])
         updates = self._updates()
         (result,) = [update.result for update in updates if update.result and update.request_id == request_id]
         searched = self.params[request_id].beam_width is not None

@@ -34,6 +34,15 @@ def test_a_request_gets_its_first_token_alone_and_then_several_at_a_time() -> No
     assert (stats.steps, stats.rows, stats.rows_last) == (30, 31, 1)
 
 
+def test_it_ends_with_the_launch_that_runs_where_it_is_wanted() -> None:
+    engine, asked = toy_engine(multi_step_ms=ALWAYS), iter([False, False, True] * 20)
+    add(engine, [1, 2])
+    counts = []
+    while engine.has_work:
+        counts.append(sum(len(update.token_ids) for update in engine.step(lambda: next(asked))))
+    assert counts == [1, *[3] * 9, 2]
+
+
 def test_tokens_come_one_at_a_time_if_steps_are_longer_or_it_is_switched_off() -> None:
     for multi_step_ms in (0, 1e-6):
         engine = toy_engine(multi_step_ms=multi_step_ms)

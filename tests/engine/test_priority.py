@@ -64,7 +64,7 @@ class TestTimeout:
         updates = [update for _ in range(4) for update in engine.step()]
         (result,) = [update.result for update in updates if update.result]
         assert (result.request_id, result.outputs[0].finish_reason, result.outputs[0].token_ids) == (waiting, "timeout", [])
-        engine._deadlines.append((0.0, 0, running))  # as if its time were up
+        engine._deadlines.add(0.0, engine._requests[running])  # as if its time were up
         (update,) = engine.step()
         assert update.result and update.result.finished and update.finish_reason == "timeout"
         assert [1, 2, *update.result.outputs[0].token_ids] == plain_decoding([1, 2], params, 0)[:6]

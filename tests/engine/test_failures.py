@@ -1,0 +1,236 @@
+"""Errors in the middle of a step: whatever raises, each request ends, with its tokens or with the error, and no block is lost."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from headrace.engine import resolve
+from headrace.engine import step as step_module
+from headrace.engine.engine import Engine
+from headrace.request import RequestOutput, SamplingParams
+from tests.engine.toy import plain_decoding, toy_engine
+from tests.tiny import drain
+
+SAMPLED = SamplingParams(temperature=1.0, seed=3, max_tokens=9)
+REQUESTS: list[tuple[list[int], SamplingParams]] = [
+    ([1, 2, 3, 4, 5], SAMPLED),
+    ([1, 2, 3, 4, 9, 9], SamplingParams(n=3, seed=1, max_tokens=7, logprobs=1)),
+    ([7, 8], SamplingParams(beam_width=2, max_tokens=6)),
+    ([2] * 11, SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=1)),
+    ([3, 1, 4], SAMPLED),
+]
+
+
+class Fault:
+    """Lets a call of a function raise, the `at`-th of all that it is put in front of."""
+
+    def __init__(self, at: int, error: BaseException) -> None:
+        self.left = at
+        self.error = error
+
+    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: self._strike() or function(*args, **options)
+
+    def after(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            value = function(*args, **options)
+            self._strike()
+            return value
+
+        return call
+
+    def _strike(self) -> None:
+        self.left -= 1
+        if not self.left:
+            raise self.error
+
+
+def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+    ids = [engine.add_request(prompt, params) for prompt, params in requests]
+    results: dict[str, RequestOutput] = {}
+    for _ in range(500):
+        for update in engine.step() if engine.has_work else ():
+            if update.result:
+                assert update.request_id not in results, "a request ended twice"
+                results[update.request_id] = update.result
+    assert not engine.has_work
+    return [results[request_id] for request_id in ids]
+
+
+def is_whole(engine: Engine) -> bool:
+    """Whether all blocks are free, and the engine still serves as it should."""
+    engine._kv.check([])
+    assert not engine._scheduler.running and not engine._scheduler.waiting and not engine._requests and not engine._deadlines._heap[16:]
+    (result,) = run(engine, [([5, 6, 7, 8, 9], SAMPLED)])
+    engine._kv.check([])
+    return [5, 6, 7, 8, 9, *result.outputs[0].token_ids] == plain_decoding([5, 6, 7, 8, 9], SAMPLED, 0)
+
+
+PLACES: dict[str, Callable[[Engine, Fault], tuple[Any, str]]] = {
+    "launch": lambda engine, fault: (engine._loop.executable, "launch"),
+    "move_slots": lambda engine, fault: (engine._loop.executable, "move_slots"),
+    "schedule": lambda engine, fault: (engine._scheduler, "schedule"),
+    "start": lambda engine, fault: (engine._scheduler, "_start"),
+    "preempt": lambda engine, fault: (engine._scheduler, "_preempt"),
+    "fork": lambda engine, fault: (engine._scheduler, "fork"),
+    "replace": lambda engine, fault: (engine._scheduler, "replace_sequences"),
+    "drop": lambda engine, fault: (engine._scheduler, "drop"),
+    "release": lambda engine, fault: (engine._scheduler, "_release"),
+    "reserve": lambda engine, fault: (engine._kv, "reserve"),
+    "trim": lambda engine, fault: (engine._kv, "trim"),
+    "remember": lambda engine, fault: (engine._scheduler._cache, "extend"),
+    "ask": lambda engine, fault: (engine._speculation, "ask"),
+    "observe": lambda engine, fault: (engine._speculation, "observe"),
+    "build": lambda engine, fault: (step_module, "build"),
+    "draws": lambda engine, fault: (step_module, "prepare_draws"),
+    "resolve": lambda engine, fault: (step_module, "resolve_step"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("late", [False, True])
+def test_wherever_a_step_fails(place: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(toy_engine(), REQUESTS)
+    struck = 0
+    for at in (1, 2, 3, 5, 9, 17):
+        for side in ("before", "after"):
+            with monkeypatch.context() as patch:
+                engine = toy_engine(num_blocks=11, late=late, max_num_seqs=6, multi_step_ms=5, proposer={} if late else None)
+                fault = Fault(at, MemoryError("no more memory"))
+                owner, name = PLACES[place](engine, fault)
+                patch.setattr(owner, name, getattr(fault, side)(getattr(owner, name)))
+                results = run(engine, REQUESTS)
+                for result, whole in zip(results, expected, strict=True):
+                    assert result.finished and all(output.finish_reason for output in result.outputs)
+                    if result.error is None:
+                        assert result.outputs == whole.outputs and result.prompt_logprobs == whole.prompt_logprobs
+                    else:
+                        assert result.error is fault.error
+                struck += any(result.error for result in results)
+            assert is_whole(engine)
+    assert struck or place in ("move_slots", "preempt", "trim")  # which are rare
+
+
+def test_those_that_wait_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is one of the requests that have KV; the others did not meet it."""
+    engine = toy_engine(max_num_seqs=2)
+    fault = Fault(3, RuntimeError("the device is lost"))
+    monkeypatch.setattr(engine._loop.executable, "launch", fault.before(engine._loop.executable.launch))
+    results = run(engine, [([i, 2, 3], SAMPLED) for i in range(5)])
+    assert [result.error for result in results] == [fault.error] * 2 + [None] * 3
+    assert [result.outputs[0].finish_reason for result in results] == ["error"] * 2 + ["length"] * 3
+    assert len(results[0].outputs[0].token_ids) == 2  # what it had before
+    assert [[i, 2, 3, *results[i].outputs[0].token_ids] for i in (2, 3, 4)] == [plain_decoding([i, 2, 3], SAMPLED, 0) for i in (2, 3, 4)]
+    assert is_whole(engine)
+
+
+def test_a_step_that_always_fails_ends_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = toy_engine(max_num_seqs=2)
+    monkeypatch.setattr(engine._loop.executable, "launch", Fault(1, OSError("gone")).after(lambda *args, **options: 1 / 0))
+    assert [type(result.error) for result in run(engine, REQUESTS)] == [ZeroDivisionError] * len(REQUESTS)
+    engine._kv.check([])
+
+
+class TestTokenizer:
+    """Its error is one of the request whose token it was."""
+
+    @pytest.fixture
+    def engine(self) -> Iterator[Engine]:
+        engine = toy_engine()
+        yield engine
+        engine._kv.check([])
+        engine.close()
+
+    @pytest.mark.parametrize(
+        "params", [SAMPLED, SamplingParams(seed=3, max_tokens=9, logprobs=1), SamplingParams(seed=3, n=2, max_tokens=9)]
+    )
+    def test_while_it_decodes(self, engine: Engine, params: SamplingParams) -> None:
+        good = SamplingParams(seed=3, max_tokens=9)
+        whole = run(engine, [([1, 2, 3], good)])[0]
+        first, second = (engine.add_request([1, 2, 3], each) for each in (params, good))
+        engine.step()
+        for seq in engine._requests[first].seqs:
+            seq.output._decoder.push = self.fails  # type: ignore[method-assign]
+        results = {update.request_id: update.result for update in drain(engine) if update.result}
+        failed = results[first]
+        assert failed is not None and isinstance(failed.error, KeyError)
+        assert {output.finish_reason for output in failed.outputs} == {"error"}
+        assert results[second] is not None and results[second].outputs == whole.outputs  # type: ignore[union-attr]
+
+    @pytest.mark.parametrize("reason", ["length", "abort", "timeout"])
+    def test_at_the_end(self, reason: str) -> None:
+        now = [0.0]
+        engine = toy_engine(clock=lambda: now[0])
+        request_id = engine.add_request([1, 2, 3], SamplingParams(seed=3, max_tokens=2 if reason == "length" else 20), timeout=5)
+        engine.step()
+        engine._requests[request_id].seqs[0].output._decoder.flush = self.fails  # type: ignore[method-assign]
+        if reason == "abort":
+            result = engine.abort(request_id)
+        else:
+            now[0] = 9.0 if reason == "timeout" else 0.0
+            result = drain(engine)[-1].result
+        assert result is not None and isinstance(result.error, KeyError) and result.outputs[0].finish_reason == "error"
+        assert is_whole(engine)
+
+    def test_while_it_describes_the_prompt(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(resolve, "describe", self.fails)
+        params = SamplingParams(temperature=0, max_tokens=9)
+        failed, good = run(engine, [([1, 2, 3], SamplingParams(prompt_logprobs=1)), ([4, 5], params)])
+        assert isinstance(failed.error, KeyError) and failed.outputs[0].finish_reason == "error"
+        assert [4, 5, *good.outputs[0].token_ids] == plain_decoding([4, 5], params, 0)
+
+    def fails(self, *args: Any) -> Any:
+        raise KeyError("no such token")
+
+
+def test_closing_gets_over_a_step_that_failed() -> None:
+    engine = toy_engine(late=True)
+    engine.add_request([1, 2, 3], SAMPLED)
+    engine.step()
+    engine._loop.executable.inner.forward = lambda batch: 1 / 0  # type: ignore[attr-defined]
+    engine.close()
+    assert engine._loop.executable.inner.closed  # type: ignore[attr-defined]
+
+
+def test_deadlines_of_ended_requests_are_forgotten() -> None:
+    engine = toy_engine()
+    for _ in range(100):
+        engine.add_request([1, 2], SamplingParams(max_tokens=1), timeout=1e6)
+        drain(engine)
+    assert len(engine._deadlines._heap) <= 17 and not engine._deadlines
+    ids = [engine.add_request([1, 2], SAMPLED, timeout=1e6) for _ in range(50)]
+    for request_id in ids[:-1]:
+        engine.abort(request_id)
+    assert len(engine._deadlines) == 1 and len(engine._deadlines._heap) <= 18
+
+
+def test_what_one_request_costs_does_not_grow_with_the_others() -> None:
+    """Ranks that are looked at to drop a sequence, as many as the binary logarithm of those that wait."""
+    engine = toy_engine(max_num_seqs=4, num_blocks=64)
+    for _ in range(2000):
+        engine.add_request([1, 2], SamplingParams(max_tokens=1))
+    looked = 0
+
+    class Watched(type(engine._scheduler.waiting[0])):  # type: ignore[misc]
+        def __eq__(self, other: object) -> bool:
+            nonlocal looked
+            looked += 1
+            return self is other
+
+        __hash__ = object.__hash__
+
+        @property
+        def rank(self) -> tuple[int, int, int]:
+            nonlocal looked
+            looked += 1
+            return super().rank  # type: ignore[no-any-return]
+
+    for seq in engine._scheduler.waiting:
+        seq.__class__ = Watched
+    for request_id in list(engine._requests)[1::2]:
+        engine.abort(request_id)
+    assert looked <= 1000 * 12
+    looked = 0
+    assert len(drain(engine)) == 1000
+    assert looked <= 1000 * 40

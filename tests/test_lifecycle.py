@@ -1,0 +1,319 @@
+"""How calls of an `LLM` and its process end: interrupted, closed under it, collected, forked, exited. A step is atomic in all of it."""
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace import LLM, SamplingParams
+from headrace.engine import thread as engine_thread
+from headrace.errors import ClosedError, HeadraceError, RequestFailedError
+from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
+from tests.test_llm import GREEDY, clean, llm, model, until  # noqa: F401 - fixtures
+
+LONG = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+Fixture = Any
+
+
+def in_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], at: int = 2) -> list[int]:  # noqa: F811
+    """Let something happen in the middle of the `at`-th launch; returns a list that grows by each launch which ended."""
+    executable, ended = llm._engine._loop.executable, list[int]()
+    launch, calls = executable.launch, iter(range(1, 10_000))
+
+    def launch_and_act(*args: Any, **options: Any) -> Any:
+        ticket = launch(*args, **options)
+        if next(calls) == at:
+            act()
+        ended.append(at)
+        return ticket
+
+    monkeypatch.setattr(executable, "launch", launch_and_act)
+    return ended
+
+
+def interrupt() -> None:
+    """Ctrl-C, and some time for it to hit whatever it may."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    for _ in range(2000):
+        random.random()
+    time.sleep(0.02)
+
+
+class TestInterrupts:
+    @pytest.mark.parametrize("num_prompts", [1, 3])
+    def test_a_step_is_not_cut_in_two(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, num_prompts: int) -> None:  # noqa: F811
+        expected = llm.generate("hello", GREEDY)[0].outputs
+        ended = in_step(llm, monkeypatch, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["hello", "w", "hello w"][:num_prompts], LONG)
+        assert clean(llm) and len(ended) >= 2
+        assert llm.generate("hello", GREEDY)[0].outputs == expected
+
+    def test_other_threads_go_on(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        expected, results = llm.generate("w", LONG)[0].outputs, list[Any]()
+        in_step(llm, monkeypatch, interrupt, at=5)
+        other = threading.Thread(target=lambda: results.append(llm.generate("w", LONG)[0].outputs))
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                llm.generate("hello", LONG)
+        other.join(60)
+        assert results == [expected] and clean(llm)
+
+    def test_at_any_moment(self, llm: LLM) -> None:  # noqa: F811
+        """An exception of a signal handler, at random moments of all that a caller does."""
+        rng, expected, caught = random.Random(12), llm.generate("hello", GREEDY)[0].outputs, 0
+
+        def raises(number: int, frame: Any) -> None:
+            raise InterruptedError
+
+        previous = signal.signal(signal.SIGALRM, raises)
+        try:
+            for _ in range(60):
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 0.02))
+                try:
+                    llm.generate(["hello", "w"], GREEDY)
+                    for _ in llm.stream("hello", GREEDY):
+                        pass
+                    llm.stats()
+                    time.sleep(0.02)
+                except InterruptedError:
+                    caught += 1
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+        assert caught > 30 and clean(llm)
+        assert llm.generate("hello", GREEDY)[0].outputs == expected
+
+
+class TestCollection:
+    def test_a_stream_that_is_collected_in_a_step_ends_after_it(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        expected, held = llm.generate("w", LONG)[0].outputs, list[Any]()
+        lost = SimpleNamespace(stream=llm.stream("hello", LONG))
+        lost.itself = lost  # so that it is the collector that ends it
+        next(lost.stream)
+
+        def collect() -> None:
+            gc.collect()
+            held.append(llm._engine._requests.keys() - {"2"})
+
+        in_step(llm, monkeypatch, collect, at=3)
+        del lost
+        gc.disable()
+        try:
+            assert llm.generate("w", LONG)[0].outputs == expected
+        finally:
+            gc.enable()
+        assert held == [{"1"}] and clean(llm) and llm.stats().aborted == 1
+
+    @pytest.mark.parametrize("use", ["close", "stats"])
+    def test_what_a_finaliser_asks_in_a_step_never_waits(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, use: str) -> None:  # noqa: F811
+        said = []
+
+        def finalise() -> None:
+            try:
+                getattr(llm, use)()
+            except HeadraceError as error:
+                said.append(str(error))
+
+        in_step(llm, monkeypatch, finalise)
+        if use == "close":
+            with pytest.raises(ClosedError, match="the engine is closed"):
+                llm.generate("hello", LONG)
+            assert said == []
+        else:
+            assert llm.generate("hello", GREEDY)[0].finished
+            assert said == ["the engine cannot be asked from within one of its own steps"]
+
+    def test_an_llm_that_is_let_go_leaves_nothing(self, model: str) -> None:  # noqa: F811
+        until(lambda: not threads_named("headrace"))
+        gc.collect()
+        before = len(os.listdir("/proc/self/task"))
+        llm = LLM(model, threads=2, max_model_len=64)  # noqa: F811
+        llm.generate("hello", GREEDY)
+        del llm
+
+        def all_gone() -> bool:
+            gc.collect()
+            return len(os.listdir("/proc/self/task")) == before
+
+        until(all_gone)
+
+
+class TestClosing:
+    def test_threads_that_wait_are_woken(self, model: str) -> None:  # noqa: F811
+        llm, said = LLM(model, backend="reference"), list[str]()  # noqa: F811
+
+        def work() -> None:
+            try:
+                while True:
+                    llm.generate("hello", SamplingParams(max_tokens=200, ignore_eos=True))
+            except ClosedError as error:
+                said.append(str(error))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for each in threads:
+            each.start()
+        until(lambda: llm.stats().running == 4)
+        closing = [threading.Thread(target=llm.close) for _ in range(3)]
+        for each in closing:
+            each.start()
+        llm.close()
+        for each in closing + threads:
+            each.join(60)
+            assert not each.is_alive()
+        assert said == ["the engine is closed"] * 4
+        llm.close()
+
+    def test_in_a_signal_handler(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        previous = signal.signal(signal.SIGINT, lambda number, frame: llm.close())
+        try:
+            in_step(llm, monkeypatch, interrupt)
+            with pytest.raises(ClosedError):
+                llm.generate("hello", LONG)
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    def test_what_the_engine_does_not_get_over_closes_it(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        def fails(*args: Any) -> Any:
+            raise SystemError("beyond repair")
+
+        monkeypatch.setattr(llm._engine, "step", fails)
+        for use in (lambda: llm.generate("hello"), llm.stats, lambda: list(llm.stream("hello"))):
+            with pytest.raises(ClosedError, match=r"the engine has ended by an error of its own: .*beyond repair"):
+                use()
+        llm.close()
+
+
+class TestThread:
+    @pytest.fixture(autouse=True)
+    def at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(engine_thread, "_LINGER", 0)
+
+    def test_it_ends_with_its_work(self, llm: LLM) -> None:  # noqa: F811
+        llm.generate("hello", GREEDY)
+        until(lambda: not threads_named("headrace-engine"))
+        assert llm.generate("hello", GREEDY)[0].finished
+
+    def test_no_command_is_lost_where_it_ends(self, llm: LLM) -> None:  # noqa: F811
+        """Commands come at every moment of its ending."""
+        counts = [0] * 3
+
+        def work(i: int) -> None:
+            for _ in range(150):
+                llm.stats()
+                counts[i] += 1
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(120)
+        assert counts == [150] * 3
+        until(lambda: not threads_named("headrace-engine"))
+
+    def test_where_the_system_gives_no_thread(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        def refuse(*args: Any, **options: Any) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_thread, "start_new_thread", refuse)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                llm.generate("hello", GREEDY)
+        assert llm.generate("hello", GREEDY)[0].finished and clean(llm)
+        monkeypatch.setattr(engine_thread, "Thread", refuse)
+        assert llm.generate("hello", GREEDY)[0].finished
+        until(lambda: not llm._thread._at_work.locked())
+        monkeypatch.setattr(engine_thread, "start_new_thread", refuse)
+        llm.close()
+        assert llm._thread._is_released
+
+
+def threads_named(beginning: str) -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(beginning)]
+
+
+PRELUDE = """
+import gc, os, signal, sys, threading, time
+from headrace import LLM, SamplingParams
+from headrace.errors import ClosedError
+LONG = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+llm = LLM(sys.argv[1], threads=2)
+def run(): llm.generate(["hello", "w"], LONG)
+def generate_in_a_daemon():
+    def work():
+        while True: run()
+    threading.Thread(target=work, daemon=True).start()
+    while not llm.stats().running: pass
+def child(work):
+    pid = os.fork()
+    if not pid: work(); sys.exit(0)
+    status = os.waitpid(pid, 0)[1]
+    assert status == 0, status
+def refused():
+    for use in (run, llm.stats, lambda: list(llm.stream("hello"))):
+        try: use()
+        except ClosedError as error: assert "make another LLM here" in str(error), error
+        else: raise AssertionError("it was served")
+"""
+
+
+FORKS = """
+s = llm.stream('hello', LONG)
+next(s)
+child(refused)
+child(lambda: None)
+child(s.close)
+child(llm.close)
+child(lambda: (globals().pop('llm'), globals().pop('s'), gc.collect()))
+child(lambda: LLM(sys.argv[1], threads=2).generate('hello', LONG))
+import multiprocessing
+p = multiprocessing.get_context('fork').Process(target=refused)
+p.start(); p.join()
+assert not p.exitcode
+assert len(list(s)) > 5
+run()
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "generate_in_a_daemon()",
+        "stream = llm.stream('hello', LONG); next(stream); import atexit; atexit.register(llm.close)",
+        "t = threading.Thread(target=run); t.start()",
+        "run()\n" + FORKS,
+        "generate_in_a_daemon()\n" + FORKS,
+    ],
+    ids=["daemon", "streams", "thread", "forks", "forks in a step"],
+)
+def test_the_end_of_a_process(model: str, code: str) -> None:  # noqa: F811
+    """It ends by itself, with nothing to say, whatever threads and forks there are."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    command = [sys.executable, "-c", PRELUDE + code, model]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+
+
+def test_a_failure_of_one_call_is_not_one_of_another(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    expected, results = llm.generate("w", GREEDY)[0].outputs, list[Any]()
+
+    def fail() -> None:
+        raise OSError("the device is lost")
+
+    in_step(llm, monkeypatch, fail, at=1)
+    with pytest.raises(RequestFailedError, match="1 of 1 requests failed; prompt 0: the device is lost") as error:
+        llm.generate("hello", GREEDY)
+    assert isinstance(error.value.outputs[0].error, OSError) and error.value.outputs[0].outputs[0].finish_reason == "error"
+    assert llm.generate("w", GREEDY)[0].outputs == expected and clean(llm) and not results
