@@ -81,6 +81,8 @@ class Soak:
             act = self.rng.choice(self.rounds)
             act(which)
             self.counts[act.__name__] += 1
+            gc.collect()  # again: one that runs in the engine's thread at the time makes this thread's do nothing
+            until(lambda: not self.llms[which].stats().running)  # noqa: B023
             stats = self.llms[which].stats()
             assert (stats.running, stats.waiting, stats.blocks_free) == (0, 0, stats.blocks_total), (act.__name__, stats)
         faulthandler.cancel_dump_traceback_later()
