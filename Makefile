@@ -21,7 +21,7 @@ help:
 	@echo 'make soak    2,000 rounds of interrupts, closes, forks, failures'
 	@echo 'make fuzz    hostile files, templates, batches and native calls, for SECONDS=$(SECONDS)'
 	@echo 'make cli     the command line under all conditions of its table, and with signals at ROUNDS=$(ROUNDS) random moments'
-	@echo 'make sanitize  native tests under three sanitizers; SHORT=1: fewer'
+	@echo 'make sanitize native tests under three sanitizers; SHORT=1: fewer'
 	@echo 'make lint    ruff, mypy, clang-format; `make format` repairs what can be repaired'
 	@echo 'make bench   cold start, a paired run against llama.cpp, and what serving many requests costs'
 	@echo 'make micro   kernels against the bandwidth and arithmetic of this machine'

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import inf
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -14,6 +13,8 @@ from headrace.proposer import ProposerTraits
 
 _MOST_LOOKING, _LEAST_LOOKING = 0.05, 0.0025
 """Share of a sequence's time for asking a proposer whose drafts do not pay: it halves with each such draft, from the one to the other."""
+_MOST_REST = 0.1
+"""Most seconds of rest: a new sequence may come at any time."""
 _FIRST_LOOK = 0.01
 """Seconds of the first look at a sequence for each of its tokens, in times of a decoded one, up to which every new sequence has one."""
 _TRIAL_STEPS = 6
@@ -89,8 +90,8 @@ class Controller:
         self._cost = StepCost()
         self._now = 0.0
         """Seconds of all steps so far."""
-        self._next_look = 0.0
-        """Seconds of steps, as `_now`, from which drafts may be asked for again."""
+        self._looks: dict[object, float] = {None: 0.0}
+        """When to ask again, as `_now`, by proposer and sequence of this step; at None, when in any case."""
         self._num_scheduled = self._num_drawing = 1
         self._token_seconds = 0.0
         """Seconds of plain decoding for one token, in a step of as many sequences as this one."""
@@ -104,16 +105,16 @@ class Controller:
     @property
     def rest(self) -> float:
         """Seconds of plain decoding until drafts may be asked for again; 0: now."""
-        return max(0.0, self._next_look - self._now)
+        return max(0.0, min(self._looks.values()) - self._now)
 
     def begin(self, cost: StepCost, num_scheduled: int, num_drawing: int) -> None:
         """Begin a step of `num_scheduled` rows without drafts in which `num_drawing` sequences draw; `cost` is that of such steps."""
         self._cost, self._num_scheduled, self._num_drawing, self._row_costs = cost, num_scheduled, num_drawing, [0.0]
         self._is_plain = cost.visits(num_scheduled) < _FIRST_PLAIN or self._num_drafting >= _PLAIN_EVERY
         self._token_seconds = cost.seconds(num_drawing) / num_drawing
-        self._next_look = inf
+        self._looks = {None: self._now if self._is_plain else self._now + _MOST_REST}
         if self._is_plain:
-            self._num_drafting, self._next_look = 0, self._now
+            self._num_drafting = 0
 
     def asks(self, name: str, seq: Sequence, rival: DraftCandidate | None = None) -> bool:
         """Whether to ask a proposer for a draft: where it should gain more than `rival`, and where it is time to look again."""
@@ -122,8 +123,7 @@ class Controller:
         method, track = self._methods[name], self._track(name, seq)
         gain = track.gain - (self._gain(rival) if rival else 0.0)
         asks = gain * self._token_seconds > method.seconds or track.look_at <= self._now
-        if not asks:
-            self._next_look = min(self._next_look, track.look_at)
+        self._looks[name, seq] = self._now if asks else track.look_at  # in the next step again, if it has no draft budget in this one
         return asks
 
     def budget(self, name: str, seq: Sequence, most: int) -> int:
@@ -155,7 +155,7 @@ class Controller:
             if track.num_looks % self._steps_of_look(method) == 0:
                 track.look_at = self._now + self._look_seconds(method) * self._num_drawing / track.share
                 track.share = max(track.share / 2, _LEAST_LOOKING)
-        self._next_look = min(self._next_look, track.look_at)
+        self._looks[name, seq] = track.look_at
         method.last = track
         return candidate
 

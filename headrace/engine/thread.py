@@ -28,8 +28,10 @@ _T = TypeVar("_T")
 _LINGER = 0.1
 """Seconds for which the thread waits for more work before it ends: to start one takes as long as a tenth of a small model's step."""
 _CLOSED = "the engine is closed"
-_FORKED = "this process was forked from the one that the engine works in, and has no copy of its threads: make another LLM here, or start "
-_FORKED += "processes with the 'spawn' method"
+_FORKED = (
+    "this process was forked from the one that the engine works in, and has no copy of its threads: "
+    "make another LLM here, or start processes with the 'spawn' method"
+)
 
 _threads = WeakSet["EngineThread"]()
 """All that may have to be closed at exit."""

@@ -344,3 +344,12 @@ def test_the_first_answer_has_drafts_from_where_they_are_right() -> None:
     plain, _, _ = serve(step_ms, lambda clock: {}, warm=False)
     seconds, stats, _ = serve(step_ms, lambda clock: {"reader": Reader(clock)}, warm=False)
     assert stats.accepted > 0.6 * LENGTH and plain / seconds > 2
+
+
+def test_a_draft_budget_that_is_not_granted_is_asked_for_again() -> None:
+    """While other sequences hold all blocks, there is none for drafts."""
+    engine = toy_engine(proposer=Oracle(lambda position: 1.0), adaptive_speculation=True, max_model_len=60, num_blocks=17, block_size=4)
+    long, short = SamplingParams(temperature=0, max_tokens=57), SamplingParams(temperature=0, max_tokens=7)
+    (result, _, _) = run_all(engine, [([1], long), (list(range(20)), short), (list(range(1, 21)), short)])
+    assert len(result.outputs[0].token_ids) == 57
+    assert engine.stats().accepted > 20
