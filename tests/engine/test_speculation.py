@@ -11,6 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch
+from headrace.engine.controller import Controller
+from headrace.engine.step_cost import StepCost
 from headrace.logit_ops import StepResult
 from headrace.proposer import ProposerTraits
 from headrace.request import SamplingParams
@@ -347,9 +349,21 @@ def test_the_first_answer_has_drafts_from_where_they_are_right() -> None:
 
 
 def test_a_draft_budget_that_is_not_granted_is_asked_for_again() -> None:
-    """While other sequences hold all blocks, there is none for drafts."""
-    engine = toy_engine(proposer=Oracle(lambda position: 1.0), adaptive_speculation=True, max_model_len=60, num_blocks=17, block_size=4)
-    long, short = SamplingParams(temperature=0, max_tokens=57), SamplingParams(temperature=0, max_tokens=7)
-    (result, _, _) = run_all(engine, [([1], long), (list(range(20)), short), (list(range(1, 21)), short)])
-    assert len(result.outputs[0].token_ids) == 57
-    assert engine.stats().accepted > 20
+    """In the next step: what was asked for and never came is no draft that did not pay."""
+    engine = toy_engine()
+    engine.add_request([1, 2, 3])
+    (seq,) = engine._requests["0"].seqs
+    cost, controller = StepCost(), Controller({"oracle": Oracle.traits})
+    for _ in range(5):
+        cost.record(1, 0.002)
+    controller.begin(cost, 1, 1)
+    assert controller.asks("oracle", seq)
+    assert controller.rest == 0
+    controller.candidate("oracle", seq, NO_DRAFT)
+    controller.spend("oracle", {seq: 8}, 0.001)
+    controller.finish(0.002)
+    controller.begin(cost, 1, 1)
+    assert controller.asks("oracle", seq)  # the first look told no price
+    controller.spend("oracle", {seq: 8}, 0.001)
+    controller.candidate("oracle", seq, NO_DRAFT)
+    assert controller.rest > 0
