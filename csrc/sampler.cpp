@@ -92,7 +92,7 @@ Row::Bracket Row::bracket(Cut cut, double step, Measure&& measure, Enough&& enou
   Share outside;
   for (;; step *= 2) {
     const auto floor = static_cast<float>(row_.top - step);
-    const bool is_last = floor <= cut.logit;
+    const bool is_last = !(floor > cut.logit);  // also where the cut is NaN, which another thread has just written
     const Cut at = is_last ? cut : down_to(floor);
     outside = measure(at);
     if (is_last || enough(outside)) {
