@@ -90,8 +90,8 @@ class Controller:
         self._cost = StepCost()
         self._now = 0.0
         """Seconds of all steps so far."""
-        self._looks: dict[object, float] = {None: 0.0}
-        """When to ask again, as `_now`, by proposer and sequence of this step; at None, when in any case."""
+        self._looks: dict[tuple[str, tuple[int, int]] | None, float] = {None: 0.0}
+        """When to ask again, as `_now`, by proposer and `seq_id` in this step; at None, when in any case."""
         self._num_scheduled = self._num_drawing = 1
         self._token_seconds = 0.0
         """Seconds of plain decoding for one token, in a step of as many sequences as this one."""
@@ -123,7 +123,8 @@ class Controller:
         method, track = self._methods[name], self._track(name, seq)
         gain = track.gain - (self._gain(rival) if rival else 0.0)
         asks = gain * self._token_seconds > method.seconds or track.look_at <= self._now
-        self._looks[name, seq] = self._now if asks else track.look_at  # in the next step again, if it has no draft budget in this one
+        # Where it is asked but granted no draft budget, it is asked again in the next step.
+        self._looks[name, seq.seq_id] = self._now if asks else track.look_at
         return asks
 
     def budget(self, name: str, seq: Sequence, most: int) -> int:
@@ -155,7 +156,7 @@ class Controller:
             if track.num_looks % self._steps_of_look(method) == 0:
                 track.look_at = self._now + self._look_seconds(method) * self._num_drawing / track.share
                 track.share = max(track.share / 2, _LEAST_LOOKING)
-        self._looks[name, seq] = track.look_at
+        self._looks[name, seq.seq_id] = track.look_at
         method.last = track
         return candidate
 
