@@ -3,7 +3,8 @@
 from typing import Any
 
 from headrace.engine.engine import Engine
-from headrace.engine.scheduled import SchedulerOutput
+from headrace.engine.scheduled import ScheduledSequence, SchedulerOutput
+from headrace.kv.manager import Copy
 from headrace.request import SamplingParams
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine
 from tests.random_trees import RandomTrees
@@ -19,13 +20,19 @@ def add(engine: Engine, prompt_len: int, **params: Any) -> str:
 
 
 def step(engine: Engine) -> list[tuple[int, int, int]]:
-    """(request, scheduled tokens, draft budget) of each sequence of the step that is run."""
-    outputs: list[SchedulerOutput] = []
-    schedule = engine._scheduler.schedule
-    engine._scheduler.schedule = lambda: outputs.append(schedule()) or outputs[0]  # type: ignore[method-assign,func-returns-value]
+    """(request, scheduled tokens, draft budget that was granted) of each sequence of the step that is run."""
+    scheduler, found = engine._scheduler, list[list[tuple[int, int, int]]]()
+    grant = scheduler.grant_draft_budgets
+
+    def spy(output: SchedulerOutput, wanted: dict[ScheduledSequence, int]) -> list[Copy]:
+        copies = grant(output, wanted)
+        found.append([(item.seq.seq_id[0], item.num_scheduled, item.draft_budget) for item in output.scheduled])
+        return copies
+
+    scheduler.grant_draft_budgets = spy  # type: ignore[method-assign]
     engine.step()
-    engine._scheduler.schedule = schedule  # type: ignore[method-assign]
-    return [(item.seq.seq_id[0], item.num_scheduled, item.draft_budget) for item in outputs[0].scheduled]
+    scheduler.grant_draft_budgets = grant  # type: ignore[method-assign]
+    return found[0]
 
 
 def test_decoding_goes_before_chunks() -> None:
