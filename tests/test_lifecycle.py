@@ -146,7 +146,7 @@ class TestCollection:
 
         def all_gone() -> bool:
             gc.collect()
-            return len(os.listdir("/proc/self/task")) == before
+            return len(os.listdir("/proc/self/task")) <= before  # a thread of a library may end, too
 
         until(all_gone)
 
@@ -271,7 +271,7 @@ def refused():
 
 FORKS = """
 s = llm.stream('hello', LONG)
-next(s)
+first = next(s)
 child(refused)
 child(lambda: None)
 child(s.close)
@@ -282,7 +282,7 @@ import multiprocessing
 p = multiprocessing.get_context('fork').Process(target=refused)
 p.start(); p.join()
 assert not p.exitcode
-assert len(list(s)) > 5
+assert sum(len(update.token_ids) for update in (first, *s)) == 24
 run()
 """
 
