@@ -292,7 +292,7 @@ class TestStream:
         assert error.value.outputs[0].outputs[0].finish_reason == "error" and clean(llm)
 
     def test_closed_early(self, llm: LLM) -> None:
-        pieces = llm.stream("hello", replace(GREEDY, max_tokens=50))
+        pieces = llm.stream("hello", replace(GREEDY, max_tokens=240, ignore_eos=True))
         next(pieces)
         assert llm.stats().running == 1
         pieces.close()  # type: ignore[attr-defined]
