@@ -50,8 +50,8 @@ class EngineConfig:
     """Most rows with logits in one step, beyond one for each sequence, for prompt log-probabilities and drafts: it bounds the memory that
     logits take. Prompt log-probabilities are computed in chunks of this size, which all sequences of a step share."""
     multi_step_ms: float = 10
-    """Milliseconds for which steps of plain decoding are run in a row; their tokens are handed out, and new requests join in, only
-    after the last of them. 0: one step at a time. Never changes a token."""
+    """Milliseconds for which steps of plain decoding are run in a row; their tokens are handed out after the last of them.
+    A new request ends them with the step that runs. 0: one step at a time. Never changes a token."""
     proposer: Literal["off", "auto", "ngram", "jacobi", "lookahead", "online", "draft_model", "self_draft", "medusa"] = "off"
     """Where drafts come from; `auto`: from the n-gram index, the online table, and those of the last three that are configured.
     Never changes a token, unless `acceptance_method` says so."""
