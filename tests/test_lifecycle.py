@@ -61,9 +61,9 @@ class TestInterrupts:
 
     def test_other_threads_go_on(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
         expected, results = llm.generate("w", LONG)[0].outputs, list[Any]()
-        in_step(llm, monkeypatch, interrupt, at=5)
         other = threading.Thread(target=lambda: results.append(llm.generate("w", LONG)[0].outputs))
-        other.start()
+        in_step(llm, monkeypatch, other.start, at=2)  # by then this thread is where an interrupt is expected
+        in_step(llm, monkeypatch, interrupt, at=5)
         with pytest.raises(KeyboardInterrupt):
             while True:
                 llm.generate("hello", LONG)

@@ -33,14 +33,18 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 def library_calls(what: str, error: type[HeadraceError] = FormatError) -> Iterator[None]:
     """All calls of the tokenizer library are made in here, whatever it raises becomes `error`.
 
-    It raises plain `Exception` for what it foresees. Where it does not, as for many a damaged file, it panics, and a panic of Rust
-    comes as a `BaseException`, past every other handler.
+    It raises plain `Exception` for what it foresees, and its binding to Python what is wrong with a value. Where it foresees nothing,
+    as for many a damaged file, it panics, and a panic of Rust comes as a `BaseException`, past every other handler. Any other exception
+    is not its own: a signal handler of the caller's may raise one at any moment.
     """
     try:
         yield
-    except (HeadraceError, MemoryError, KeyboardInterrupt, SystemExit):
+    except HeadraceError:
         raise
     except BaseException as failure:
+        foreseen = type(failure) is Exception or isinstance(failure, TypeError | ValueError | LookupError | OverflowError)
+        if not foreseen and type(failure).__name__ != "PanicException":
+            raise
         reason = str(failure).strip().partition("\n")[0] or type(failure).__name__
         raise error(f"{what}: {reason[:300]}") from failure
 

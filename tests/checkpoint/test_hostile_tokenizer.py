@@ -69,7 +69,10 @@ class TestPanics:
             assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
     def test_what_goes_through(self) -> None:
-        for error in (ClosedError("ours"), MemoryError(), KeyboardInterrupt(), SystemExit()):
+        class OverdueError(Exception):
+            """As a signal handler may raise it."""
+
+        for error in (ClosedError("ours"), MemoryError(), KeyboardInterrupt(), SystemExit(), InterruptedError(), OverdueError()):
             with pytest.raises(type(error)), library_calls("x"):
                 raise error
 
