@@ -108,6 +108,41 @@ def test_in_a_window_each_table_pays_for_its_blocks(windows: tuple[int, ...]) ->
     kv.check([tables, *forks])
 
 
+@given(window=st.integers(1, 12), size=st.sampled_from([1, 2, 4]), windows=st.booleans(), computed=st.integers(0, 30))
+def test_whether_a_sequence_can_go_back(window: int, size: int, windows: bool, computed: int) -> None:
+    """It can to any token of which, and of all that it sees, there are still the blocks."""
+    kv = toy_kv(40, size, (0, window) if windows else (0,), max_rows=40)
+    tables = kv.new_tables()
+    assert kv.reserve(tables, 0, 31) == []
+    kv.advance(tables, computed, 31)
+    for token in range(31):
+        seen = range(max(0, token + 1 - window), token + 1)
+        assert kv.sees_all(tables, token) == (not windows or all(tables[1][i // size] != -1 for i in seen))
+
+
+@given(
+    num_blocks=st.integers(3, 20),
+    size=st.sampled_from([1, 2, 4]),
+    lengths=st.lists(st.integers(1, 6), min_size=2, max_size=2),
+    more=st.lists(st.integers(0, 40), min_size=2, max_size=2),
+)
+def test_what_sequences_may_grow_to(num_blocks: int, size: int, lengths: list[int], more: list[int]) -> None:
+    """What is said of blocks beforehand is what there turns out to be."""
+    kv = toy_kv(num_blocks, size, (0, 100), max_rows=100)  # the second group is as full as the first
+    tables = [kv.new_tables() for _ in lengths]
+    if any(kv.reserve(each, 0, length) is None for each, length in zip(tables, lengths, strict=True)):
+        return
+    beyond = kv.num_slots_beyond(tables[0], lengths[0])
+    free = num_blocks - sum(-(-length // size) for length in lengths)
+    assert beyond == (-(-lengths[0] // size) + free) * size - lengths[0]
+    assert kv.reserve(tables[0], lengths[0], beyond + 1) is None and kv.reserve(tables[0], lengths[0], beyond) == []
+    kv.trim(tables[0], lengths[0])
+    ends = [length + num for length, num in zip(lengths, more, strict=True)]
+    can = kv.can_extend(tables, ends)
+    assert can == (sum(-(-end // size) for end in ends) <= num_blocks)
+    assert can == all(kv.reserve(each, length, num) is not None for each, length, num in zip(tables, lengths, more, strict=True))
+
+
 @dataclass(eq=False)
 class Sequence:
     """What a sequence must read, by index, and how many tokens it has been admitted for."""
