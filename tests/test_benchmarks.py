@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -55,6 +56,13 @@ def test_every_program_is_here_and_in_the_whole() -> None:
     assert {file.stem for file in MICRO.glob("*.py")} - helpers >= set(ROWS)
     whole = (MICRO / "__main__.py").read_text()
     assert all(f"from {program} import" in whole for program in ROWS)
+
+
+@pytest.mark.parametrize(("program", "line"), [("first_answers", r"run +quote +[\d.]+ "), ("acceptance", r"ngram +0 +\d+ +[\d.]+\n")])
+def test_benchmarks_of_drafts_run(program: str, line: str) -> None:
+    result = subprocess.run([sys.executable, ROOT / f"benchmarks/{program}.py", "--quick"], capture_output=True, text=True, timeout=300)
+    assert not result.returncode, result.stderr
+    assert re.search(line, result.stdout)
 
 
 def test_disturbed_rounds_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

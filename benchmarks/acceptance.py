@@ -1,0 +1,66 @@
+"""Where drafts from earlier text are right: what `ProposerTraits.acceptance` of `ngram` and `online` starts from.
+
+Answers of plain decoding to the prompts of `speculation.py` are replayed to each proposer token by token, in turn. A draft is right if
+its first token is the next one.
+"""
+
+import argparse
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from speculation_texts import WORKLOADS, prompts
+
+from headrace import LLM, SamplingParams
+from headrace.propose.ngram import NgramProposer
+from headrace.propose.online import OnlineProposer
+
+
+@dataclass(eq=False)
+class Replayed:
+    """A sequence as far as these proposers look at it."""
+
+    seq_id: tuple[int, int]
+    known: list[int]
+    prompt_len: int
+    scope: None = field(default=None)
+
+
+def answers(args: argparse.Namespace) -> list[tuple[list[int], list[int]]]:
+    """Prompts and outputs, the kinds of work mixed."""
+    with LLM(args.model, proposer="off", max_model_len=2048) as llm:
+        texts = [text for work in WORKLOADS for text in prompts(work, 1000, args.answers)]
+        random.Random(0).shuffle(texts)
+        params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
+        results = llm.chat([[{"role": "user", "content": text}] for text in texts], params)
+    return [(result.prompt_token_ids, result.outputs[0].token_ids) for result in results]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--answers", type=int, default=24, help="of each kind of work")
+    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--quick", action="store_true", help="little of everything: shows that it runs, and measures nothing")
+    args = parser.parse_args()
+    if args.quick:
+        args.answers, args.max_tokens = 1, 8
+    found = answers(args)
+    print(f"{'proposer':10}{'confidence':>11}{'drafts':>9}{'right':>8}")
+    for name, proposer in (("ngram", NgramProposer()), ("online", OnlineProposer())):
+        drafts, right = Counter[int](), Counter[int]()
+        for number, (prompt, output) in enumerate(found):
+            seq = Replayed((number, 0), list(prompt), len(prompt))
+            for token in output:
+                (draft,) = proposer.propose([seq], [proposer.traits.max_nodes])
+                if draft.tokens:
+                    drafts[draft.confidence] += 1
+                    right[draft.confidence] += draft.tokens[0] == token
+                seq.known.append(token)
+            del seq  # which ends it for the proposer
+        for confidence in sorted(drafts):
+            print(f"{name:10}{confidence:>11}{drafts[confidence]:>9,}{right[confidence] / drafts[confidence]:>8.2f}")
+
+
+if __name__ == "__main__":
+    main()
