@@ -1,7 +1,7 @@
 """Where drafts from earlier text are right: what `ProposerTraits.acceptance` of `ngram` and `online` starts from.
 
-Answers of plain decoding to the prompts of `speculation.py` are replayed to each proposer token by token, in turn. A draft is right if
-its first token is the next one.
+Answers of plain decoding to the prompts of `speculation.py` are shown to each proposer token by token, one after another. A draft is
+right if its first token is the next one.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from headrace.propose.online import OnlineProposer
 
 
 @dataclass(eq=False)
-class Replayed:
+class Recorded:
     """A sequence as far as these proposers look at it."""
 
     seq_id: tuple[int, int]
@@ -50,7 +50,7 @@ def main() -> None:
     for name, proposer in (("ngram", NgramProposer()), ("online", OnlineProposer())):
         drafts, right = Counter[int](), Counter[int]()
         for number, (prompt, output) in enumerate(found):
-            seq = Replayed((number, 0), list(prompt), len(prompt))
+            seq = Recorded((number, 0), list(prompt), len(prompt))
             for token in output:
                 (draft,) = proposer.propose([seq], [proposer.traits.max_nodes])
                 if draft.tokens:
