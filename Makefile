@@ -70,7 +70,7 @@ micro: .venv/.core
 	$(BIN)/python benchmarks/micro
 
 mutate: .venv/.mutate
-	nice -n 15 $(BIN)/python tests/mutate.py '$(MODULE)'
+	nice -n 15 $(BIN)/python tests/mutate.py '$(MODULE)' $(TESTS)
 
 clean:
 	rm -rf .venv .bench .fuzz build

@@ -1,7 +1,8 @@
 """Deliberate faults, one at a time, and whether a test notices: `make mutate`, or `make mutate MODULE=planner/roofline`.
 
-Each part is changed and tested in a copy under build/mutate, by the tests of the folder that mirrors it. What was found is kept
-there: the next call goes on where this one was stopped, tries again what had survived, and does anew what has changed.
+Each part is changed and tested in a copy under build/mutate, by the tests of the folder that mirrors it, or by fewer of them, for a file
+alone: `make mutate MODULE=engine/acceptance TESTS="test_acceptance.py test_speculation.py"`. What was found is kept there: the next call
+goes on where this one was stopped, tries again what had survived, and does anew what has changed.
 """
 
 import json
@@ -24,7 +25,7 @@ CONFIG = """[mutmut]
 source_paths=headrace
 only_mutate=headrace/{part}/*
 do_not_mutate_patterns=^\\s*assert
-pytest_add_cli_args_test_selection=tests/{part}
+pytest_add_cli_args_test_selection={selected}
 pytest_add_cli_args=
     -p
     no:cacheprovider
@@ -46,19 +47,19 @@ _NOISE = (r",? *\bstrict=\w+", r", *(?=\))", r"(?<=\bcast\()[^,]*")
 """What may differ without a difference: whether zips are strict, commas at the end, types of casts."""
 
 
-def main(module: str) -> None:
-    """Try all mutants of a part, or of one of its files; of every part where none is named."""
+def main(module: str, tests: list[str]) -> None:
+    """Try all mutants of a part, or of one of its files with these tests of the part; of every part where none is named."""
     part, _, file = module.partition("/")
     if part and part not in PARTS:
         sys.exit(f"no part {part!r}; there are: {', '.join(PARTS)}")
     for name in [part] if part else PARTS:
-        folder = WORK / name
-        _prepare(name, folder)
+        folder = WORK / (f"{name}-{file}" if tests else name)  # which tests there are is kept, too
+        _prepare(name, folder, tests)
         _mutmut(folder, "run", "--max-children", "1", *([f"headrace.{name}.{file.removesuffix('.py')}.*"] if file else []))
         _report(name, folder)
 
 
-def _prepare(part: str, folder: Path) -> None:
+def _prepare(part: str, folder: Path, tests: list[str]) -> None:
     """Lay the present tree beside what was found before, and forget which mutants had survived."""
     for name in ("headrace", "tests", "docs", "mutants/tests", "mutants/docs"):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -69,7 +70,8 @@ def _prepare(part: str, folder: Path) -> None:
     assert native and native.origin
     shutil.copy2(native.origin, folder / "headrace")
     ignored = "\n".join(f"    --ignore=tests/{part}/{name}" for name in PARTS[part])
-    (folder / "setup.cfg").write_text(CONFIG.format(part=part, ignored=ignored))
+    selected = "".join(f"\n    tests/{part}/{name}" for name in tests) or f"tests/{part}"
+    (folder / "setup.cfg").write_text(CONFIG.format(part=part, ignored=ignored, selected=selected))
     (folder / "conftest.py").write_text(CONFTEST)
     for file in folder.glob("mutants/**/*.meta"):
         found = json.loads(file.read_text())
@@ -120,4 +122,4 @@ def _status(code: int | None) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "")
+    main(sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:])

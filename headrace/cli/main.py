@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     except SystemExit as done:  # argparse has printed a help text
         code = int(done.code or 0)
     except (Exception, KeyboardInterrupt) as error:
-        code, message = _explain(error)
+        code, message = _explain(_interrupt_before(error) or error)
     if (lost := _settle(sys.stdout)) and code in (0, 1):
         # A reader of our output that has left, as `head` does, wants to hear nothing.
         code, message = 1, "" if isinstance(lost, BrokenPipeError) else f"stdout: {lost.strerror}"
@@ -84,6 +84,14 @@ def _settle(stream: TextIO) -> OSError | None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return error
     return None
+
+
+def _interrupt_before(error: BaseException) -> BaseException | None:
+    """The signal that ends the command line, where an error comes of what it left half done: argparse, for one, tidies up after itself."""
+    before: BaseException | None = error
+    while before and not isinstance(before, KeyboardInterrupt):
+        before = before.__context__
+    return before
 
 
 def _explain(error: BaseException) -> tuple[int, str]:

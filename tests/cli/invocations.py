@@ -299,7 +299,7 @@ SIGNALS = [
     Row("run {long} hello", 130, signal="INT", out=".", short=True),
     Row("run {long} hello", 143, signal="TERM", out=".", short=True),
     Row("run {long} hello", 129, signal="HUP", out="."),
-    Row("run {long} hello", 0, ANSWER, signal="PIPE", out="."),
+    Row("run {model} hello", 0, ANSWER, signal="PIPE", out="."),
 ]
 
 ROWS = [*HELP, *RUN, *MODELS, *MEASURE, *TOP, *STREAMS, *SYSTEM, *TERMINALS, *SIGNALS]

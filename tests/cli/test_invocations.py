@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.conftest import tensors, write_tiny_gguf
+from tests.checkpoint.conftest import SPECIAL, metadata, tensors, write_tiny_gguf
 from tests.checkpoint.test_source import MEMBER, write_wheel
 from tests.cli.invocations import ROWS
 from tests.cli.invoke import MARKED, Row, faults, filled, run_apart, run_here
@@ -38,9 +38,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     places: dict[str, object] = {name: root / name for name in ("cache", "fifo", "index", "broken.gguf")}
     places |= {"broken": root / "broken.gguf", "member": MEMBER}
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    for name, context in (("model", 256), ("long", 1 << 20), ("huge", (1 << 31) - 1)):
+    tokens = metadata("llama")["tokenizer.ggml.tokens"]
+    endless = {"tokenizer.ggml.tokens": ["<a>", "<b>", "<c>", *tokens[len(SPECIAL) :]], "tokenizer.ggml.eos_token_id": None}
+    for name, context, change in (("model", 256, {}), ("long", 1 << 20, endless), ("huge", (1 << 31) - 1, {})):
         (root / name).mkdir()
-        places[name] = write_tiny_gguf(root / name / "tiny.gguf", {"tokenizer.chat_template": template, "llama.context_length": context})
+        change = {"tokenizer.chat_template": template, "llama.context_length": context, **change}
+        places[name] = write_tiny_gguf(root / name / "tiny.gguf", change)
     second = {name: None for name in tensors(1) if name.startswith("blk.1.")}
     places["one"] = write_tiny_gguf(root / "one.gguf", {"llama.block_count": 1}, second)
     os.mkfifo(root / "fifo")

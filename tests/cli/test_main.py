@@ -122,6 +122,16 @@ class TestFailure:
         said = capsys.readouterr().err
         assert message in said and len(said) < 1100 and said.count("\n") == bool(message)
 
+    def test_an_error_of_what_a_signal_left_half_done(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        def fail(args: object) -> int:
+            try:
+                raise Ended(signal.SIGHUP)
+            finally:
+                raise AttributeError("never set")
+
+        monkeypatch.setattr("headrace.cli.ls.run", fail)
+        assert cli.main(["ls"]) == 129 and capsys.readouterr().err == ""
+
     def test_a_reader_that_leaves(self) -> None:
         process = subprocess.Popen([sys.executable, "-m", "headrace", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         process.stdout.close()
