@@ -61,3 +61,34 @@ def test_no_node_is_likelier_than_its_parent() -> None:
         acceptance.record(draft, [rng.choice([1, 2]), rng.choice([1, 2, 3]), 3])
         values = acceptance.values(draft)
         assert all(parent < 0 or value <= values[parent] for value, parent in zip(values, draft.parents, strict=True))
+
+
+def test_figures_of_a_few_drafts() -> None:
+    """By hand: three observations of what is expected, then each that is made; earlier ones fade."""
+    general = AcceptanceRates(prior=(0.5, 0.75))
+    assert [general.values(DraftTree([1], [-1], confidence))[0] for confidence in range(4)] == [0.5, 0.75, 0.75, 0.75]
+    assert general.values(DraftTree([1, 2, 3, 4, 5], [-1] * 5)) == [0.5, 0.5 / 4, 0.5 / 9, 0.5 / 9, 0.5 / 9]
+    general.record(CHAIN, [1, 9, 3])
+    first, second = 2.5 / 4, 3 * 2.5 / 4 / 4
+    assert general.values(CHAIN) == [first, first * second, first * second * second]
+    own = AcceptanceRates(general)
+    for token in (1, 9):
+        own.record(DraftTree([1], [-1]), [token])
+    expected = ((1 * 0.98 + 1) * 0.98 + 3 * 0.5) / ((1 * 0.98 + 1) * 0.98 + 1 + 3)
+    assert general.rate((0, 1, 0)) == pytest.approx(expected)
+    assert own.rate((0, 1, 0)) == pytest.approx((0.9 + 3 * expected) / (1.9 + 3))
+
+
+def test_what_is_below_a_wrong_node_is_not_counted() -> None:
+    acceptance = AcceptanceRates()
+    acceptance.record(DraftTree([1, 2, 3, 4, 5], [-1, -1, 1, 2, 0]), [9, 3, 4])
+    assert [acceptance.rate((0, depth, 0)) for depth in (1, 2, 3)] == [1.5 / 4] * 3
+    acceptance.record(DraftTree([1, 2, 3, 4], [-1, -1, 0, 1]), [2, 4])
+    assert acceptance.rate((0, 2, 0)) == (1 + 3 * acceptance.rate((0, 1, 0))) / 4  # node 3, below node 1
+
+
+def test_deep_nodes_are_counted_together() -> None:
+    acceptance, tokens = AcceptanceRates(prior=(0.8,)), list(range(9))
+    acceptance.record(DraftTree(tokens, list(range(-1, 8))), [*tokens[:6], 99])
+    assert acceptance.rate((0, 5, 0)) > 0.85 > acceptance.rate((0, 6, 0))
+    assert acceptance.values(DraftTree(tokens, list(range(-1, 8))))[7] > 0
