@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from itertools import pairwise
+from math import exp, log2
 
 import pytest
 from hypothesis import example, given
@@ -59,3 +60,45 @@ def test_more_rows_never_cost_less(steps: list[tuple[int, float]]) -> None:
         cost.record(rows, seconds)
     times = [cost.seconds(rows) for rows in (1, 2, 3, 5, 8, 13, 100, 1000, 4096, 10**6)]
     assert all(a <= b * (1 + 1e-9) for a, b in pairwise(times)) and times[0] > 0
+
+
+def test_measurements_between_two_knots_count_for_both() -> None:
+    cost = StepCost()
+    for rows in (1, 1, 3, 3):
+        cost.record(rows, 1e-3)
+    after = 2 * log2(3) - 3
+    assert cost.visits(1) == 2 and cost.visits(2) == 0
+    assert cost.visits(3) == pytest.approx(2) and cost.visits(4) == pytest.approx(2 * after)
+    cost.record(10**6, 1e-3)
+    assert cost.visits(4096) == 1
+
+
+def test_beside_what_is_measured_the_first_curve_holds() -> None:
+    cost = StepCost()
+    for _ in range(300):
+        cost.record(4, 1e-3)
+        cost.record(64, 9e-3)
+    assert cost.seconds(1) / cost.seconds(4) == pytest.approx(1.1 / 1.4)
+    assert cost.seconds(16) == pytest.approx(3e-3, rel=1e-3)  # half way in logarithms
+    assert cost.seconds(256) / cost.seconds(64) == pytest.approx(26.6 / 7.4)
+
+
+def test_how_far_one_measurement_moves_the_estimate() -> None:
+    """Of an error that is far too large, the first at a knot counts as 2, later ones as 0.5, in logarithms."""
+    cost = StepCost()
+    cost.record(1, 1e-3)
+    first = cost.seconds(64)
+    moved, far = 0.0, first * exp(9)
+    for change in (2 / 1.5, 0.5 / 2.5 + 0.02, 0.5 / 3.5 + 0.02):  # as in a mean; and the scale, as soon as the knot is known
+        cost.record(64, far)
+        moved += change
+        assert cost.seconds(64) == pytest.approx(first * exp(moved))
+    assert cost.seconds(1) == pytest.approx(1e-3 * exp(0.04))
+
+
+def test_the_scale_follows_at_known_knots_only() -> None:
+    cost = StepCost()
+    cost.record(1, 1e-3)
+    cost.record(1, 1e-3 * exp(0.03))  # a third of a fifth of it; and the shape 1 / 2.5
+    assert cost.seconds(1) == pytest.approx(1e-3 * exp(0.03 / 15 + 0.03 / 2.5))
+    assert cost.seconds(8) / cost.seconds(1) == pytest.approx(1.8 / 1.1)
