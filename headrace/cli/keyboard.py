@@ -1,7 +1,6 @@
 """What a user types or pastes into a chat, turn by turn."""
 
 import select
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,8 +10,6 @@ from headrace.cli.terminal import is_dumb
 
 _SOON = 0.05
 """Seconds in which the next line of a paste is there, and no next line of a typist."""
-_WAKE_EVERY = 0.5
-"""Seconds."""
 
 
 def set_up() -> None:
@@ -29,8 +26,7 @@ def read_turn() -> str | None:
     text = ""
     try:
         while True:
-            with _woken():
-                line = input("... " if text else "> ")
+            line = input("... " if text else "> ")
             if line.endswith("\\"):
                 text += line[:-1] + "\n"
             elif _more_is_here():
@@ -44,18 +40,6 @@ def read_turn() -> str | None:
     except EOFError:
         print()
         return text or None
-
-
-@contextmanager
-def _woken() -> Iterator[None]:
-    """Wake `input` now and then: a signal that comes just before it waits would else be noticed with the next key."""
-    previous = signal.signal(signal.SIGALRM, lambda number, frame: None)
-    signal.setitimer(signal.ITIMER_REAL, _WAKE_EVERY, _WAKE_EVERY)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 def _more_is_here() -> bool:

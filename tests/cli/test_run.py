@@ -1,6 +1,5 @@
 """`headrace run` on the real model: answers when piped, and a chat on a terminal."""
 
-import ctypes
 import json
 import os
 import pty
@@ -313,16 +312,6 @@ def test_interrupt_at_the_prompt_drops_the_line(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("builtins.input", read)
     monkeypatch.setattr("headrace.cli.keyboard._more_is_here", lambda: False)
     assert [read_turn() for _ in range(3)] == ["", "two\nthree", None]
-
-
-def test_input_is_woken_now_and_then() -> None:
-    """A system call that only a signal ends stands for one that began just after a signal."""
-    from headrace.cli.keyboard import _woken
-
-    handler = signal.getsignal(signal.SIGALRM)
-    with _woken():
-        assert ctypes.CDLL(None).pause() == -1
-    assert signal.getsignal(signal.SIGALRM) == handler and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 def num_in(text: str) -> int:
