@@ -7,7 +7,7 @@ right if its first token is the next one.
 import argparse
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from speculation_texts import WORKLOADS, prompts
 
@@ -23,7 +23,7 @@ class Recorded:
     seq_id: tuple[int, int]
     known: list[int]
     prompt_len: int
-    scope: None = field(default=None)
+    scope: None = None
 
 
 def answers(args: argparse.Namespace) -> list[tuple[list[int], list[int]]]:

@@ -52,6 +52,8 @@ def main(module: str, tests: list[str]) -> None:
     part, _, file = module.partition("/")
     if part and part not in PARTS:
         sys.exit(f"no part {part!r}; there are: {', '.join(PARTS)}")
+    if tests and not file:
+        sys.exit("TESTS are for one file: MODULE=part/file")
     for name in [part] if part else PARTS:
         folder = WORK / (f"{name}-{file}" if tests else name)  # which tests there are is kept, too
         _prepare(name, folder, tests)

@@ -17,7 +17,7 @@ _SIZES = (8, 4, 2)
 """Lengths of the runs that are looked up, longest first."""
 _ACCEPTANCE = (0.5, 0.75, 0.85)
 """Where runs of 2, 4 and 8 tokens are right before anything is measured, as `ProposerTraits.acceptance`: about what 96 answers of the
-default model gave one after another (0.49, 0.75, 0.88)."""
+default model gave one after another (`benchmarks/acceptance.py`: 0.49, 0.75, 0.88)."""
 _FOLLOWERS = 2
 """Most different tokens kept after a run, the latest first."""
 

@@ -91,4 +91,5 @@ def test_deep_nodes_are_counted_together() -> None:
     acceptance, tokens = AcceptanceRates(prior=(0.8,)), list(range(9))
     acceptance.record(DraftTree(tokens, list(range(-1, 8))), [*tokens[:6], 99])
     assert acceptance.rate((0, 5, 0)) > 0.85 > acceptance.rate((0, 6, 0))
-    assert acceptance.values(DraftTree(tokens, list(range(-1, 8))))[7] > 0
+    values = acceptance.values(DraftTree(tokens, list(range(-1, 8))))
+    assert values[7] / values[6] == values[6] / values[5] == pytest.approx(acceptance.rate((0, 6, 0)))

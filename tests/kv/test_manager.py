@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.kv.blocks import Table
+from headrace.kv.blocks import NULL_BLOCK, Table
 from headrace.kv.manager import Copy, Demand, Tables
 from headrace.kv.window import WindowPool
 from headrace.program.kv import KvGroup, KvLayout
@@ -117,7 +117,7 @@ def test_whether_a_sequence_can_go_back(window: int, size: int, windows: bool, c
     kv.advance(tables, computed, 31)
     for token in range(31):
         seen = range(max(0, token + 1 - window), token + 1)
-        assert kv.sees_all(tables, token) == (not windows or all(tables[1][i // size] != -1 for i in seen))
+        assert kv.sees_all(tables, token) == (not windows or all(tables[1][i // size] != NULL_BLOCK for i in seen))
 
 
 @given(
@@ -130,8 +130,7 @@ def test_what_sequences_may_grow_to(num_blocks: int, size: int, lengths: list[in
     """What is said of blocks beforehand is what there turns out to be."""
     kv = toy_kv(num_blocks, size, (0, 100), max_rows=100)  # the second group is as full as the first
     tables = [kv.new_tables() for _ in lengths]
-    if any(kv.reserve(each, 0, length) is None for each, length in zip(tables, lengths, strict=True)):
-        return
+    assume(all(kv.reserve(each, 0, length) is not None for each, length in zip(tables, lengths, strict=True)))
     beyond = kv.num_slots_beyond(tables[0], lengths[0])
     free = num_blocks - sum(-(-length // size) for length in lengths)
     assert beyond == (-(-lengths[0] // size) + free) * size - lengths[0]

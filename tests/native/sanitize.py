@@ -17,7 +17,7 @@ FOLDER = ROOT / "build" / "sanitize"
 SHORT = ("tests/backend/test_hostile_plan.py", "tests/backend/test_not_finite.py", "tests/sampling/test_expand.py")
 WHOLE = ("tests/backend", "tests/sampling", "tests/quant")
 """Tests that run native code, those of the short form first."""
-APART = "tests/backend/test_cpu_memory.py"
+LEFT_OUT = "tests/backend/test_cpu_memory.py"
 """What a process has in memory under a sanitizer is mostly the sanitizer's."""
 FLAGS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all"
 OPTIONS = {
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
     check_pool()
     environment = {"HEADRACE_NATIVE": str(build()), "LD_PRELOAD": preloaded(), **OPTIONS}
     # What a sanitizer says when it ends the process would be lost in pytest's capture of the file descriptors.
-    options = ["-p", "tests.native.instead", "--capture=sys", f"--ignore={APART}"]
+    options = ["-p", "tests.native.instead", "--capture=sys", f"--ignore={LEFT_OUT}"]
     run(sys.executable, "-m", "pytest", *options, *(SHORT if args.short else WHOLE), **environment)
 
 
