@@ -38,6 +38,7 @@ def test_a_block_in_a_table_is_shared_at_no_cost() -> None:
     pool.retain(blocks[2], lambda block: None)
     pool.trim(table, 8)
     assert pool.num_evictable == 1 and pool.num_shared(blocks) == 2
+    assert pool.evictable_blocks() == blocks[2:]
 
 
 def test_null_blocks_before_shared_ones() -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -15,13 +15,22 @@ from tests.engine.test_machine import touched
 from tests.engine.toy import toy_kv
 
 
-@given(window=st.integers(1, 40), rows=st.integers(1, 20), size=st.sampled_from([1, 2, 3, 4, 32]), tokens=st.integers(1, 200))
-def test_a_window_needs_what_its_rows_can_touch(window: int, rows: int, size: int, tokens: int) -> None:
+@given(
+    window=st.integers(1, 40),
+    rows=st.integers(1, 20),
+    size=st.sampled_from([1, 2, 3, 4, 32]),
+    tokens=st.integers(1, 200),
+    left=st.integers(1, 20),
+)
+@example(window=4, rows=20, size=2, tokens=40, left=1)  # of which the rows that are left touch less than the others did
+def test_a_window_needs_what_its_rows_can_touch(window: int, rows: int, size: int, tokens: int, left: int) -> None:
     most = min(-(-tokens // size), touched(window, rows, size))
     group = KvGroup((0,), KvLayout(1, 2, 2), window)
     assert group.num_blocks(tokens, rows, size) == most
     pool = WindowPool(500, size, window, rows)
     assert pool.needed(tokens) == min(-(-tokens // size), touched(window, min(rows, tokens), size)) <= most
+    left = min(left, tokens)
+    assert pool.needed(tokens, tokens - left) == min(-(-tokens // size), touched(window, min(rows, left), size))
     assert pool.reach == -(-(window - 1) // size)
 
 
@@ -126,6 +135,7 @@ def test_whether_a_sequence_can_go_back(window: int, size: int, windows: bool, c
     lengths=st.lists(st.integers(1, 6), min_size=2, max_size=2),
     more=st.lists(st.integers(0, 40), min_size=2, max_size=2),
 )
+@example(num_blocks=3, size=2, lengths=[1, 1], more=[2, 2])  # half a block more of either is two blocks more
 def test_what_sequences_may_grow_to(num_blocks: int, size: int, lengths: list[int], more: list[int]) -> None:
     """What is said of blocks beforehand is what there turns out to be."""
     kv = toy_kv(num_blocks, size, (0, 100), max_rows=100)  # the second group is as full as the first
