@@ -18,6 +18,7 @@ from headrace.batch import Ints, RaggedBatch
 from headrace.config import KvDtype
 from headrace.program import ops
 from headrace.program.kv import KvGroup, KvLayout, number_bytes, token_bytes
+from headrace.program.op import Kind, Load, Value
 from headrace.quant.kv import BLOCK_SIZE
 
 KV_HEADS = {1: 8, 3: 3, 4: 8, 8: 8}
@@ -78,12 +79,12 @@ class Shape(NamedTuple):
     def op(self) -> ops.Attention:
         """The op, for its costs."""
         heads = self.group * self.kv_heads
-        value = ops.Value(0, heads * self.head_dim, "step")
+        value = Value(0, heads * self.head_dim, "step")
         return ops.Attention(value, value, 0, heads, self.kv_heads, self.head_dim, self.head_dim**-0.5)
 
-    def load(self, case: Case) -> ops.Load:
+    def load(self, case: Case) -> Load:
         """What a step of the case costs by."""
-        return ops.Load(case.seqs, 0, number_bytes((self.kv_group,), self.kv_dtype))
+        return Load(case.seqs, 0, number_bytes((self.kv_group,), self.kv_dtype))
 
 
 def attention(bench: Bench) -> None:
@@ -105,7 +106,7 @@ def measure(bench: Bench, shape: Shape, contexts: tuple[int, ...], batches: tupl
     plan = AttentionPlan(bench.threads, shape.group * shape.kv_heads, shape.kv_heads, shape.head_dim, num_blocks, shape.kv_dtype)
     steps = {case: list(_steps(case, num_blocks, bench.cold_bytes // shape.token_bytes)) for case in cases}
     kernels = {case: bench.busy(lambda b=b: plan.seconds(b) / len(b)) for case, b in steps.items()}
-    kind: ops.Kind = "f32" if shape.kv_dtype == "f32" else "bf16"
+    kind: Kind = "f32" if shape.kv_dtype == "f32" else "bf16"
     rounds = bench.rounds({"bandwidth": bench.bandwidth(), "rate": bench.rate(kind)} | kernels)
     name = f"{shape.group} heads a KV head ({shape.kv_heads}), head_dim {shape.head_dim}, {shape.kv_dtype}"
     _report_decode(bench, name, shape, rounds, decode)

@@ -8,7 +8,7 @@ group are shown with both forms of int8 activations: symmetric, and with the off
 from harness import Bench, Column, main, verdict
 from native import LinearPlan
 
-from headrace.program.ops import Kind
+from headrace.program.op import Kind
 from headrace.quant.formats import FORMATS, StoredTensor
 from tests.backend.stored import random_stored
 

@@ -8,7 +8,7 @@ which a few formats widen at load.
 from harness import Bench, Column, main, verdict
 from native import LinearPlan
 
-from headrace.program.ops import Kind
+from headrace.program.op import Kind
 from headrace.quant.formats import FORMATS
 from tests.backend.stored import random_stored
 

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # tests/ lends its ra
 from headrace import _native
 from headrace.cli.table import print_table
 from headrace.planner import host
-from headrace.program.ops import Kind
+from headrace.program.op import Kind
 
 COLD_BYTES = 256 << 20
 """Read in turn, so much has left every cache before its next turn; as much as the roof itself reads."""

@@ -28,7 +28,7 @@ from headrace.model.spec import ModelSpec
 from headrace.planner.hardware import KINDS, Machine
 from headrace.planner.host import cpu_name
 from headrace.planner.roofline import step_seconds
-from headrace.program.ops import Load
+from headrace.program.op import Load
 from headrace.quant.formats import StoredTensor
 from headrace.request import SamplingParams
 from tests.tiny import tiny_engine, tiny_model

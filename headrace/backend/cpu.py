@@ -15,9 +15,9 @@ from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
 from headrace.errors import RequestError, UnsupportedModelError
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
-from headrace.program import ops
 from headrace.program.fuse import fuse
 from headrace.program.kv import KvGroup
+from headrace.program.op import Weight
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.quant.kv import BLOCK_SIZE
@@ -35,7 +35,7 @@ def sized(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
     Raises UnsupportedModelError, which names the tensor, for a format that no kernel reads.
     """
 
-    def packed(weight: ops.Weight) -> ops.Weight:
+    def packed(weight: Weight) -> Weight:
         with named_in_errors(weight.name):
             return replace(weight, nbytes=_native.packed_bytes(weights[weight.name].format.name, weight.rows, weight.cols))
 

@@ -9,6 +9,7 @@ from headrace import _native
 from headrace.errors import UnsupportedModelError
 from headrace.program import ops
 from headrace.program.fuse import LINEAR_OPS
+from headrace.program.op import Op, Value, Weight
 from headrace.program.trace import Program
 from headrace.quant.formats import FORMATS, StoredTensor
 
@@ -55,23 +56,23 @@ class Lowering:
                 if last_use[value.id] == index:
                     self.release(value)
 
-    def buffer(self, value: ops.Value) -> int:
+    def buffer(self, value: Value) -> int:
         """The buffer of a value, a free one of the same shape if it has none yet."""
         if value.id not in self.buffers:
             free = self.free.get(self.shape(value))
             self.buffers[value.id] = free.pop() if free else self.plan.add_buffer(value.width, value.rows == "logit", value.packed)
         return self.buffers[value.id]
 
-    def shape(self, value: ops.Value) -> _Shape:
+    def shape(self, value: Value) -> _Shape:
         """What two values must share to share a buffer: with the same readers it is packed in the forms that they read, and no others."""
         return value.width, value.rows, value.packed, self.readers.get(value.id, frozenset()) if value.packed else frozenset()
 
-    def release(self, value: ops.Value) -> None:
+    def release(self, value: Value) -> None:
         for v in (value, _packed_copy(value)):
             if v.id in self.buffers:
                 self.free.setdefault(self.shape(v), []).append(self.buffers.pop(v.id))
 
-    def write(self, out: ops.Value, lower: Callable[[int], None], packs_groups: bool = False) -> None:
+    def write(self, out: Value, lower: Callable[[int], None], packs_groups: bool = False) -> None:
         """Lowers an op that writes float32; where the value is to be packed, packs the result.
 
         `packs_groups`: the op can itself pack a row piece by piece, which does where the scales are those of groups.
@@ -85,7 +86,7 @@ class Lowering:
         self.release(loose)
         return None
 
-    def packed_input(self, x: ops.Value) -> int:
+    def packed_input(self, x: Value) -> int:
         """The packed form of a linear op's input; a value that others read as float32 too is packed here."""
         if x.packed:
             return self.buffer(x)
@@ -94,7 +95,7 @@ class Lowering:
             self.plan.pack(self.buffer(packed), self.buffer(x))
         return self.buffers[packed.id]
 
-    def weight(self, weight: ops.Weight) -> int:
+    def weight(self, weight: Weight) -> int:
         if weight.name not in self.packed:
             t = self.tensors[weight.name]
             with named_in_errors(t.name):
@@ -103,7 +104,7 @@ class Lowering:
             t.release()
         return self.packed[weight.name]
 
-    def weight_pair(self, a: ops.Weight, b: ops.Weight) -> tuple[int, int]:
+    def weight_pair(self, a: Weight, b: Weight) -> tuple[int, int]:
         """Two matrices of one shape, packed together where neither is packed yet and both are in order, since they are read in turns."""
         s, t = self.tensors[a.name], self.tensors[b.name]
         if not {a.name, b.name} & self.packed.keys() and a != b and s.row_order is None and t.row_order is None:
@@ -117,14 +118,14 @@ class Lowering:
             t.release()
         return self.weight(a), self.weight(b)
 
-    def vector(self, weight: ops.Weight | None) -> int:
+    def vector(self, weight: Weight | None) -> int:
         if weight is None:
             return -1
         if weight.name not in self.vectors:
             self.vectors[weight.name] = self.plan.add_vector(self.tensors[weight.name].dequantise().reshape(-1))
         return self.vectors[weight.name]
 
-    def reads_offset(self, op: ops.Op) -> bool:
+    def reads_offset(self, op: Op) -> bool:
         """Whether an op reads int8 activations around the middle of their range.
 
         Queries, keys, values and logits are worth the finer activations: together they make half of what int8 activations cost in
@@ -143,7 +144,7 @@ class Lowering:
         return readers
 
 
-def _packed_copy(value: ops.Value) -> ops.Value:
+def _packed_copy(value: Value) -> Value:
     return replace(value, id=-2 - value.id, packed=True)
 
 
@@ -238,11 +239,11 @@ def _glu(lo: Lowering, op: ops.Glu) -> None:
     lo.write(op.out, lambda out: lo.plan.glu(out, lo.buffer(op.gate), lo.buffer(op.up)))
 
 
-def _silu(lo: Lowering, op: ops.Silu) -> None:
+def _activate(lo: Lowering, op: ops.Activate) -> None:
     lo.write(op.out, lambda out: lo.plan.silu(out, lo.buffer(op.x)))
 
 
-LOWER: dict[type[ops.Op], Callable[[Lowering, Any], None]] = {
+LOWER: dict[type[Op], Callable[[Lowering, Any], None]] = {
     ops.Embed: _embed,
     ops.Input: _input,
     ops.RopeAngles: _rope_angles,
@@ -257,5 +258,5 @@ LOWER: dict[type[ops.Op], Callable[[Lowering, Any], None]] = {
     ops.GatherRows: _gather_rows,
     ops.Add: _add,
     ops.Glu: _glu,
-    ops.Silu: _silu,
+    ops.Activate: _activate,
 }

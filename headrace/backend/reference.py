@@ -1,5 +1,6 @@
 """The reference backend: NumPy, op by op, readable. It is the truth that every other backend is held to in tests."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -15,6 +16,7 @@ from headrace.config import KvConfig
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program import ops
 from headrace.program.kv import KvGroup
+from headrace.program.op import Op, Value, Weight
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.quant.kv import stored
@@ -109,19 +111,22 @@ class _Step:
         self.rows: dict[int, Floats] = {}
         self._visible: dict[int, list[Ints]] = {}  # by group
 
-    def run(self, op: ops.Op) -> None:
+    def run(self, op: Op) -> None:
         out, result = op.output(), _RUN[type(op)](self, op)
         if out is not None and result is not None:
             self.rows[out.id] = result
 
-    def x(self, value: ops.Value) -> Floats:
+    def x(self, value: Value) -> Floats:
         return self.rows[value.id]
 
-    def w(self, weight: ops.Weight) -> Floats:
+    def w(self, weight: Weight) -> Floats:
         return self.executable.weights[weight.name]
 
-    def matmul(self, x: ops.Value, weight: ops.Weight, bias: ops.Weight | None) -> Floats:
-        y = self.x(x) @ self.w(weight).T
+    def matmul(self, x: Value, weight: Weight, bias: Weight | None) -> Floats:
+        return self.product(self.x(x), weight, bias)
+
+    def product(self, x: Floats, weight: Weight, bias: Weight | None) -> Floats:
+        y = x @ self.w(weight).T
         return y if bias is None else y + self.w(bias)
 
     def visible(self, group: int) -> list[Ints]:
@@ -153,6 +158,10 @@ def _embed(s: _Step, op: ops.Embed) -> Floats:
     return s.w(op.weight)[s.batch.tokens]
 
 
+def _embed_position(s: _Step, op: ops.EmbedPosition) -> Floats:
+    return s.w(op.weight)[np.minimum(s.batch.positions, op.weight.rows - 1)]
+
+
 def _input(s: _Step, op: ops.Input) -> Floats:
     assert s.batch.inputs is not None, "a program with input rows needs them"
     return s.batch.inputs.astype(_DTYPE)
@@ -164,9 +173,14 @@ def _rope_angles(s: _Step, op: ops.RopeAngles) -> Floats:
 
 
 def _norm(s: _Step, op: ops.Norm) -> Floats:
-    x = s.x(op.x)
-    mean_square: Floats = np.mean(x * x, axis=1, keepdims=True)
-    return x / np.sqrt(mean_square + op.eps) * s.w(op.weight)
+    x = s.x(op.x).reshape(len(s.x(op.x)), -1, op.size)
+    if op.kind == "layer":
+        x = x - np.mean(x, axis=2, keepdims=True)
+    mean_square: Floats = np.mean(x * x, axis=2, keepdims=True)
+    y = x / np.sqrt(mean_square + op.eps) * s.w(op.weight).reshape(-1, op.size)
+    if op.bias:
+        y = y + s.w(op.bias).reshape(-1, op.size)
+    return y.reshape(len(y), -1)
 
 
 def _linear(s: _Step, op: ops.Linear) -> Floats:
@@ -191,15 +205,16 @@ def _rope(s: _Step, op: ops.Rope) -> Floats:
     return _rotate(s.x(op.x), s.x(op.angles), op.head_dim)
 
 
-def _write(s: _Step, layer: int, k: Floats, v: Floats) -> None:
+def _write(s: _Step, layer: int, k: Floats, v: Floats | None) -> None:
     group, place = s.executable.places[layer]
     store, slots = s.executable.stores[group], s.batch.kv[group].slots
     for cache, rows in ((store.keys, k), (store.values, v)):
-        cache[place, slots] = stored(rows.reshape(-1, *cache.shape[2:]), s.executable.kv.dtype)
+        if rows is not None:
+            cache[place, slots] = stored(rows.reshape(-1, *cache.shape[2:]), s.executable.kv.dtype)
 
 
 def _kv_write(s: _Step, op: ops.KvWrite) -> None:
-    _write(s, op.layer, s.x(op.k), s.x(op.v))
+    _write(s, op.layer, s.x(op.k), s.x(op.v) if op.v else None)
 
 
 def _qkv_rope_write(s: _Step, op: ops.QkvRopeWrite) -> Floats:
@@ -211,37 +226,109 @@ def _qkv_rope_write(s: _Step, op: ops.QkvRopeWrite) -> Floats:
 
 def _attention(s: _Step, op: ops.Attention) -> Floats:
     q = s.x(op.q).reshape(len(s.batch.tokens), op.num_kv_heads, -1, op.head_dim)
-    out = np.empty_like(q)
+    out = np.empty_like(q, shape=(*q.shape[:3], op.value_dim))
     group, place = s.executable.places[op.layer]
     store = s.executable.stores[group]
+    slopes = np.array(op.slopes or [0.0] * op.num_heads).reshape(op.num_kv_heads, -1, 1)
+    sinks = s.w(op.sinks).reshape(op.num_kv_heads, -1, 1) if op.sinks else None
     for row, slots in enumerate(s.visible(group)):
         seen = slots[-op.window :] if op.window else slots
-        k, v = store.keys[place, seen], store.values[place, seen]  # [seen, kv heads, head_dim]
+        k = store.keys[place, seen]  # [seen, kv heads, head_dim]
+        v = k[..., : op.value_dim] if op.latent else store.values[place, seen]
         scores = np.einsum("hgd,shd->hgs", q[row], k) * op.scale
-        weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-        out[row] = np.einsum("hgs,shd->hgd", weights / weights.sum(axis=2, keepdims=True), v)
+        if op.softcap:
+            scores = op.softcap * np.tanh(scores / op.softcap)
+        scores = scores - slopes * np.arange(len(seen) - 1, -1, -1)
+        most = scores.max(axis=2, keepdims=True)
+        if sinks is not None:
+            most = np.maximum(most, sinks)
+        weights = np.exp(scores - most)
+        total = weights.sum(axis=2, keepdims=True)
+        if sinks is not None:
+            total = total + np.exp(sinks - most)
+        out[row] = np.einsum("hgs,shd->hgd", weights / total, v)
     return out.reshape(len(q), -1)
 
 
-def _silu_of(x: Floats) -> Floats:
-    silu: Floats = x / (1 + np.exp(-x))
-    return silu
+_erf = np.frompyfunc(math.erf, 1, 1)
 
 
-def _silu_mul(gate: Floats, up: Floats) -> Floats:
-    return _silu_of(gate) * up
+def _activated(x: Floats, activation: ops.Activation) -> Floats:
+    match activation:
+        case "silu":
+            return x / (1 + np.exp(-x))
+        case "gelu":
+            return x * (0.5 * (1 + _erf(x * 0.5**0.5).astype(_DTYPE)))
+        case "gelu_tanh":  # 1 + tanh(u) is 2 / (1 + exp(-2u))
+            return x / (1 + np.exp(x * (-2 * (2 / np.pi) ** 0.5 + x * x * (-0.08943 * (2 / np.pi) ** 0.5))))
+        case "relu":
+            return np.maximum(x, 0)
+        case "clamped_swiglu":
+            raise AssertionError("it takes a gate and what is gated")
 
 
-def _silu(s: _Step, op: ops.Silu) -> Floats:
-    return _silu_of(s.x(op.x))
+def _gated(gate: Floats, up: Floats, activation: ops.Activation) -> Floats:
+    if activation != "clamped_swiglu":
+        return _activated(gate, activation) * up
+    gate, up = np.minimum(gate, 7), np.maximum(np.minimum(up, 7), -7)
+    return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+
+
+def _activate(s: _Step, op: ops.Activate) -> Floats:
+    return _activated(s.x(op.x), op.activation)
+
+
+def _scale(s: _Step, op: ops.Scale) -> Floats:
+    return op.factor * s.x(op.x)
+
+
+def _soft_cap(s: _Step, op: ops.SoftCap) -> Floats:
+    return op.cap * np.tanh(s.x(op.x) / op.cap)
 
 
 def _glu(s: _Step, op: ops.Glu) -> Floats:
-    return _silu_mul(s.x(op.gate), s.x(op.up))
+    return _gated(s.x(op.gate), s.x(op.up), op.activation)
 
 
 def _glu_linear(s: _Step, op: ops.GluLinear) -> Floats:
-    return _silu_mul(s.matmul(op.x, op.gate, op.gate_bias), s.matmul(op.x, op.up, op.up_bias))
+    return _gated(s.matmul(op.x, op.gate, op.gate_bias), s.matmul(op.x, op.up, op.up_bias), op.activation)
+
+
+def _route(s: _Step, op: ops.Route) -> Floats:
+    logits = s.x(op.x)
+    if op.scoring == "softmax":
+        scores = np.exp(logits - logits.max(axis=1, keepdims=True))
+        scores = scores / scores.sum(axis=1, keepdims=True)
+    else:
+        scores = 1 / (1 + np.exp(-logits))
+    wanted = scores if op.bias is None else scores + s.w(op.bias)
+    if op.groups > 1:
+        best = np.sort(wanted.reshape(len(wanted), op.groups, -1), axis=2)[:, :, -1 if op.scoring == "softmax" else -2 :].sum(axis=2)
+        chosen = np.argsort(-best, axis=1, kind="stable")[:, : op.top_groups]
+        within = np.zeros(best.shape, bool)
+        np.put_along_axis(within, chosen, True, axis=1)
+        wanted = np.where(np.repeat(within, wanted.shape[1] // op.groups, axis=1), wanted, -np.inf)
+    experts = np.argsort(-wanted, axis=1, kind="stable")[:, : op.top_k]
+    weights = np.take_along_axis(scores, experts, axis=1)
+    if op.normalised:
+        weights = weights / weights.sum(axis=1, keepdims=True)
+    return np.concatenate([experts, weights * op.factor], axis=1)
+
+
+def _experts(s: _Step, op: ops.Experts) -> Floats:
+    x, routing = s.x(op.x), s.x(op.routing)
+    experts, weights = routing[:, : op.top_k].astype(np.int64), routing[:, op.top_k :]
+    each = np.empty((len(x), op.top_k, op.out.width))
+    for e in np.unique(experts):
+        rows, places = np.nonzero(experts == e)
+        gate, up, down = ((w[e], b[e] if b else None) for w, b in ((op.gate, op.gate_bias), (op.up, op.up_bias), (op.down, op.down_bias)))
+        hidden = _gated(s.product(x[rows], *gate), s.product(x[rows], *up), op.activation)
+        each[rows, places] = s.product(hidden, *down)
+    return (each * weights[:, :, None]).sum(axis=1)
+
+
+def _gate_rows(s: _Step, op: ops.GateRows) -> Floats:
+    return s.x(op.x) / (1 + np.exp(-s.x(op.gate)))
 
 
 def _add(s: _Step, op: ops.Add) -> Floats:
@@ -252,8 +339,9 @@ def _gather_rows(s: _Step, op: ops.GatherRows) -> Floats:
     return s.x(op.x)[s.batch.logit_rows]
 
 
-_RUN: dict[type[ops.Op], Callable[[_Step, Any], Floats | None]] = {
+_RUN: dict[type[Op], Callable[[_Step, Any], Floats | None]] = {
     ops.Embed: _embed,
+    ops.EmbedPosition: _embed_position,
     ops.Input: _input,
     ops.RopeAngles: _rope_angles,
     ops.Norm: _norm,
@@ -264,7 +352,12 @@ _RUN: dict[type[ops.Op], Callable[[_Step, Any], Floats | None]] = {
     ops.QkvRopeWrite: _qkv_rope_write,
     ops.Attention: _attention,
     ops.Glu: _glu,
-    ops.Silu: _silu,
+    ops.Activate: _activate,
+    ops.Scale: _scale,
+    ops.Route: _route,
+    ops.Experts: _experts,
+    ops.GateRows: _gate_rows,
+    ops.SoftCap: _soft_cap,
     ops.GluLinear: _glu_linear,
     ops.Add: _add,
     ops.GatherRows: _gather_rows,

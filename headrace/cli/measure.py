@@ -17,7 +17,7 @@ from headrace.model import trace_model
 from headrace.planner import host, roofline
 from headrace.planner.hardware import Machine
 from headrace.program.kv import number_bytes
-from headrace.program.ops import Load
+from headrace.program.op import Load
 from headrace.request import SamplingParams
 
 Row = dict[str, Any]

@@ -12,7 +12,7 @@ from headrace.model import trace_model
 from headrace.planner.host import usable_cores
 from headrace.planner.profile import Phase
 from headrace.planner.roofline import PREFILL_CHUNK
-from headrace.program.ops import Load
+from headrace.program.op import Load
 
 BLOCK_SIZE = KvConfig.block_size
 _SECONDS = 0.3

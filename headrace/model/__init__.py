@@ -9,7 +9,7 @@ from headrace.model.llama import LLAMA
 from headrace.model.mistral import MISTRAL
 from headrace.model.qwen2 import QWEN2
 from headrace.model.spec import ModelSpec
-from headrace.program.ops import Weight
+from headrace.program.op import Weight
 from headrace.program.trace import Program, Tracer, trace
 from headrace.quant.formats import StoredTensor
 

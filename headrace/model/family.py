@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headrace.errors import UnsupportedModelError
 from headrace.model.fields import Fields
 from headrace.model.spec import ModelSpec
-from headrace.program.ops import Value
+from headrace.program.op import Value
 from headrace.program.trace import Tracer
 from headrace.quant.formats import StoredTensor
 

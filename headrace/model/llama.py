@@ -11,7 +11,7 @@ from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors, hal
 from headrace.model.fields import Fields
 from headrace.model.rope import inverse_frequencies
 from headrace.model.spec import ModelSpec
-from headrace.program.ops import Value, Weight
+from headrace.program.op import Value, Weight
 from headrace.program.trace import Tracer
 
 

@@ -2,7 +2,7 @@
 
 from headrace.planner.hardware import Machine
 from headrace.planner.roofline import step_seconds
-from headrace.program.ops import Load
+from headrace.program.op import Load
 from headrace.program.trace import Program
 from headrace.request import RequestOutput
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 from headrace.planner import host
-from headrace.program.ops import Kind
+from headrace.program.op import Kind
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 READ_BYTES = 256 << 20

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from headrace.planner.hardware import KINDS, Machine
 from headrace.planner.profile import OpProfile, PhaseProfile
 from headrace.planner.svg import COLOURS, FAINT, GRID, INK, document, haloed, line, pairs, plain, text
-from headrace.program.ops import Kind
+from headrace.program.op import Kind
 
 WIDTH, HEIGHT = 1000, 656
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 748, 84, 572  # of the plot; the legend is right of it

@@ -13,7 +13,7 @@ from typing import Literal
 from headrace.batch import StepTimes
 from headrace.planner.hardware import Machine
 from headrace.planner.roofline import PREFILL_CHUNK, op_kind, op_seconds
-from headrace.program.ops import Kind, Load, Op
+from headrace.program.op import Kind, Load, Op
 from headrace.program.trace import Program
 
 Bound = Literal["memory", "arithmetic", "latency", "neither", "unknown"]

@@ -4,7 +4,8 @@ The figures are limits: they leave out barriers, activations and everything else
 """
 
 from headrace.planner.hardware import KINDS, Machine
-from headrace.program.ops import Attention, Kind, Load, Op
+from headrace.program.op import Kind, Load, Op
+from headrace.program.ops import Attention
 from headrace.program.trace import Program
 
 PREFILL_CHUNK = 512

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from headrace.program.ops import Add, Attention, Glu, GluLinear, KvWrite, Linear, LinearAdd, Op, QkvRopeWrite, Rope, Value
+from headrace.program.op import Op, Value
+from headrace.program.ops import Add, Attention, Glu, GluLinear, KvWrite, Linear, LinearAdd, QkvRopeWrite, Rope
 from headrace.program.trace import Program
 
 LINEAR_OPS = (Linear, LinearAdd, QkvRopeWrite, GluLinear)
@@ -64,7 +65,7 @@ def _apply(ops: list[Op], rewrites: Iterable[_Rewrite]) -> list[Op]:
 def _qkv(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
     attention = {op.layer: op for op in ops if isinstance(op, Attention)}
     for write in ops:
-        if not isinstance(write, KvWrite) or not (reader := attention.get(write.layer)):
+        if not isinstance(write, KvWrite) or not write.v or not (reader := attention.get(write.layer)):
             continue
         q, k, v = flow.sole_rope(reader.q), flow.sole_rope(write.k), flow.sole_linear(write.v)
         if not (q and k and v):
@@ -80,7 +81,7 @@ def _qkv(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
 def _glu(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
     for op in ops:
         if isinstance(op, Glu) and (gate := flow.sole_linear(op.gate)) and (up := flow.sole_linear(op.up)) and gate.x == up.x:
-            yield _Rewrite(op, GluLinear(op.out, gate.x, gate.weight, up.weight, gate.bias, up.bias), [gate, up])
+            yield _Rewrite(op, GluLinear(op.out, gate.x, gate.weight, up.weight, op.activation, gate.bias, up.bias), [gate, up])
 
 
 def _add(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:

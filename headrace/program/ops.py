@@ -15,109 +15,19 @@ what the reference backend is seen to do. They are least costs, of which limits 
 All rows of a sequence count as one chain. Rows of a draft tree see less, so that their attention costs at most what is said here.
 """
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Self
+from dataclasses import dataclass
+from typing import Literal
 
-Kind = Literal["int8", "bf16", "f32"]
-"""Number formats of multiply-adds: VNNI and its like, BF16 dot products, float32 FMA."""
+from headrace.program.op import Load, Op, Value, Weight
 
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
+"""What makes a gate of a number. `silu` is x / (1 + exp(-x)); `gelu` that with the normal distribution in place of the logistic one, and
+`gelu_tanh` an approximation of it (Hendrycks and Gimpel 2016); `clamped_swiglu` belongs to gates alone (gpt-oss 2025): of a gate of at
+most 7 and an up of -7 to 7, gate / (1 + exp(-1.702 gate)) * (up + 1)."""
+NormKind = Literal["rms", "layer"]
+"""RMSNorm (Zhang and Sennrich 2019) divides by the root of the mean square; LayerNorm (Ba et al. 2016) takes the mean off first."""
 
-class Load(NamedTuple):
-    """What the cost of a step depends on besides the program."""
-
-    seqs: tuple[tuple[int, int], ...]  # (tokens with KV before the step, rows) of each sequence
-    logit_rows: int
-    kv_bytes: float  # bytes of one stored key or value number
-
-    @property
-    def rows(self) -> int:
-        return sum(rows for _, rows in self.seqs)
-
-
-@dataclass(frozen=True)
-class Value:
-    """A matrix of rows; `rows` says which rows of the step it has. A packed value is read by linear ops alone, so a
-    backend may keep it in the form that its kernels read (quantised, say) and never as float32.
-    """
-
-    id: int
-    width: int
-    rows: Literal["step", "logit"]
-    packed: bool = False
-
-    def num_rows(self, load: Load) -> int:
-        return load.rows if self.rows == "step" else load.logit_rows
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A reference to a stored tensor [rows, cols], or [cols] with rows = 1."""
-
-    name: str
-    rows: int
-    cols: int
-    nbytes: int
-    """Bytes as stored; in a program that a backend has lowered, bytes in that backend's memory."""
-    kind: Kind = "f32"
-    """Number format of the multiply-adds with this weight."""
-
-
-@dataclass(frozen=True)
-class Op:
-    """Base of all ops. By convention the output field is called `out`."""
-
-    @property
-    def name(self) -> str:
-        """What profiles call it: `qkv_rope_write`."""
-        return re.sub(r"\B[A-Z]", r"_\g<0>", type(self).__name__).lower()
-
-    def inputs(self) -> list[Value]:
-        return [v for name, v in vars(self).items() if name != "out" and isinstance(v, Value)]
-
-    def output(self) -> Value | None:
-        return vars(self).get("out")
-
-    def weights(self) -> list[Weight]:
-        return [*self.matrices(), *self.vectors()]
-
-    def matrices(self) -> list[Weight]:
-        """The weights that rows are multiplied with or taken from."""
-        return [w for name, value in vars(self).items() if not _is_bias(name) for w in _weights_in(value)]
-
-    def vectors(self) -> list[Weight]:
-        """The weights that are added to or multiplied with whole rows, number by number."""
-        return [w for name, value in vars(self).items() if _is_bias(name) for w in _weights_in(value)]
-
-    def with_weights(self, new: Mapping[str, Weight]) -> Self:
-        """The same op with each of its weights replaced by the new one of that name."""
-        return replace(self, **{name: _replaced(value, new) for name, value in vars(self).items()})
-
-    def flops(self, load: Load) -> int:
-        return 0
-
-    def bytes(self, load: Load) -> int:
-        return sum(w.nbytes for w in self.weights())
-
-
-def _is_bias(field: str) -> bool:
-    return field.endswith("bias")
-
-
-def _weights_in(value: object) -> Iterator[Weight]:
-    """The weights that a field of an op holds: none, one, or those of a tuple."""
-    if isinstance(value, Weight):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from _weights_in(part)
-
-
-def _replaced(value: Any, new: Mapping[str, Weight]) -> Any:
-    if isinstance(value, Weight):
-        return new[value.name]
-    return tuple(_replaced(part, new) for part in value) if isinstance(value, tuple) else value
+_ACTIVATION_FLOPS: dict[Activation, int] = {"silu": 3, "gelu": 5, "gelu_tanh": 7, "relu": 1, "clamped_swiglu": 8}
 
 
 def _matmul_flops(rows: int, *weights: Weight) -> int:
@@ -127,6 +37,17 @@ def _matmul_flops(rows: int, *weights: Weight) -> int:
 @dataclass(frozen=True)
 class Embed(Op):
     """out[t] = weight[token[t]]"""
+
+    out: Value
+    weight: Weight
+
+    def bytes(self, load: Load) -> int:
+        return min(load.rows, self.weight.rows) * self.weight.nbytes // self.weight.rows
+
+
+@dataclass(frozen=True)
+class EmbedPosition(Op):
+    """out[t] = weight[position[t]]: learned positions (GPT-2, 2019). A position beyond the last is that."""
 
     out: Value
     weight: Weight
@@ -156,21 +77,28 @@ class RopeAngles(Op):
 
 @dataclass(frozen=True)
 class Norm(Op):
-    """RMSNorm (Zhang and Sennrich 2019): out = x / sqrt(mean(x^2) + eps) * weight"""
+    """out = x / sqrt(mean(x^2) + eps) * weight + bias, over `size` columns at a time; LayerNorm has x - mean(x) in place of x.
+
+    A weight and a bias have one number for each of the `size` columns, which all groups of columns share, or for each of all columns.
+    """
 
     out: Value
     x: Value
     weight: Weight
     eps: float
+    kind: NormKind
+    size: int
+    bias: Weight | None = None
 
     def matrices(self) -> list[Weight]:
         return []
 
     def vectors(self) -> list[Weight]:
-        return [self.weight]
+        return [self.weight, self.bias] if self.bias else [self.weight]
 
     def flops(self, load: Load) -> int:
-        return 4 * self.x.num_rows(load) * self.x.width
+        per_number = {"rms": 4, "layer": 6}[self.kind] + (self.bias is not None)
+        return per_number * self.x.num_rows(load) * self.x.width
 
 
 @dataclass(frozen=True)
@@ -216,14 +144,14 @@ class Rope(Op):
 
 @dataclass(frozen=True)
 class KvWrite(Op):
-    """KV[layer][slot[t]] = k[t], v[t]"""
+    """KV[layer][slot[t]] = k[t], v[t]; only k[t] where values are part of the keys"""
 
     k: Value
-    v: Value
+    v: Value | None
     layer: int
 
     def bytes(self, load: Load) -> int:
-        return int(load.rows * 2 * self.k.width * load.kv_bytes)
+        return int(load.rows * (self.k.width + (self.v.width if self.v else 0)) * load.kv_bytes)
 
 
 @dataclass(frozen=True)
@@ -253,7 +181,10 @@ class QkvRopeWrite(Op):
 class Attention(Op):
     """Softmax attention of every head over the row's visible slots; `num_heads / num_kv_heads` heads share a KV head.
 
-    `window` > 0: a row sees itself and the window - 1 positions before it.
+    A score is q . k * scale, and then, where these are given: `softcap` * tanh(score / `softcap`) (Gemma 2, 2024); minus the head's
+    `slope` for each position that the key lies back (ALiBi, Press et al. 2022). `sinks` [num_heads] are scores of a key without value
+    (gpt-oss, 2025). `window` > 0: a row sees itself and the window - 1 positions before it. Where values are part of the keys
+    (`latent`), they are the first `value_dim` numbers.
     """
 
     out: Value
@@ -262,40 +193,78 @@ class Attention(Op):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int
     scale: float
     window: int = 0
+    softcap: float = 0.0
+    slopes: tuple[float, ...] = ()
+    sinks: Weight | None = None
+    latent: bool = False
+
+    def matrices(self) -> list[Weight]:
+        return []
+
+    def vectors(self) -> list[Weight]:
+        return [self.sinks] if self.sinks else []
 
     def _visible(self, position: int) -> int:
         return min(position + 1, self.window) if self.window else position + 1
 
     def flops(self, load: Load) -> int:
         pairs = sum(self._visible(context + r) for context, rows in load.seqs for r in range(rows))
-        return 4 * pairs * self.num_heads * self.head_dim
+        return 2 * pairs * self.num_heads * (self.head_dim + self.value_dim)
 
     def bytes(self, load: Load) -> int:
         """K and V of every visible slot, read once for all rows and heads of a sequence."""
         slots = sum(min(context + rows, self.window + rows - 1 if self.window else context + rows) for context, rows in load.seqs)
-        return int(2 * slots * self.num_kv_heads * self.head_dim * load.kv_bytes)
+        numbers = self.head_dim + (0 if self.latent else self.value_dim)
+        return super().bytes(load) + int(slots * self.num_kv_heads * numbers * load.kv_bytes)
 
 
 @dataclass(frozen=True)
 class Glu(Op):
-    """out = silu(gate) * up (Shazeer 2020)"""
+    """out = activation(gate) * up (Shazeer 2020)"""
 
     out: Value
     gate: Value
     up: Value
+    activation: Activation
 
     def flops(self, load: Load) -> int:
-        return 4 * self.out.num_rows(load) * self.out.width
+        return (_ACTIVATION_FLOPS[self.activation] + 1) * self.out.num_rows(load) * self.out.width
 
 
 @dataclass(frozen=True)
-class Silu(Op):
-    """out = x / (1 + exp(-x))"""
+class Activate(Op):
+    """out = activation(x)"""
 
     out: Value
     x: Value
+    activation: Activation
+
+    def flops(self, load: Load) -> int:
+        return _ACTIVATION_FLOPS[self.activation] * self.out.num_rows(load) * self.out.width
+
+
+@dataclass(frozen=True)
+class Scale(Op):
+    """out = factor * x"""
+
+    out: Value
+    x: Value
+    factor: float
+
+    def flops(self, load: Load) -> int:
+        return self.out.num_rows(load) * self.out.width
+
+
+@dataclass(frozen=True)
+class SoftCap(Op):
+    """out = cap * tanh(x / cap) (Gemma 2, 2024)"""
+
+    out: Value
+    x: Value
+    cap: float
 
     def flops(self, load: Load) -> int:
         return 3 * self.out.num_rows(load) * self.out.width
@@ -303,17 +272,88 @@ class Silu(Op):
 
 @dataclass(frozen=True)
 class GluLinear(Op):
-    """out = silu(x @ gate.T + gate_bias) * (x @ up.T + up_bias)"""
+    """out = activation(x @ gate.T + gate_bias) * (x @ up.T + up_bias)"""
 
     out: Value
     x: Value
     gate: Weight
     up: Weight
+    activation: Activation
     gate_bias: Weight | None = None
     up_bias: Weight | None = None
 
     def flops(self, load: Load) -> int:
         return _matmul_flops(self.x.num_rows(load), self.gate, self.up)
+
+
+@dataclass(frozen=True)
+class Route(Op):
+    """Which experts a row goes to, and with what weights: out[t] = `top_k` expert numbers, best first, then their weights.
+
+    Scores are the softmax or the sigmoid of the row's logits. The best by score plus `bias` are chosen, of equal ones the lower number;
+    with `groups`, among those of the `top_groups` adjacent groups of experts alone whose best (`softmax`) or best two (`sigmoid`) are
+    highest in sum (DeepSeek-V2 and V3, 2024). Their scores are the weights: to a sum of 1 where they are to be `normalised`, and then
+    times `factor`.
+    """
+
+    out: Value
+    x: Value
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"]
+    normalised: bool
+    factor: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    bias: Weight | None = None
+
+    def flops(self, load: Load) -> int:
+        """Those of the scores; the choice is comparisons."""
+        return 3 * self.x.num_rows(load) * self.x.width
+
+
+@dataclass(frozen=True)
+class Experts(Op):
+    """out[t] = sum over the experts e of row t, in the order of its routing, of weight * down_e(glu(gate_e x, up_e x)).
+
+    A mixture of gated units (Shazeer et al. 2017; Jiang et al. 2024). An expert's weights are read if a row goes there, once for all.
+    """
+
+    out: Value
+    x: Value
+    routing: Value
+    gate: tuple[Weight, ...]
+    up: tuple[Weight, ...]
+    down: tuple[Weight, ...]
+    activation: Activation
+    gate_bias: tuple[Weight, ...] = ()
+    up_bias: tuple[Weight, ...] = ()
+    down_bias: tuple[Weight, ...] = ()
+
+    @property
+    def top_k(self) -> int:
+        return self.routing.width // 2
+
+    def distinct_experts(self, rows: int) -> float:
+        """Experts that so many rows go to, in the mean, where every row is as likely to go to any of them."""
+        return len(self.gate) * (1 - (1 - self.top_k / len(self.gate)) ** rows)
+
+    def flops(self, load: Load) -> int:
+        return _matmul_flops(self.x.num_rows(load) * self.top_k, self.gate[0], self.up[0], self.down[0])
+
+    def bytes(self, load: Load) -> int:
+        return int(super().bytes(load) * self.distinct_experts(self.x.num_rows(load)) / len(self.gate))
+
+
+@dataclass(frozen=True)
+class GateRows(Op):
+    """out[t] = x[t] / (1 + exp(-gate[t])), where a gate is one number for its row"""
+
+    out: Value
+    x: Value
+    gate: Value
+
+    def flops(self, load: Load) -> int:
+        return self.out.num_rows(load) * self.out.width
 
 
 @dataclass(frozen=True)

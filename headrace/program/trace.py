@@ -7,24 +7,28 @@ from typing import Literal
 
 from headrace.errors import FormatError
 from headrace.program.kv import KvGroup, KvLayout
+from headrace.program.op import Kind, Load, Op, Value, Weight
 from headrace.program.ops import (
+    Activate,
+    Activation,
     Add,
     Attention,
     Embed,
+    EmbedPosition,
+    Experts,
+    GateRows,
     GatherRows,
     Glu,
     Input,
-    Kind,
     KvWrite,
     Linear,
-    Load,
     Norm,
-    Op,
+    NormKind,
     Rope,
     RopeAngles,
-    Silu,
-    Value,
-    Weight,
+    Route,
+    Scale,
+    SoftCap,
 )
 from headrace.quant.formats import Format, StoredTensor
 
@@ -47,7 +51,8 @@ class Program:
     @property
     def kv_groups(self) -> tuple[KvGroup, ...]:
         """The KV that the program reads and writes: its layers by what they keep and see, in the order of their first layers."""
-        kinds = {op.layer: (KvLayout(op.num_kv_heads, op.head_dim, op.head_dim), op.window) for op in self.ops if isinstance(op, Attention)}
+        attention = [op for op in self.ops if isinstance(op, Attention)]
+        kinds = {op.layer: (KvLayout(op.num_kv_heads, op.head_dim, 0 if op.latent else op.value_dim), op.window) for op in attention}
         alike = {kind: tuple(layer for layer in kinds if kinds[layer] == kind) for kind in kinds.values()}
         return tuple(KvGroup(layers, *kind) for kind, layers in alike.items())
 
@@ -111,6 +116,11 @@ class Tracer:
         self.ops.append(Embed(out, weight))
         return out
 
+    def embed_position(self, weight: Weight) -> Value:
+        out = self._value(weight.cols, "step")
+        self.ops.append(EmbedPosition(out, weight))
+        return out
+
     def input(self, width: int) -> Value:
         out = self._value(width, "step")
         self.ops.append(Input(out))
@@ -121,9 +131,12 @@ class Tracer:
         self.ops.append(RopeAngles(out, inverse_frequencies, scale))
         return out
 
-    def norm(self, x: Value, weight: Weight, eps: float) -> Value:
+    def norm(
+        self, x: Value, weight: Weight, eps: float, kind: NormKind = "rms", *, bias: Weight | None = None, size: int | None = None
+    ) -> Value:
+        """`size`: columns that are taken together; all where it is not given."""
         out = self._value(x.width, x.rows)
-        self.ops.append(Norm(out, x, weight, eps))
+        self.ops.append(Norm(out, x, weight, eps, kind, size or x.width, bias))
         return out
 
     def linear(self, x: Value, weight: Weight, bias: Weight | None = None) -> Value:
@@ -136,22 +149,86 @@ class Tracer:
         self.ops.append(Rope(out, x, angles, head_dim))
         return out
 
-    def kv_write(self, k: Value, v: Value, layer: int) -> None:
+    def kv_write(self, k: Value, v: Value | None, layer: int) -> None:
         self.ops.append(KvWrite(k, v, layer))
 
-    def attention(self, q: Value, layer: int, num_kv_heads: int, head_dim: int, window: int = 0) -> Value:
-        out = self._value(q.width, q.rows)
-        self.ops.append(Attention(out, q, layer, q.width // head_dim, num_kv_heads, head_dim, head_dim**-0.5, window))
+    def attention(
+        self,
+        q: Value,
+        layer: int,
+        num_kv_heads: int,
+        head_dim: int,
+        window: int = 0,
+        *,
+        scale: float | None = None,
+        value_dim: int | None = None,
+        softcap: float = 0.0,
+        slopes: tuple[float, ...] = (),
+        sinks: Weight | None = None,
+        latent: bool = False,
+    ) -> Value:
+        """`scale`: 1 / sqrt(head_dim) where it is not given; `value_dim`: head_dim."""
+        num_heads, value_dim = q.width // head_dim, value_dim or head_dim
+        scale = head_dim**-0.5 if scale is None else scale
+        out = self._value(num_heads * value_dim, q.rows)
+        shape = (num_heads, num_kv_heads, head_dim, value_dim)
+        self.ops.append(Attention(out, q, layer, *shape, scale, window, softcap, slopes, sinks, latent))
         return out
 
-    def glu(self, gate: Value, up: Value) -> Value:
+    def glu(self, gate: Value, up: Value, activation: Activation = "silu") -> Value:
         out = self._value(gate.width, gate.rows)
-        self.ops.append(Glu(out, gate, up))
+        self.ops.append(Glu(out, gate, up, activation))
         return out
 
-    def silu(self, x: Value) -> Value:
+    def activate(self, x: Value, activation: Activation) -> Value:
         out = self._value(x.width, x.rows)
-        self.ops.append(Silu(out, x))
+        self.ops.append(Activate(out, x, activation))
+        return out
+
+    def route(
+        self,
+        x: Value,
+        top_k: int,
+        scoring: Literal["softmax", "sigmoid"],
+        *,
+        normalised: bool,
+        factor: float = 1.0,
+        groups: tuple[int, int] = (1, 1),
+        bias: Weight | None = None,
+    ) -> Value:
+        """`x`: a logit for each expert; `groups`: how many there are, and in how many a row may go to experts."""
+        out = self._value(2 * top_k, x.rows)
+        self.ops.append(Route(out, x, top_k, scoring, normalised, factor, *groups, bias))
+        return out
+
+    def experts(
+        self,
+        x: Value,
+        routing: Value,
+        gate: tuple[Weight, ...],
+        up: tuple[Weight, ...],
+        down: tuple[Weight, ...],
+        activation: Activation = "silu",
+        biases: tuple[tuple[Weight, ...], ...] = ((), (), ()),
+    ) -> Value:
+        """One weight for each expert; `biases`: those of gate, up and down."""
+        out = self._value(x.width, x.rows)
+        self.ops.append(Experts(out, x, routing, gate, up, down, activation, *biases))
+        return out
+
+    def gate_rows(self, x: Value, gate: Value) -> Value:
+        out = self._value(x.width, x.rows)
+        self.ops.append(GateRows(out, x, gate))
+        return out
+
+    def scale(self, x: Value, factor: float) -> Value:
+        out = self._value(x.width, x.rows)
+        self.ops.append(Scale(out, x, factor))
+        return out
+
+    def soft_cap(self, x: Value, cap: float) -> Value:
+        out = self._value(x.width, x.rows)
+        self.ops.append(SoftCap(out, x, cap))
         return out
 
     def add(self, x: Value, y: Value) -> Value:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headrace.backend import Executable
 from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch, TokenLogprobs, ints
 from headrace.logit_ops import Score, StepResult
-from headrace.program.ops import Value
+from headrace.program.op import Value
 from headrace.program.trace import Tracer
 from headrace.propose.chains import TIME_LIMIT
 from headrace.proposer import ProposerTraits, SequenceView
@@ -31,7 +31,7 @@ def head_forward(index: int, dim: int, vocab: int, g: Tracer) -> Value:
     """The equations of a head: logits = W_out (x + silu(W x + b)) of each row x that the caller gives."""
     x = g.gather_rows(g.input(dim))  # all of them; what follows is as long as what has logits, not as a step may be
     mixed = g.linear(x, g.weight(f"medusa.{index}.0.linear.weight", dim, dim), g.vector(f"medusa.{index}.0.linear.bias", dim))
-    return g.linear(g.add(x, g.silu(mixed)), g.weight(f"medusa.{index}.1.weight", vocab, dim))
+    return g.linear(g.add(x, g.activate(mixed, "silu")), g.weight(f"medusa.{index}.1.weight", vocab, dim))
 
 
 class _Kept(NamedTuple):

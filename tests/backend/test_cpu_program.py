@@ -16,7 +16,8 @@ from headrace.backend import cpu, forward, reference
 from headrace.config import KvConfig, KvDtype
 from headrace.model import trace_model
 from headrace.program.fuse import fuse
-from headrace.program.ops import Add, Glu, Linear, Value
+from headrace.program.op import Value
+from headrace.program.ops import Add, Glu, Linear
 from headrace.program.trace import Tracer, trace
 from tests.backend.batches import Sequence, batch_of
 from tests.tiny import tiny_model

@@ -23,7 +23,7 @@ from headrace.config import KvConfig, KvDtype
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.program import ops
-from headrace.program.ops import Op, Value
+from headrace.program.op import Op, Value
 from headrace.program.trace import Tracer, trace
 from headrace.quant.formats import StoredTensor
 from tests.backend.batches import Sequence, batch_of
@@ -154,7 +154,7 @@ def decoder(spec: ModelSpec, bases: tuple[float, ...], qk_norm: bool = False) ->
         for layer in range(spec.num_layers):
             y = g.linear(attended(g, layer, x, angles), g.weight(f"layers.{layer}.o", spec.dim, spec.dim))
             x = g.add(x, y)
-        many = list(accumulate([x] * 8, lambda value, _: g.silu(value)))  # alive together: buffers of their width run out
+        many = list(accumulate([x] * 8, lambda value, _: g.activate(value, "silu")))  # alive together: buffers of their width run out
         mix = g.weight("layers.0.o", spec.dim, spec.dim)
         x = reduce(lambda total, value: g.add(value, g.linear(total, mix)), reversed(many))
         return g.linear(g.gather_rows(x), g.weight("head", spec.vocab_size, spec.dim))

@@ -15,7 +15,8 @@ from headrace.backend import cpu, lower_program, reference
 from headrace.config import KvConfig
 from headrace.errors import RequestError, UnsupportedModelError
 from headrace.model import trace_model
-from headrace.program.ops import GluLinear, Value
+from headrace.program.op import Value
+from headrace.program.ops import GluLinear
 from headrace.program.trace import Program, Tracer, trace
 from headrace.quant.formats import FORMATS
 from tests.backend.stored import random_stored
@@ -74,7 +75,7 @@ def test_biases_and_a_weight_that_is_read_by_itself_and_in_a_pair() -> None:
         bias = g.weight("gate_bias", 1, 20)
         g.glu(g.linear(x, gate, bias), g.linear(x, up, bias))
         g.glu(g.linear(x, up), g.linear(x, gate))
-        g.silu(g.linear(x, up))
+        g.activate(g.linear(x, up), "silu")
         q = g.linear(x, gate)
         g.kv_write(q, q, 0)
         g.attention(q, 0, 1, 20)

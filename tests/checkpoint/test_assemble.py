@@ -13,7 +13,7 @@ from headrace.model import FAMILIES, tensor_shapes
 from headrace.model.family import ConfigLayout, Family, Numbers, Stored, interleaved_rows
 from headrace.model.llama import CONFIG_TENSORS, LLAMA, forward
 from headrace.model.spec import ModelSpec, RopeSpec
-from headrace.program.ops import Value
+from headrace.program.op import Value
 from headrace.program.trace import Tracer
 from headrace.quant.formats import RAW_FORMATS, StoredTensor
 from tests.backend.stored import random_stored

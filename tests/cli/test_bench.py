@@ -15,7 +15,7 @@ from headrace.config import EngineConfig
 from headrace.model import trace_model
 from headrace.planner.hardware import Machine
 from headrace.planner.roofline import step_seconds
-from headrace.program.ops import Load
+from headrace.program.op import Load
 from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
 
 LATENCY = ("--pp", "16,40", "--tg", "8", "--depth", "0,33", "--repetitions", "3", "--threads", "1")

@@ -4,7 +4,7 @@ import pytest
 
 from headrace.planner.answer import decode_loads, decode_seconds
 from headrace.planner.roofline import decode_limit, step_seconds
-from headrace.program.ops import Load
+from headrace.program.op import Load
 from headrace.request import CompletionOutput, DraftStats, RequestOutput, Timing
 from tests.planner.test_roofline import HERE, SMOLLM2, program
 

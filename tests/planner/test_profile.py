@@ -17,7 +17,7 @@ from headrace.planner import roofline
 from headrace.planner.hardware import Machine
 from headrace.planner.picture import roofline_svg
 from headrace.planner.profile import OpProfile, PhaseProfile, account, decode_phase, phases, prefill_phase, typical
-from headrace.program.ops import Op
+from headrace.program.op import Op
 from headrace.program.trace import Program
 from tests.tiny import tiny_model
 

@@ -12,7 +12,8 @@ from headrace.planner import roofline
 from headrace.planner.fit import RUNTIME_BYTES, Fit
 from headrace.planner.hardware import Machine
 from headrace.program.fuse import fuse
-from headrace.program.ops import Attention, GatherRows, GluLinear, Linear, Load, Norm, Value, Weight
+from headrace.program.op import Load, Value, Weight
+from headrace.program.ops import Attention, GatherRows, GluLinear, Linear, Norm
 from headrace.program.trace import Program, trace
 from headrace.quant.formats import FORMATS
 from tests.backend.stored import random_stored

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headrace.model import trace_model
 from headrace.model.spec import RopeSpec
-from headrace.program.ops import Value
+from headrace.program.op import Value
 from headrace.program.trace import Program, Tracer, trace
 from tests.backend.stored import random_stored
 from tests.tiny import Tensors, tiny_model
@@ -53,6 +53,6 @@ def others(shape: dict[str, Any]) -> tuple[Program, Tensors]:
             g.kv_write(k, linear(x, "v"), layer)
             x = g.add(x, g.attention(q, layer, shape["kv_heads"], shape["head_dim"]))
         x = g.add(x, linear(g.glu(linear(x, "gate"), linear(x, "up")), "down"))
-        return linear(g.gather_rows(g.add(g.silu(x), x)), "gate")
+        return linear(g.gather_rows(g.add(g.activate(x, "silu"), x)), "gate")
 
     return trace(forward, tensors), tensors

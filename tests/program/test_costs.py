@@ -14,7 +14,7 @@ from headrace.batch import RaggedBatch
 from headrace.config import KvConfig, KvDtype
 from headrace.program import ops
 from headrace.program.kv import number_bytes
-from headrace.program.ops import Load, Op
+from headrace.program.op import Load, Op
 from headrace.program.trace import Program
 from headrace.quant import kv
 from tests.backend.batches import Sequence, batch_of

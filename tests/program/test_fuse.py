@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from headrace.backend import forward, reference
 from headrace.config import KvConfig
 from headrace.program.fuse import fuse
-from headrace.program.ops import GluLinear, KvWrite, Linear, LinearAdd, Op, QkvRopeWrite, Rope, Value
+from headrace.program.op import Op, Value
+from headrace.program.ops import GluLinear, KvWrite, Linear, LinearAdd, QkvRopeWrite, Rope
 from headrace.program.trace import Tracer, trace
 from tests.backend.batches import Sequence, batch_of
 from tests.backend.stored import random_stored

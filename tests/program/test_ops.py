@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from headrace.model import trace_model
-from headrace.program.ops import Embed, GluLinear, Linear, Norm, Op, QkvRopeWrite, Value, Weight
+from headrace.program.op import Op, Value, Weight
+from headrace.program.ops import Embed, GluLinear, Linear, Norm, QkvRopeWrite
 from headrace.program.trace import Program, trace
 from tests.backend.stored import random_stored
 from tests.tiny import tiny_model
