@@ -40,7 +40,7 @@ def open_folder(path: Path) -> Folder:
     layout = layout_for(_family_name(config), (family.config for family in FAMILIES.values()), config.where)
     if (quantisation := config.get(_QUANTISATION)) is not None:
         method_of(quantisation)
-    return Folder(path, config, layout, layout.spec(config))
+    return Folder(path, config, layout, layout.spec(config.named(layout.fields)))
 
 
 def chat_template(folder: Path) -> str | None:
