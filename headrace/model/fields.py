@@ -101,7 +101,8 @@ class JsonFields(Fields):
         return JsonFields(self._values, self.where, other_names)
 
     def own_name(self, key: str) -> str:
-        return key if key in self._values else self._other_names.get(key, key)
+        name = self._other_names.get(key, key)
+        return name if name in self._values else key
 
     def __getitem__(self, key: str) -> Any:
         return self._values[self.own_name(key)]

@@ -40,7 +40,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "no_rope_layers": ([],),
     "num_experts": (0,),
     "num_local_experts": (0,),
-    "partial_rotary_factor": (1,),
     "qk_layernorm": (False,),
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1,),
@@ -73,17 +72,16 @@ def decoder(
     default_eps: float = 1e-6,
     tied: bool = False,
     theta: float = 10000.0,
-    partial: float = 1.0,
+    partial: float | None = None,
     rotary: RopeSpec | None = None,
     computed: Collection[str] = (),
 ) -> ModelSpec:
     """The specification of a plain decoder without biases.
 
-    Where the family reads its rotary embedding in a way of its own, that is `rotary`.
-
-    `max_context`, `kv_heads` and `head_dim` (None: what follows from the heads and the width), the epsilon of norms and its name, whether
-    embeddings are `tied`, the rotary base `theta` and the `partial` rotary factor are the family's defaults. Fields in `computed` are the
-    family's own affair. Raises UnsupportedModelError naming the field, FormatError for a missing or malformed one.
+    The family's defaults are `max_context`, `kv_heads` and `head_dim` (None: what follows from the heads and the width), the epsilon of
+    norms and its name, whether embeddings are `tied`, the rotary base `theta` and the `partial` rotary factor (None: there is none).
+    A family that reads its rotary embedding in a way of its own gives it as `rotary`, and fields in `computed` are its own affair.
+    Raises UnsupportedModelError naming the field, FormatError for a missing or malformed one.
     """
     config.require_neutral({key: values for key, values in NEUTRAL.items() if key not in computed})
     dim, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
@@ -140,11 +138,12 @@ def sliding_windows(config: Fields, window: int, first: int = 0, by_layer: bool 
 
 
 def rope(
-    config: Fields, head_dim: int, max_context: int, *, theta: float = 10000.0, partial: float = 1.0, kind_of_layer: str = ""
+    config: Fields, head_dim: int, max_context: int, *, theta: float = 10000.0, partial: float | None = None, kind_of_layer: str = ""
 ) -> RopeSpec:
     """The rotary embedding, from `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (before).
 
-    `theta` and `partial` are defaults; `kind_of_layer` names the part of `rope_parameters` that has those of such layers.
+    `theta` and `partial` are defaults, and without the latter all of a head is rotated. `kind_of_layer` names the part of
+    `rope_parameters` that has those of such layers.
     """
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     values = config.section(key)
@@ -153,7 +152,9 @@ def rope(
     for field in values:
         if field not in _ROPE_FIELDS:
             raise UnsupportedModelError(f"{values.where}: {key}.{field[:80]} is not supported")
-    share = values.number("partial_rotary_factor", config.number("partial_rotary_factor", partial))
+    share = values.number("partial_rotary_factor", config.number("partial_rotary_factor", partial or 1.0))
+    if share != 1 and partial is None:
+        raise values.unsupported("partial_rotary_factor")
     dim = int(head_dim * share) if share != 1 else head_dim
     theta = values.number("rope_theta", config.number("rope_theta", theta))
     kind = values.get("rope_type", values.get("type", "default"))

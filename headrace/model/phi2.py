@@ -20,7 +20,7 @@ def _with_biases(spec: ModelSpec) -> ModelSpec:
 
 def _config_spec(config: Fields) -> ModelSpec:
     shape = {"max_context": 2048, "partial": 0.5, "eps": "layer_norm_eps", "default_eps": 1e-5}
-    spec = from_config.decoder(config, "phi2", **shape, computed=("partial_rotary_factor", "hidden_act"))
+    spec = from_config.decoder(config, "phi2", **shape, computed=("hidden_act"))
     return _with_biases(replace(spec, activation=from_config.activation(config, "hidden_act", "gelu_new")))
 
 

@@ -11,7 +11,7 @@ from headrace.model.spec import ModelSpec
 
 def _config_spec(config: Fields) -> ModelSpec:
     windows = from_config.sliding_windows(config, config.integer("sliding_window", 0))
-    return from_config.decoder(config, "phi3", max_context=4096, windows=windows, default_eps=1e-5, computed=("partial_rotary_factor",))
+    return from_config.decoder(config, "phi3", max_context=4096, windows=windows, default_eps=1e-5, partial=1.0)
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
