@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <stdexcept>
+#include <string>
 
 #include "bind.h"
 #include "plan.h"
@@ -49,8 +50,39 @@ void check_bias(const Plan& p, int id, int length) {
   if (id != -1) check_vector(p, id, length);
 }
 
+void check_cap(float cap) { require(cap >= 1e-6f && cap <= 1e6f, "a cap lies between 1e-6 and 1e6"); }
+
 void check_alike(const Buffer& a, const Buffer& b) {
   require(a.width == b.width && a.logit == b.logit, "an op works on buffers of one width, all with the logit rows alone, or none");
+}
+
+// A vector of one number for each of `size` columns, which all groups of columns share, or for each of all columns.
+void check_column_vector(const Plan& p, int id, int size, int width) {
+  require(id >= 0 && id < p.num_vectors() && (p.vector_length(id) == size || p.vector_length(id) == width),
+          "a vector of a norm has a number for each column of a group, or for each of all");
+}
+
+NormKind norm_kind(const std::string& name) {
+  for (const auto& [known, kind] : {std::pair("rms", NormKind::kRms), {"layer", NormKind::kLayer}})
+    if (name == known) return kind;
+  throw std::invalid_argument("unknown kind of norm: " + name);
+}
+
+Activation activation_of(const std::string& name) {
+  for (const auto& [known, activation] : {std::pair("silu", Activation::kSilu),
+                                          {"gelu", Activation::kGelu},
+                                          {"gelu_tanh", Activation::kGeluTanh},
+                                          {"relu", Activation::kRelu},
+                                          {"clamped_swiglu", Activation::kClampedSwiglu}})
+    if (name == known) return activation;
+  throw std::invalid_argument("unknown activation: " + name);
+}
+
+// The activation of a value without a gate.
+Activation alone(const Plan& p, const std::string& name) {
+  const Activation activation = activation_of(name);
+  require(p.kernels().activate[static_cast<int>(activation)] != nullptr, "this activation belongs to gates alone");
+  return activation;
 }
 
 // The weight that a packed buffer is multiplied with.
@@ -79,21 +111,34 @@ KvLayer kv_layer(Plan& p, std::array<int, 2> layer) {
 
 int kv_width(const Plan& p, KvLayer at) { return p.kv(at.group).heads() * p.kv(at.group).shape().head_dim; }
 
+// A buffer that takes the embeddings of all rows.
+void check_embedding(const Plan& p, int out, int w) {
+  require(!buffer(p, out).logit && p.buffer(out).width == weight(p, w).cols, "an embedding is as wide as its buffer, which has all rows");
+}
+
 void embed(Plan& p, int out, int w) {
-  require(row_floats(p, out).width == weight(p, w).cols, "an embedding is as wide as its buffer");
+  check_embedding(p, out, w);
   p.add_embed(out, w);
 }
 
+void embed_position(Plan& p, int out, int w) {
+  check_embedding(p, out, w);
+  p.add_op(make_embed_position(out, w));
+}
+
 void input(Plan& p, int out) {
-  row_floats(p, out);
+  require(!buffer(p, out).logit, "input rows are all rows of a step");
   p.add_input(out);
 }
 
-void norm(Plan& p, int out, int x, int w, float eps) {
+void norm(Plan& p, int out, int x, int w, int bias, const std::string& kind, int size, float eps) {
   check_alike(buffer(p, out), floats(p, x));
-  check_vector(p, w, p.buffer(x).width);
+  const int width = p.buffer(x).width;
+  require(size > 0 && width % size == 0, "a norm takes whole groups of columns");
+  check_column_vector(p, w, size, width);
+  if (bias != -1) check_column_vector(p, bias, size, width);
   require(std::isfinite(eps) && eps >= 0, "the epsilon of a norm is a number, not below 0");
-  p.add_op(make_norm(out, x, w, eps));
+  p.add_op(make_norm({out, x, w, bias, norm_kind(kind), size, eps}));
 }
 
 int rope_angles(Plan& p, std::vector<double> inverse_frequencies, double scale, int head_dim) {
@@ -106,7 +151,7 @@ int rope_angles(Plan& p, std::vector<double> inverse_frequencies, double scale, 
 void rope(Plan& p, int out, int x, int angles, int head_dim) {
   check_angles(p, angles, head_dim);
   require(row_floats(p, x).width % head_dim == 0, "a rope rotates whole heads");
-  check_alike(row_floats(p, out), p.buffer(x));
+  check_alike(buffer(p, out), p.buffer(x));
   p.add_op(make_rope(out, x, angles, head_dim));
 }
 
@@ -122,20 +167,37 @@ void gather_rows(Plan& p, int out, int x) {
 }
 
 void add(Plan& p, int out, int x, int y) {
-  check_alike(floats(p, out), floats(p, x));
+  check_alike(buffer(p, out), floats(p, x));
   check_alike(p.buffer(out), floats(p, y));
   p.add_op(make_add(out, x, y));
 }
 
-void glu(Plan& p, int out, int gate, int up) {
-  check_alike(floats(p, out), floats(p, gate));
+void glu(Plan& p, int out, int gate, int up, const std::string& activation) {
+  check_alike(buffer(p, out), floats(p, gate));
   check_alike(p.buffer(out), floats(p, up));
-  p.add_op(make_glu(out, gate, up));
+  p.add_op(make_glu(out, gate, up, activation_of(activation)));
 }
 
-void silu(Plan& p, int out, int x) {
-  check_alike(floats(p, out), floats(p, x));
-  p.add_op(make_silu(out, x));
+void activate(Plan& p, int out, int x, const std::string& activation) {
+  check_alike(buffer(p, out), floats(p, x));
+  p.add_op(make_activate(out, x, alone(p, activation)));
+}
+
+void scale(Plan& p, int out, int x, float factor) {
+  check_alike(buffer(p, out), floats(p, x));
+  p.add_op(make_scale(out, x, factor));
+}
+
+void soft_cap(Plan& p, int out, int x, float cap) {
+  check_alike(buffer(p, out), floats(p, x));
+  check_cap(cap);
+  p.add_op(make_soft_cap(out, x, cap));
+}
+
+void gate_rows(Plan& p, int out, int x, int gate) {
+  check_alike(buffer(p, out), floats(p, x));
+  require(floats(p, gate).width == 1 && p.buffer(gate).logit == p.buffer(out).logit, "a row has one gate");
+  p.add_op(make_gate_rows(out, x, gate));
 }
 
 void linear(Plan& p, int out, int x, int w, int bias, int residual, bool offset) {
@@ -147,16 +209,30 @@ void linear(Plan& p, int out, int x, int w, int bias, int residual, bool offset)
   p.add_op(make_linear(out, x, w, bias, residual, offset));
 }
 
-void glu_linear(Plan& p, int out, int x, int gate, int up, int gate_bias, int up_bias) {
+// What writes tile by tile, packed or not, what it multiplies with `rows` rows of weights.
+void check_tiled(Plan& p, int out, int x, int rows) {
+  require(buffer(p, out).width == rows && p.buffer(out).logit == p.buffer(x).logit,
+          "a linear op writes as many columns as its weights have rows");
+  require(out != x, "a linear op cannot overwrite the rows that it reads");
+  p.writes_pieces(out);
+}
+
+void linear_activate(Plan& p, int out, int x, int w, int bias, const std::string& activation) {
+  const Activation by = alone(p, activation);
+  const int rows = factor(p, x, w, false).rows;
+  check_bias(p, bias, rows);
+  check_tiled(p, out, x, rows);
+  p.add_op(make_linear_activate(out, x, w, bias, by));
+}
+
+void glu_linear(Plan& p, int out, int x, int gate, int up, int gate_bias, int up_bias, const std::string& activation) {
+  const Activation by = activation_of(activation);
   const int rows = factor(p, x, gate, false).rows;
   require(factor(p, x, up, false).rows == rows, "gate and up have one shape");
-  require(buffer(p, out).width == rows && p.buffer(out).logit == p.buffer(x).logit,
-          "a gated unit writes as many columns as its weights have rows");
-  require(out != x, "a gated unit cannot overwrite the rows that it reads");
   check_bias(p, gate_bias, rows);
   check_bias(p, up_bias, rows);
-  p.writes_pieces(out);
-  p.add_op(make_glu_linear(out, x, gate, up, gate_bias, up_bias));
+  check_tiled(p, out, x, rows);
+  p.add_op(make_glu_linear(out, x, gate, up, gate_bias, up_bias, by));
 }
 
 void qkv_rope_write(Plan& p, int out, int x, int angles, std::array<int, 3> weights, std::array<int, 3> biases, std::array<int, 2> layer) {
@@ -196,6 +272,7 @@ void attention(Plan& p, int out, int q, std::array<int, 2> layer, int num_heads,
 
 void bind_ops(nb::class_<Plan>& c) {
   c.def("embed", &embed)
+      .def("embed_position", &embed_position)
       .def("input", &input)
       .def("norm", &norm)
       .def("rope_angles", &rope_angles, "The angles of one head for each row, in a buffer of their own.")
@@ -204,8 +281,12 @@ void bind_ops(nb::class_<Plan>& c) {
       .def("gather_rows", &gather_rows)
       .def("add", &add)
       .def("glu", &glu)
-      .def("silu", &silu)
+      .def("activate", &activate)
+      .def("scale", &scale)
+      .def("soft_cap", &soft_cap)
+      .def("gate_rows", &gate_rows)
       .def("linear", &linear)
+      .def("linear_activate", &linear_activate)
       .def("glu_linear", &glu_linear)
       .def("qkv_rope_write", &qkv_rope_write)
       .def("kv_write", &kv_write)

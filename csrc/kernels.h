@@ -5,6 +5,13 @@
 
 namespace headrace {
 
+enum class NormKind : int { kRms, kLayer };
+constexpr int kNumNorms = 2;
+
+// What makes a gate of a number: headrace/program/ops.py, `Activation`. The last belongs to gates alone.
+enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu, kClampedSwiglu };
+constexpr int kNumActivations = 5;
+
 enum class KvType : int { kBf16, kF32, kInt8, kInt4 };
 constexpr bool is_quantised(KvType t) { return t == KvType::kInt8 || t == KvType::kInt4; }
 constexpr int kKvTile = 32;      // tokens in a KV block
@@ -111,12 +118,16 @@ struct Kernels {
 
   // Rows m .. m + count - 1 of a block of `rows` activation rows, from x[count][n], `stride` apart; zeros up to `columns`.
   void (*pack[kNumForms])(const float* x, size_t stride, int count, int n, int columns, uint8_t* block, int rows, int m);
-  void (*norm)(const float* x, const float* weight, float eps, int n, float* out);
-  void (*silu_mul)(const float* gate, const float* up, float* out, int n);
+  // x / sqrt(mean square + eps) * weight + bias; kLayer takes the mean off first. `bias` may be null.
+  void (*norm[kNumNorms])(const float* x, const float* weight, const float* bias, float eps, int n, float* out);
+  // Null for an activation that belongs to gates alone.
+  void (*activate[kNumActivations])(const float* x, float* out, int n);
+  void (*glu[kNumActivations])(const float* gate, const float* up, float* out, int n);
   void (*add)(const float* x, const float* y, float* out, int n);
   // What becomes of a tile of outputs, x[rows][16]; strides are in floats. `residual` may be null; the first n columns are written.
   void (*finish_tile)(const float* x, int rows, int n, const float* residual, size_t residual_stride, float* out, size_t stride);
-  void (*silu_mul_tile)(const float* gate, const float* up, int rows, float* out, size_t stride);
+  void (*activate_tile[kNumActivations])(const float* x, int rows, float* out, size_t stride);
+  void (*glu_tile[kNumActivations])(const float* gate, const float* up, int rows, float* out, size_t stride);
   // Each row rotated pair by pair: x * cos + swapped x * sin, with the signs in `sin`.
   void (*rotate_tile)(float* x, int rows, const float* cos, const float* sin, size_t stride);
   // The same for a whole row of heads, x[n]: `cos` and `sin` have the numbers of one head, and 16 more from its start.
@@ -131,6 +142,7 @@ struct Kernels {
   // Folds one softmax state into another: a over the context before, b over what follows.
   void (*merge)(float* max, float* sum, float* out, float max_b, float sum_b, const float* out_b, int n);
   void (*scale)(const float* x, float factor, float* out, int n);
+  void (*soft_cap)(const float* x, float cap, float* out, int n);  // cap * tanh(x / cap)
 
   // Sampling. Sums of weights are taken in an order that depends on the size of the row only.
   bool (*peaks)(const float* logits, int size, float* out);  // whether there is no NaN

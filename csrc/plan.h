@@ -203,20 +203,32 @@ class Plan {
 
 // The ops. Buffers, weights and vectors by id; -1 is none.
 std::unique_ptr<Op> make_embed(int out, int weight);
+std::unique_ptr<Op> make_embed_position(int out, int weight);
 std::unique_ptr<Op> make_input(int out);
 // A row of angles has cosines, then signed sines, one for each dimension of a head and 16 more from the start: whatever dimension a
 // tile of 16 outputs begins with, its angles are 16 adjacent numbers.
 constexpr int angles_width(int head_dim) { return 2 * (head_dim + kTileRows); }
 std::unique_ptr<Op> make_rope_angles(int out, std::vector<double> inverse_frequencies, double scale, int head_dim);
 std::unique_ptr<Op> make_rope(int out, int x, int angles, int head_dim);
-std::unique_ptr<Op> make_norm(int out, int x, int weight, float eps);
+struct NormArgs {
+  int out, x, weight, bias;  // vectors of `size` numbers, or as wide as the buffers
+  NormKind kind;
+  int size;  // columns that are taken together
+  float eps;
+};
+std::unique_ptr<Op> make_norm(const NormArgs& args);
 std::unique_ptr<Op> make_pack(int out, int x);
 std::unique_ptr<Op> make_gather_rows(int out, int x);
 std::unique_ptr<Op> make_add(int out, int x, int y);
-std::unique_ptr<Op> make_glu(int out, int gate, int up);
-std::unique_ptr<Op> make_silu(int out, int x);
+std::unique_ptr<Op> make_glu(int out, int gate, int up, Activation activation);
+std::unique_ptr<Op> make_activate(int out, int x, Activation activation);
+std::unique_ptr<Op> make_scale(int out, int x, float factor);
+std::unique_ptr<Op> make_soft_cap(int out, int x, float cap);
+// x / (1 + exp(-gate)), where a gate is one number for its row.
+std::unique_ptr<Op> make_gate_rows(int out, int x, int gate);
 std::unique_ptr<Op> make_linear(int out, int x, int weight, int bias, int residual, bool offset);
-std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias);
+std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias, Activation activation);
+std::unique_ptr<Op> make_linear_activate(int out, int x, int weight, int bias, Activation activation);
 struct QkvArgs {
   int out, x, angles;
   std::array<int, 3> weights, biases;

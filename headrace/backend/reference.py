@@ -187,6 +187,10 @@ def _linear(s: _Step, op: ops.Linear) -> Floats:
     return s.matmul(op.x, op.weight, op.bias)
 
 
+def _linear_activate(s: _Step, op: ops.LinearActivate) -> Floats:
+    return _activated(s.matmul(op.x, op.weight, op.bias), op.activation)
+
+
 def _linear_add(s: _Step, op: ops.LinearAdd) -> Floats:
     return s.x(op.residual) + s.matmul(op.x, op.weight, op.bias)
 
@@ -250,7 +254,7 @@ def _attention(s: _Step, op: ops.Attention) -> Floats:
     return out.reshape(len(q), -1)
 
 
-_erf = np.frompyfunc(math.erf, 1, 1)
+_erfc = np.frompyfunc(math.erfc, 1, 1)
 
 
 def _activated(x: Floats, activation: ops.Activation) -> Floats:
@@ -258,7 +262,7 @@ def _activated(x: Floats, activation: ops.Activation) -> Floats:
         case "silu":
             return x / (1 + np.exp(-x))
         case "gelu":
-            return x * (0.5 * (1 + _erf(x * 0.5**0.5).astype(_DTYPE)))
+            return x * (0.5 * _erfc(x * -(0.5**0.5)).astype(_DTYPE))
         case "gelu_tanh":  # 1 + tanh(u) is 2 / (1 + exp(-2u))
             return x / (1 + np.exp(x * (-2 * (2 / np.pi) ** 0.5 + x * x * (-0.08943 * (2 / np.pi) ** 0.5))))
         case "relu":
@@ -346,6 +350,7 @@ _RUN: dict[type[Op], Callable[[_Step, Any], Floats | None]] = {
     ops.RopeAngles: _rope_angles,
     ops.Norm: _norm,
     ops.Linear: _linear,
+    ops.LinearActivate: _linear_activate,
     ops.LinearAdd: _linear_add,
     ops.Rope: _rope,
     ops.KvWrite: _kv_write,

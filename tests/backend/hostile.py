@@ -113,6 +113,7 @@ BIAS = mostly(-1, -1, -1, 0, 1, 2)
 LAYER = several(mostly(0, 1), mostly(0, 1))
 NUMBER = one_of(1e-5, 0.0, 0.25, -1.0, 1e300, float("nan"), float("inf"))
 HEAD_DIM = mostly(2, 16, 32)
+ACTIVATION = one_of("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu", "?")
 BUILDER: dict[str, Maker] = {
     "add_buffer": several(WIDTH, FLAG, FLAG),
     "add_kv_group": several(mostly(1, 2), mostly(1, 2), HEAD_DIM, mostly(0, 5), mostly(1, 9), one_of("f32", "bf16", "int8", "int4", "?")),
@@ -122,17 +123,22 @@ BUILDER: dict[str, Maker] = {
     "add_weight_pair": weight_pair,
     "reserve_weights": several(one_of(*SIZES)),
     "embed": near((0, 1), ID, ID),
+    "embed_position": near((0, 1), ID, ID),
     "input": near((0,), ID),
-    "norm": near((0, 6, 1, 1e-5), ID, ID, ID, NUMBER),
+    "norm": near((0, 6, 1, -1, "rms", 32, 1e-5), ID, ID, BIAS, BIAS, one_of("rms", "layer", "?"), mostly(16, 32, 1), NUMBER),
     "rope_angles": lambda rng: ([NUMBER(rng) for _ in range(rng.randrange(40))], NUMBER(rng), HEAD_DIM(rng)),
     "rope": near((0, 6, 5, 16), ID, ID, ID, HEAD_DIM),
     "pack": near((1, 0), ID, ID),
     "gather_rows": near((3, 0), ID, ID),
     "add": near((0, 0, 6), ID, ID, ID),
-    "glu": near((0, 0, 6), ID, ID, ID),
-    "silu": near((0, 6), ID, ID),
+    "glu": near((0, 0, 6, "silu"), ID, ID, ID, ACTIVATION),
+    "activate": near((0, 6, "gelu"), ID, ID, ACTIVATION),
+    "scale": near((0, 6, 0.5), ID, ID, NUMBER),
+    "soft_cap": near((0, 6, 30.0), ID, ID, NUMBER),
+    "gate_rows": near((0, 6, 7), ID, ID, ID),
     "linear": near((2, 1, 1, 2, -1, False), ID, ID, ID, BIAS, BIAS, FLAG),
-    "glu_linear": near((0, 1, 0, 0, -1, 1), ID, ID, ID, ID, BIAS, BIAS),
+    "linear_activate": near((0, 1, 0, 1, "relu"), ID, ID, ID, BIAS, ACTIVATION),
+    "glu_linear": near((0, 1, 0, 0, -1, 1, "gelu_tanh"), ID, ID, ID, ID, BIAS, BIAS, ACTIVATION),
     "qkv_rope_write": near((6, 1, 5, (0, 3, 3), (-1, 0, 0), (0, 0)), ID, ID, ID, several(ID, ID, ID), several(BIAS, BIAS, BIAS), LAYER),
     "kv_write": near((0, 6, (1, 1)), ID, ID, LAYER),
     "attention": near((0, 6, (0, 0), 2, 0.25), ID, ID, LAYER, mostly(1, 2, 3), NUMBER),
@@ -169,9 +175,9 @@ def furnished(rng: Random | None) -> _native.Plan:
         plan.add_buffer(width, logit, packed)
     if rng is None or rng.randrange(4):  # something that runs, for batches to try
         rows, packed, wide, logits, narrow = range(5)
-        angles, queries = plan.rope_angles([1.0, 0.1], 1.0, 16), plan.add_buffer(32, False, False)
+        angles, queries, gate = plan.rope_angles([1.0, 0.1], 1.0, 16), *(plan.add_buffer(n, False, False) for n in (32, 1))
         plan.embed(rows, 1)
-        plan.norm(rows, rows, 1, 1e-5)
+        plan.norm(rows, rows, 1, 0, "layer", 16, 1e-5)
         plan.pack(packed, rows)
         plan.qkv_rope_write(queries, packed, angles, (0, 3, 3), (-1, 0, 0), (0, 0))
         plan.attention(rows, queries, (0, 0), 2, 0.25)

@@ -126,7 +126,7 @@ plan = _native.Plan("", 2)
 rows, packed = plan.add_buffer(WIDTH, False, False), plan.add_buffer(WIDTH, False, True)
 plan.embed(rows, plan.add_weight("F32", 1, WIDTH, np.ones(WIDTH, np.float32).view(np.uint8), None))
 program = plan.add_program()
-plan.norm(packed, rows, plan.add_vector(np.ones(WIDTH, np.float32)), 1e-5)
+plan.norm(packed, rows, plan.add_vector(np.ones(WIDTH, np.float32)), -1, "rms", WIDTH, 1e-5)
 plan.run(*arrays(32))
 before = plan.floats(rows, 32)
 plan.run(*arrays(1), program=program)  # the caller's thread has its memory now, and the other none
