@@ -1,6 +1,6 @@
 """What a checkpoint says of its model, in one record; the equations and the planner read nothing else."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from headrace.program.ops import Activation, NormKind
@@ -123,6 +123,10 @@ class ModelSpec:
         if self.rotated and not self.rotated[layer]:
             return None
         return self.window_rope if self.window_rope and self.window(layer) else self.rope
+
+    def first_layers(self, num_layers: int) -> "ModelSpec":
+        """The same model with so many layers."""
+        return replace(self, num_layers=num_layers, windows=self.windows[:num_layers], rotated=self.rotated[:num_layers])
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

@@ -148,6 +148,7 @@ def spec_of(folder: Path, change: dict[str, Any]) -> ModelSpec:
     return open_folder(folder).spec
 
 
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 4}
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["BertLMHeadModel"]}, "BertLMHeadModel.*LlamaForCausalLM"),
     ({"architectures": None, "model_type": "rwkv"}, "rwkv"),
@@ -193,10 +194,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": YARN | {"beta_fast": -1}}, "beta_fast"),
     ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8}}, "factors of both kinds"),
     ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "1 rotary factors for 8 pairs"),
-    (
-        {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 4, "num_local_experts": 2, "num_experts_per_tok": 3},
-        "3 of 2 experts",
-    ),
+    (MIXTRAL | {"num_local_experts": 2, "num_experts_per_tok": 3}, "3 of 2 experts"),
     ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4, "sliding_window": -5}, "sliding window"),
 ]
 
