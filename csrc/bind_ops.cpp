@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 #include <string>
@@ -108,8 +109,6 @@ KvLayer kv_layer(Plan& p, std::array<int, 2> layer) {
   p.keeps();
   return {group, place};
 }
-
-int kv_width(const Plan& p, KvLayer at) { return p.kv(at.group).heads() * p.kv(at.group).shape().head_dim; }
 
 // A buffer that takes the embeddings of all rows.
 void check_embedding(const Plan& p, int out, int w) {
@@ -237,11 +236,13 @@ void glu_linear(Plan& p, int out, int x, int gate, int up, int gate_bias, int up
 
 void qkv_rope_write(Plan& p, int out, int x, int angles, std::array<int, 3> weights, std::array<int, 3> biases, std::array<int, 2> layer) {
   const KvLayer at = kv_layer(p, layer);
-  const int head_dim = p.kv(at.group).shape().head_dim;
+  const KvRecord& shape = p.kv(at.group).shape();
+  const int head_dim = shape.key_dim, kv_width = p.kv(at.group).heads() * head_dim;
+  require(shape.value_dim == head_dim, "queries, keys and values are one op where keys are as long as values");
   check_angles(p, angles, head_dim);
   require(!buffer(p, x).logit, "keys and values are those of all rows");
   require(out != angles, "queries cannot overwrite the angles that they are rotated by");
-  const int widths[] = {row_floats(p, out).width, kv_width(p, at), kv_width(p, at)};
+  const int widths[] = {row_floats(p, out).width, kv_width, kv_width};
   for (int i = 0; i < 3; i++) {
     require(factor(p, x, weights[i], true).rows == widths[i] && widths[i] % head_dim == 0, "queries, keys and values are whole heads");
     check_bias(p, biases[i], widths[i]);
@@ -251,21 +252,32 @@ void qkv_rope_write(Plan& p, int out, int x, int angles, std::array<int, 3> weig
 
 void kv_write(Plan& p, int k, int v, std::array<int, 2> layer) {
   const KvLayer at = kv_layer(p, layer);
-  for (const int x : {k, v}) require(row_floats(p, x).width == kv_width(p, at), "keys and values are as wide as the heads of the cache");
+  const KvCache& cache = p.kv(at.group);
+  require((v == -1) == (cache.shape().value_dim == 0), "there are values to write unless they are part of the keys");
+  require(row_floats(p, k).width == cache.heads() * cache.shape().key_dim, "keys are as wide as the heads of the cache");
+  if (v != -1) require(row_floats(p, v).width == cache.heads() * cache.shape().value_dim, "values are as wide as the heads of the cache");
   p.add_op(make_kv_write("kv_write", k, v, at));
 }
 
-void attention(Plan& p, int out, int q, std::array<int, 2> layer, int num_heads, float scale) {
+void attention(Plan& p, int out, int q, std::array<int, 2> layer, int num_heads, int value_dim, float scale, float softcap,
+               std::vector<float> slopes, int sinks) {
   const KvLayer at = kv_layer(p, layer);
-  const int head_dim = p.kv(at.group).shape().head_dim;
-  require(num_heads > 0 && num_heads <= kMaxWidth / head_dim && num_heads % p.kv(at.group).heads() == 0,
+  const KvRecord& shape = p.kv(at.group).shape();
+  require(shape.value_dim ? value_dim == shape.value_dim : value_dim > 0 && value_dim <= shape.key_dim && value_dim % 2 == 0,
+          "values are those of the cache, or an even number of the first numbers of keys");
+  require(num_heads > 0 && num_heads <= kMaxWidth / std::max(shape.key_dim, value_dim) && num_heads % p.kv(at.group).heads() == 0,
           "query heads must be a multiple of KV heads");
-  require(row_floats(p, q).width == num_heads * head_dim, "queries are as wide as their heads");
-  check_alike(buffer(p, out), p.buffer(q));
+  require(row_floats(p, q).width == num_heads * shape.key_dim, "queries are as wide as their heads");
+  require(!buffer(p, out).logit && p.buffer(out).width == num_heads * value_dim, "attention writes a value for each head");
   require(out != q, "attention cannot overwrite the queries that it reads");
-  require(!p.buffer(out).packed || head_dim % kGroup == 0, "what attention packs are heads of whole groups");
+  require(!p.buffer(out).packed || value_dim % kGroup == 0, "what attention packs are heads of whole groups");
+  require(scale >= 1e-20f && std::isfinite(scale), "scores have a scale above 0");
+  if (softcap != 0) check_cap(softcap);
+  require(slopes.empty() || static_cast<int>(slopes.size()) == num_heads, "every head has a slope, or none");
+  check_bias(p, sinks, num_heads);
   p.writes_pieces(out);
-  for (auto& op : make_attention(out, q, at.layer, scale, p.attention_work(at.group, num_heads))) p.add_op(std::move(op));
+  AttentionWork& work = p.attention_work(at.group, num_heads, value_dim);
+  for (auto& op : make_attention({out, q, at.layer, value_dim, scale, softcap, std::move(slopes), sinks}, work)) p.add_op(std::move(op));
 }
 
 }  // namespace
@@ -290,7 +302,8 @@ void bind_ops(nb::class_<Plan>& c) {
       .def("glu_linear", &glu_linear)
       .def("qkv_rope_write", &qkv_rope_write)
       .def("kv_write", &kv_write)
-      .def("attention", &attention);
+      .def("attention", &attention, nb::arg("out"), nb::arg("q"), nb::arg("layer"), nb::arg("num_heads"), nb::arg("value_dim"),
+           nb::arg("scale"), nb::arg("softcap") = 0.0f, nb::arg("slopes") = std::vector<float>(), nb::arg("sinks") = -1);
 }
 
 }  // namespace headrace

@@ -37,6 +37,7 @@ const Kernels* make_table(const char* name) {
   k.rotate_head = rotate_head;
   k.quantise_kv = quantise_kv;
   k.expand_kv = expand_kv;
+  k.values_of_keys = values_of_keys;
   k.merge = merge;
   k.scale = scale;
   k.soft_cap = soft_cap_row;

@@ -152,7 +152,8 @@ class LinearActivate : public TiledOp {
   const Activation activation_;
 };
 
-// q, k and v of the same rows. Queries and keys are rotated in place, keys and values go straight to the KV cache unless it is quantised.
+// q, k and v of the same rows, where keys are as long as values. Queries and keys are rotated in place, keys and values go straight to the
+// KV cache unless it is quantised.
 class QkvRopeWrite : public Op {
  public:
   explicit QkvRopeWrite(const QkvArgs& args) : Op("qkv_rope_write"), a_(args) {}
@@ -168,7 +169,7 @@ class QkvRopeWrite : public Op {
       while (t >= plan.weight(a_.weights[part]).tiles()) t -= plan.weight(a_.weights[part++]).tiles();
       const Weight& w = plan.weight(a_.weights[part]);
       multiply(plan, x, true, blocks, b, w, t, plan.vector(a_.biases[part]), tile);
-      const int n = std::min(16, w.rows - 16 * t), row = blocks.first(b), head_dim = plan.kv(a_.layer.group).shape().head_dim;
+      const int n = std::min(16, w.rows - 16 * t), row = blocks.first(b), head_dim = plan.kv(a_.layer.group).shape().key_dim;
       if (part < 2) {
         const Buffer& angles = plan.buffer(a_.angles);
         const float* cos = angles.row(row) + 16 * t % head_dim;
@@ -203,7 +204,7 @@ class QkvRopeWrite : public Op {
     const KvRows& rows = step.kv[a_.layer.group];
     const int slot = rows.slots[row], lane = slot % kKvTile;
     for (int i = 0; i < n;) {  // a tile of a small head reaches into the next
-      const int head = (first + i) / shape.head_dim, d = (first + i) % shape.head_dim, run = std::min(n - i, shape.head_dim - d);
+      const int head = (first + i) / shape.key_dim, d = (first + i) % shape.key_dim, run = std::min(n - i, shape.key_dim - d);
       uint8_t* record = cache.record(a_.layer.layer, head, slot / kKvTile);
       if (part == 1)
         write_keys(record, shape, lane, d, y + i, run);

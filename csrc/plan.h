@@ -159,8 +159,8 @@ class Plan {
   void pack_columns(const Buffer& buffer, int row, int count, int first, const float* x, size_t stride, int n) const;
   // The buffers for keys and for values that a group quantises; -1 where its cache takes them tile by tile.
   std::array<int, 2> kv_buffers(int group);
-  // The attention work of the running step, planned once for all layers of a group with so many heads.
-  AttentionWork& attention_work(int group, int num_heads);
+  // The attention work of the running step, planned once for all layers of a group with so many heads and such values.
+  AttentionWork& attention_work(int group, int num_heads, int value_dim);
   int64_t step_number() const { return step_number_; }
 
   // Seconds spent in each kind of op and barriers passed, since profiling was switched on.
@@ -194,7 +194,7 @@ class Plan {
   OneCaller caller_;
   int capacity_rows_ = 0, capacity_logit_rows_ = 0;
   Deal deal_;
-  std::map<std::pair<int, int>, std::unique_ptr<AttentionWork>> attention_work_;  // by group and heads
+  std::map<std::array<int, 3>, std::unique_ptr<AttentionWork>> attention_work_;  // by group, heads and value_dim
   int64_t step_number_ = 0;
   bool profiling_ = false;
   Profile profile_;
@@ -237,9 +237,16 @@ struct QkvArgs {
 };
 // And the op after it, which puts the keys and values of those buffers into the KV cache, or settles values that are not finite.
 std::array<std::unique_ptr<Op>, 2> make_qkv_rope_write(const QkvArgs& args);
-// Keys and values from two buffers to the KV cache, in its number format. Its time is booked on `kind`.
+// Keys and values from two buffers to the KV cache, in its number format; v is -1 where values are part of the keys. Its time is booked
+// on `kind`.
 std::unique_ptr<Op> make_kv_write(std::string kind, int k, int v, KvLayer layer);
+struct AttentionArgs {
+  int out, q, layer, value_dim;  // value_dim: numbers of a head that are written
+  float scale, softcap;          // a cap of 0 is none
+  std::vector<float> slopes;     // of each head, or empty
+  int sinks;                     // vector of a score for each head; -1: none
+};
 // Attention, and the op after it that merges contexts split over threads.
-std::array<std::unique_ptr<Op>, 2> make_attention(int out, int q, int layer, float scale, AttentionWork& work);
+std::array<std::unique_ptr<Op>, 2> make_attention(AttentionArgs args, AttentionWork& work);
 
 }  // namespace headrace

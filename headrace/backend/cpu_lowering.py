@@ -156,7 +156,7 @@ def _offset_products(program: Program) -> set[int]:
             found.add(op.q.id)
         elif isinstance(op, ops.KvWrite):
             found |= {value.id for value in (op.k, op.v) if value}
-        elif isinstance(op, ops.Norm | ops.Rope) and op.out.id in found:
+        elif isinstance(op, ops.Norm | ops.Rope | ops.Scale | ops.SoftCap) and op.out.id in found:
             found.add(op.x.id)
     return found
 
@@ -212,7 +212,7 @@ def _rope(lo: Lowering, op: ops.Rope) -> None:
 
 
 def _kv_write(lo: Lowering, op: ops.KvWrite) -> None:
-    lo.plan.kv_write(lo.buffer(op.k), lo.buffer(op.v), lo.places[op.layer])
+    lo.plan.kv_write(lo.buffer(op.k), lo.buffer(op.v) if op.v else -1, lo.places[op.layer])
 
 
 def _qkv_rope_write(lo: Lowering, op: ops.QkvRopeWrite) -> None:
@@ -230,9 +230,10 @@ def _glu_linear(lo: Lowering, op: ops.GluLinear) -> None:
 
 def _attention(lo: Lowering, op: ops.Attention) -> None:
     def lower(out: int) -> None:
-        lo.plan.attention(out, lo.buffer(op.q), lo.places[op.layer], op.num_heads, op.scale)
+        sizes, scores = (op.num_heads, op.value_dim), (op.scale, op.softcap, list(op.slopes), lo.vector(op.sinks))
+        lo.plan.attention(out, lo.buffer(op.q), lo.places[op.layer], *sizes, *scores)
 
-    lo.write(op.out, lower, packs_groups=op.head_dim % GROUP == 0)  # a head is then whole groups
+    lo.write(op.out, lower, packs_groups=op.value_dim % GROUP == 0)  # a head is then whole groups
 
 
 def _gather_rows(lo: Lowering, op: ops.GatherRows) -> None:

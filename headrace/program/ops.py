@@ -53,7 +53,9 @@ class EmbedPosition(Op):
     weight: Weight
 
     def bytes(self, load: Load) -> int:
-        return min(load.rows, self.weight.rows) * self.weight.nbytes // self.weight.rows
+        last = self.weight.rows - 1
+        positions = {min(context + row, last) for context, rows in load.seqs for row in range(rows)}
+        return len(positions) * self.weight.nbytes // self.weight.rows
 
 
 @dataclass(frozen=True)

@@ -122,9 +122,9 @@ def test_what_is_written_in_pieces_has_no_scale_by_row() -> None:
     with pytest.raises(ValueError, match="in pieces"):
         plan.linear(out, y, by_row, -1, -1, False)
     plan.linear(out, x, by_row, -1, -1, False)
-    plan.add_kv_group(1, 1, 32, 0, 1, "f32")
+    plan.add_kv_group(1, 1, 32, 32, 0, 1, "f32")
     with pytest.raises(ValueError, match="in pieces"):
-        plan.attention(x, out, (0, 0), 1, 1.0)
+        plan.attention(x, out, (0, 0), 1, 32, 1.0)
 
 
 @pytest.mark.parametrize("isa", ISAS)
