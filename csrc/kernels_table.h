@@ -38,6 +38,7 @@ const Kernels* make_table(const char* name) {
   k.expand_kv = expand_kv;
   k.merge = merge;
   k.scale = scale;
+  k.combine = combine;
   k.peaks = peaks;
   k.top = top;
   k.count = count;

@@ -3,21 +3,20 @@
 #include <atomic>
 #include <cstring>
 
-#include "plan.h"
+#include "tiles.h"
 
 namespace headrace {
 namespace {
 
-constexpr int kMaxBlockRows = 16;
+// Block `b` of the input of a weight, in the form that the weight is multiplied with.
+const uint8_t* block_for(const Plan& plan, const Buffer& x, bool offset, const Blocks& blocks, int b, const Weight& w) {
+  return x.block(plan.kernels().form[offset][static_cast<int>(w.format)], blocks, b);
+}
 
 // Tile `t` of a weight times block `b` of its input: out[rows][16], plus the bias.
 void multiply(const Plan& plan, const Buffer& x, bool offset, const Blocks& blocks, int b, const Weight& w, int t, const float* bias,
               float* out) {
-  const Kernels& k = plan.kernels();
-  const int format = static_cast<int>(w.format), rows = blocks.rows(b);
-  k.matmul[offset][format][rows - 1](w.tile(t), w.units, x.block(k.form[offset][format], blocks, b), out);
-  if (!bias) return;
-  for (int m = 0; m < rows; m++) plan.kernels().add(out + 16 * m, bias + 16 * t, out + 16 * m, 16);
+  multiply(plan, w, t, offset, block_for(plan, x, offset, blocks, b, w), blocks.rows(b), bias, out);
 }
 
 // Items of a matrix product: all tiles of the weight for some blocks of rows, then for the next. Contiguous items, as threads get
@@ -103,18 +102,9 @@ class GluLinear : public Op {
   // rows[m][32]: columns 32 pair .. of the gated product; zeros beyond the width.
   void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int pair, float* rows) const {
     const Weight &gate = plan.weight(gate_), &up = plan.weight(up_);
-    alignas(64) float g[kMaxBlockRows * 16], u[kMaxBlockRows * 16];
-    for (int half = 0; half < 2; half++) {
-      const int t = 2 * pair + half;
-      if (t < gate.tiles()) {
-        multiply(plan, x, false, blocks, b, gate, t, plan.vector(gate_bias_), g);
-        multiply(plan, x, false, blocks, b, up, t, plan.vector(up_bias_), u);
-      } else {
-        std::fill(g, g + kMaxBlockRows * 16, 0.0f);
-        std::fill(u, u + kMaxBlockRows * 16, 0.0f);
-      }
-      plan.kernels().silu_mul_tile(g, u, blocks.rows(b), rows + 16 * half, kGroup);
-    }
+    const GatedUnit unit{gate, up, plan.vector(gate_bias_), plan.vector(up_bias_)};
+    gated_group(plan, unit, pair, block_for(plan, x, false, blocks, b, gate), block_for(plan, x, false, blocks, b, up), blocks.rows(b),
+                plan.kernels().silu_mul_tile, rows);
   }
 
   void write(const Plan& plan, const Blocks& blocks, int b, int pair, const float* rows) const {
