@@ -309,9 +309,9 @@ class Route(Op):
     def flops(self, load: Load) -> int:
         """Those of the scores, of the sums for groups, and of the weights; the choice is comparisons."""
         scores = {"softmax": 5, "sigmoid": 3}[self.scoring] + (self.bias is not None)
-        best_of_groups = {"softmax": 1, "sigmoid": 2}[self.scoring] * self.groups if self.groups > 1 else 0
+        sums = 2 * self.groups if self.groups > 1 and self.scoring == "sigmoid" else 0
         weights = (1 + 2 * self.normalised) * self.top_k
-        return self.x.num_rows(load) * (scores * self.x.width + best_of_groups + weights)
+        return self.x.num_rows(load) * (scores * self.x.width + sums + weights)
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,9 @@ BIAS = mostly(-1, -1, -1, 0, 1, 2)
 LAYER = several(mostly(0, 1), mostly(0, 1))
 NUMBER = one_of(1e-5, 0.0, 0.25, -1.0, 1e300, float("nan"), float("inf"))
 HEAD_DIM = mostly(2, 16, 32)
+SCORING = one_of("softmax", "sigmoid", "?")
+PART = mostly(1, 2, 4, 32)
+EXPERTS = several(*[lambda rng: [ID(rng) for _ in range(rng.choice([0, 1, 1, 2, 9]))]] * 3)
 BUILDER: dict[str, Maker] = {
     "add_buffer": several(WIDTH, FLAG, FLAG),
     "add_kv_group": several(mostly(1, 2), mostly(1, 2), HEAD_DIM, mostly(0, 5), mostly(1, 9), one_of("f32", "bf16", "int8", "int4", "?")),
@@ -136,6 +139,9 @@ BUILDER: dict[str, Maker] = {
     "qkv_rope_write": near((6, 1, 5, (0, 3, 3), (-1, 0, 0), (0, 0)), ID, ID, ID, several(ID, ID, ID), several(BIAS, BIAS, BIAS), LAYER),
     "kv_write": near((0, 6, (1, 1)), ID, ID, LAYER),
     "attention": near((0, 6, (0, 0), 2, 0.25), ID, ID, LAYER, mostly(1, 2, 3), NUMBER),
+    "route": near((4, 0, 8, "softmax", True, 1.0, (4, 2), 1), *(ID, ID, mostly(1, 8)), SCORING, FLAG, NUMBER, several(PART, PART), BIAS),
+    "experts": near((0, 6, 4, ([1], [1], [2]), ([2], [], [1]), "silu"), ID, ID, ID, EXPERTS, EXPERTS, one_of("silu", "?")),
+    "expert_loads": several(one_of(*[0] * 9, 1, *EXTREMES)),
     "floats": several(ID, one_of(*EXTREMES)),
     "set_profiling": several(FLAG),
     "profile": several(),
@@ -179,6 +185,8 @@ def furnished(rng: Random | None) -> _native.Plan:
         plan.attention(queries, rows, (1, 1), 1, 0.2)
         plan.linear(wide, packed, 1, 2, -1, False)
         plan.linear(narrow, packed, 3, 0, narrow, True)
+        plan.route(narrow, rows, 8, "sigmoid", False, 1.0, (1, 1), 1)
+        plan.experts(rows, queries, narrow, ([1, 1], [1, 1], [2, 2]), ([], [], []), "silu")
         plan.gather_rows(logits, queries)
     return plan
 
