@@ -9,10 +9,14 @@ from headrace import _native
 from headrace.backend import Executable, cpu, forward, reference
 from headrace.config import KvConfig
 from headrace.errors import UnsupportedModelError
+from headrace.model import trace_model
+from headrace.model.spec import ModelSpec
 from headrace.program.trace import Program
+from headrace.request import SamplingParams
 from tests.backend.stored import random_stored
-from tests.mixtures import Mixture, Rows, rows_batch
-from tests.tiny import Tensors
+from tests.backend.test_cpu_program import BLOCKS, random_steps
+from tests.mixtures import Mixture, Rows, experts_for_mlp, rows_batch
+from tests.tiny import Tensors, run_all, tiny_engine, tiny_model
 
 ISAS = _native.isas()
 FORMATS = ("F32", "BF16", "F16", "Q4_0", "Q8_0", "Q4_K", "I8_ROW")
@@ -35,22 +39,24 @@ def random_rows(num_rows: int, dim: int, seed: int, step: float = 0.0) -> Rows:
     return (np.round(x / step) * step).astype(np.float32) if step else x
 
 
+SIZES = [(8, 2, (1, 1)), (5, 5, (1, 1)), (16, 3, (4, 2)), (12, 6, (3, 2)), (4, 1, (4, 3)), (64, 8, (8, 4)), (1, 1, (1, 1))]
+"""Experts, those that a row goes to, groups and those that are kept."""
 ROUTINGS = st.fixed_dictionaries(
     {
         "scoring": st.sampled_from(["softmax", "sigmoid"]),
         "normalised": st.booleans(),
         "factor": st.sampled_from([1.0, 2.5]),
-        "shape": st.sampled_from([(8, 2, (1, 1)), (5, 5, (1, 1)), (16, 3, (4, 2)), (12, 6, (3, 2)), (4, 1, (4, 3)), (64, 8, (8, 4)), (1, 1, (1, 1))]),
+        "sizes": st.sampled_from(SIZES),
         "has_route_bias": st.booleans(),
     }
-)  # fmt: skip
+)
 
 
 @settings(max_examples=60, deadline=None)
 @given(options=ROUTINGS, step=st.sampled_from([0.0, 0.5, 40.0]), threads=st.sampled_from([1, 2]), seed=st.integers(0, 2**16))
 def test_rows_are_routed_as_the_reference_says(options: dict, step: float, threads: int, seed: int) -> None:
     """Also where logits are equal, or so large that scores are."""
-    experts, top_k, groups = options.pop("shape")
+    experts, top_k, groups = options.pop("sizes")
     made = Mixture(experts, top_k, groups=groups, **options).routing()
     x = random_rows(9, experts, seed, step)
     want, got = outputs(reference.compile(*made, NO_KV, 1), x), outputs(on_cpu(made, threads=threads), x)
@@ -195,3 +201,41 @@ def test_weights_of_two_forms_are_refused() -> None:
     mixed = program, {**tensors, **{f"{part}.3": random_stored("Q8_0", 96, 64, 0) for part in ("gate", "up")}}
     want, got = outputs(reference.compile(*mixed, NO_KV, 1), x), outputs(on_cpu(mixed), x)
     assert np.linalg.norm(got - want) <= 0.03 * np.linalg.norm(want)  # two formats of one form do
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> tuple[ModelSpec, Tensors]:
+    """A Llama with six experts in each layer in place of its MLP, of which a row goes to two."""
+    monkeypatch.setattr("headrace.model.llama._mlp", experts_for_mlp(6, 2))
+    return tiny_model(5, dim=64, ffn=96)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_model_with_experts(model: tuple[ModelSpec, Tensors], isa: str) -> None:
+    """The experts of its last layer work on the rows whose logits are wanted, and no others."""
+    spec, tensors = model
+    program, kv = trace_model(spec, tensors), KvConfig((BLOCKS,), 32, "f32")
+    truth = reference.compile(program, tensors, kv, 1)
+    fused, plain = (cpu.CpuExecutable(program, tensors, kv, 2, isa, lower=lower) for lower in (cpu.lower, cpu.sized))
+    rows, logit_rows = 0, 0
+    for batch in random_steps(np.random.default_rng(2), spec.vocab_size, trees=True):
+        batch = batch._replace(logit_rows=batch.logit_rows[::3], seq_of=batch.seq_of[::3])
+        want, got = forward(truth, batch).logits, forward(fused, batch).logits
+        assert np.linalg.norm(got - want) <= 1e-4 * np.linalg.norm(want)
+        assert np.array_equal(got, forward(plain, batch).logits)
+        rows, logit_rows = rows + len(batch.tokens), logit_rows + len(batch.logit_rows)
+    assert fused.expert_loads().sum(axis=1).tolist() == [2 * rows, 2 * logit_rows]
+    assert np.array_equal(fused.expert_loads(), truth.expert_loads())
+
+
+def test_an_engine_says_how_many_rows_went_to_each_expert(model: tuple[ModelSpec, Tensors]) -> None:
+    """And gives each request the tokens that it has alone."""
+    requests = [([1 + i % 50 for i in range(n)], SamplingParams(max_tokens=9, seed=n)) for n in (3, 40, 17)]
+    alone = [run_all(tiny_engine(model, "cpu"), [request])[0] for request in requests]
+    engine = tiny_engine(model, "cpu", slots=512, max_num_batched_tokens=16, threads=2)
+    assert [[output.token_ids for output in result.outputs] for result in run_all(engine, requests)] == [
+        [output.token_ids for output in result.outputs] for result in alone
+    ]
+    stats = engine.stats()
+    loads = np.array(stats.expert_loads)
+    assert loads.shape == (2, 6) and loads[0].sum() == 2 * stats.rows >= loads[1].sum() > 0
