@@ -338,7 +338,8 @@ def _experts(s: _Step, op: ops.Experts) -> Floats:
         gate, up, down = ((w[e], b[e] if b else None) for w, b in ((op.gate, op.gate_bias), (op.up, op.up_bias), (op.down, op.down_bias)))
         hidden = _gated(s.product(x[rows], *gate), s.product(x[rows], *up), op.activation)
         each[rows, places] = s.product(hidden, *down)
-    return (each * weights[:, :, None]).sum(axis=1)
+    mixed: Floats = (each * weights[:, :, None]).sum(axis=1)
+    return mixed
 
 
 def _gate_rows(s: _Step, op: ops.GateRows) -> Floats:
