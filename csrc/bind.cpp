@@ -177,7 +177,7 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> floats_of(Plan& plan, int id, int row
   require(id >= 0 && id < available(plan).num_buffers(), "a plan has no such buffer");
   const Buffer& b = plan.buffer(id);
   if (!b.floats) throw std::invalid_argument("a packed buffer, or one of a plan that has not run, has no float rows");
-  require(rows >= 0 && rows <= plan.capacity(b), "a buffer has not so many rows");
+  require(rows >= 0 && static_cast<size_t>(rows) <= plan.capacity(b), "a buffer has not so many rows");
   const size_t shape[] = {static_cast<size_t>(rows), static_cast<size_t>(b.width)};
   using Owner = std::shared_ptr<Arena>;  // the memory stays while there is a view of it, also when the plan has moved on to a larger one
   nb::capsule owner(new Owner(plan.activations()), [](void* p) noexcept { delete static_cast<Owner*>(p); });

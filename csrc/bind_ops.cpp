@@ -10,6 +10,7 @@
 #include <string>
 
 #include "bind.h"
+#include "experts_work.h"
 #include "plan.h"
 
 namespace nb = nanobind;
@@ -18,6 +19,8 @@ namespace headrace {
 namespace {
 
 constexpr int kMaxHeadDim = 1 << 12;
+constexpr int kMaxExperts = 1 << 16;
+constexpr int kMaxTopK = 1 << 10;
 
 const Buffer& buffer(const Plan& p, int id) {
   available(p);
@@ -280,6 +283,66 @@ void attention(Plan& p, int out, int q, std::array<int, 2> layer, int num_heads,
   for (auto& op : make_attention({out, q, at.layer, value_dim, scale, softcap, std::move(slopes), sinks}, work)) p.add_op(std::move(op));
 }
 
+void route(Plan& p, int out, int x, int top_k, const std::string& scoring, bool normalised, float factor, std::array<int, 2> groups,
+           int bias) {
+  const auto [all, kept] = groups;
+  const int experts = floats(p, x).width;
+  require(scoring == "softmax" || scoring == "sigmoid", "scores are those of a softmax, or sigmoids");
+  require(all > 0 && experts % all == 0 && kept > 0 && kept <= all, "groups of experts are of one size, and some of them are kept");
+  require(experts <= kMaxExperts && top_k > 0 && top_k <= kMaxTopK && top_k <= experts / all * kept,
+          "a row goes to at most 1,024 of the experts, of which there are at most 65,536");
+  require(floats(p, out).width == 2 * top_k && p.buffer(out).logit == p.buffer(x).logit,
+          "a routing has a number and a weight for each choice");
+  require(std::isfinite(factor), "a factor is a number");
+  check_bias(p, bias, experts);
+  p.add_op(make_route({out, x, top_k, scoring == "sigmoid", normalised, factor, all, kept, bias}));
+}
+
+// The weights of experts, of one shape and multiplied with rows of one form.
+void check_experts(const Plan& p, const std::vector<int>& weights, int rows, int cols) {
+  const auto form = [&](int w) { return p.kernels().form[false][static_cast<int>(weight(p, w).format)]; };
+  for (const int w : weights) {
+    require(weight(p, w).rows == rows && weight(p, w).cols == cols, "the weights of experts fit their rows, and are of one shape");
+    require(form(w) == form(weights[0]), "the weights of experts read their rows in one form: int8 by group, by row, bf16 or float32");
+  }
+}
+
+void check_biases(const Plan& p, const std::vector<int>& biases, size_t experts, int length) {
+  require(biases.empty() || biases.size() == experts, "all experts have a bias, or none");
+  for (const int bias : biases) check_vector(p, bias, length);
+}
+
+void experts(Plan& p, int out, int x, int routing, const std::array<std::vector<int>, 3>& weights,
+             const std::array<std::vector<int>, 3>& biases, const std::string& activation) {
+  const auto& [gate, up, down] = weights;
+  require(!gate.empty() && gate.size() <= kMaxExperts && gate.size() == up.size() && gate.size() == down.size(),
+          "each expert has gate, up and down, and there are at most 65,536");
+  const ExpertsShape shape{floats(p, x).width, weight(p, gate[0]).rows, floats(p, out).width, floats(p, routing).width / 2,
+                           p.buffer(x).logit};
+  require(p.buffer(out).logit == shape.logit && p.buffer(routing).logit == shape.logit, "experts work on all rows, or on the logit rows");
+  require(p.buffer(routing).width % 2 == 0 && shape.top_k <= kMaxTopK, "a routing has a number and a weight for each choice");
+  require(out != routing, "experts cannot overwrite the routing that they read");
+  check_experts(p, gate, shape.hidden, shape.width);
+  check_experts(p, up, shape.hidden, shape.width);
+  check_experts(p, down, shape.out, shape.hidden);
+  for (int i = 0; i < 3; i++) check_biases(p, biases[i], gate.size(), i == 2 ? shape.out : shape.hidden);
+  ExpertsArgs args{out, x, routing, gate, up, down, biases[0], biases[1], biases[2], p.kernels().glu_tile[static_cast<int>(activation_of(activation))]};
+  ExpertsWork& work = p.experts_work(shape);
+  for (const auto* read : {&gate, &up})
+    for (const int w : *read) p.reads(work.packed, w, false);
+  for (const int w : down) p.reads(work.hidden, w, false);
+  for (auto& op : make_experts(std::move(args), work)) p.add_op(std::move(op));
+}
+
+// Of each op over experts of a program: the rows that have gone to each expert since the start.
+std::vector<std::vector<int64_t>> expert_loads(const Plan& p, int program) {
+  require(program >= 0 && program < available(p).num_programs(), "a plan has no such program");
+  std::vector<std::vector<int64_t>> all;
+  for (const auto& op : p.program(program).ops)
+    if (const auto loads = op->expert_loads(); !loads.empty()) all.emplace_back(loads.begin(), loads.end());
+  return all;
+}
+
 }  // namespace
 
 void bind_ops(nb::class_<Plan>& c) {
@@ -303,7 +366,11 @@ void bind_ops(nb::class_<Plan>& c) {
       .def("qkv_rope_write", &qkv_rope_write)
       .def("kv_write", &kv_write)
       .def("attention", &attention, nb::arg("out"), nb::arg("q"), nb::arg("layer"), nb::arg("num_heads"), nb::arg("value_dim"),
-           nb::arg("scale"), nb::arg("softcap") = 0.0f, nb::arg("slopes") = std::vector<float>(), nb::arg("sinks") = -1);
+           nb::arg("scale"), nb::arg("softcap") = 0.0f, nb::arg("slopes") = std::vector<float>(), nb::arg("sinks") = -1)
+      .def("route", &route)
+      .def("experts", &experts)
+      .def("expert_loads", &expert_loads, nb::arg("program") = 0,
+           "Rows that have gone to each expert since the start, for each op over experts.");
 }
 
 }  // namespace headrace

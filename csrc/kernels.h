@@ -138,8 +138,9 @@ struct Kernels {
   void (*add)(const float* x, const float* y, float* out, int n);
   // What becomes of a tile of outputs, x[rows][16]; strides are in floats. `residual` may be null; the first n columns are written.
   void (*finish_tile)(const float* x, int rows, int n, const float* residual, size_t residual_stride, float* out, size_t stride);
+  using GluTile = void (*)(const float* gate, const float* up, int rows, float* out, size_t stride);
   void (*activate_tile[kNumActivations])(const float* x, int rows, float* out, size_t stride);
-  void (*glu_tile[kNumActivations])(const float* gate, const float* up, int rows, float* out, size_t stride);
+  GluTile glu_tile[kNumActivations];
   // Each row rotated pair by pair: x * cos + swapped x * sin, with the signs in `sin`.
   void (*rotate_tile)(float* x, int rows, const float* cos, const float* sin, size_t stride);
   // The same for a whole row of heads, x[n]: `cos` and `sin` have the numbers of one head, and 16 more from its start.
@@ -157,6 +158,8 @@ struct Kernels {
   void (*merge)(float* max, float* sum, float* out, float max_b, float sum_b, const float* out_b, int n);
   void (*scale)(const float* x, float factor, float* out, int n);
   void (*soft_cap)(const float* x, float cap, float* out, int n);  // cap * tanh(x / cap)
+  // out[n] = the sum of weights[i] * x[i][n], in the order of i.
+  void (*combine)(const float* x, const float* weights, int count, int n, float* out);
 
   // Sampling. Sums of weights are taken in an order that depends on the size of the row only.
   bool (*peaks)(const float* logits, int size, float* out);  // whether there is no NaN

@@ -118,6 +118,14 @@ void soft_cap_row(const float* x, float cap, float* out, int n) {
   each_line(n, [&](int i, int m) { store_line(out + i, soft_cap(load_line(x + i, m), cap), m); });
 }
 
+void combine(const float* x, const float* weights, int count, int n, float* out) {
+  each_line(n, [&](int k, int m) {
+    Vf sum = mul(load_line(x + k, m), set1(weights[0]));
+    for (int i = 1; i < count; i++) sum = fma(load_line(x + static_cast<size_t>(i) * n + k, m), set1(weights[i]), sum);
+    store_line(out + k, sum, m);
+  });
+}
+
 // Multiply-adds done by `iterations` rounds of twelve independent dots, to measure what the processor can do.
 template <int Kind>
 double dot_rate_of(int64_t iterations) {

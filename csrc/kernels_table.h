@@ -41,6 +41,7 @@ const Kernels* make_table(const char* name) {
   k.merge = merge;
   k.scale = scale;
   k.soft_cap = soft_cap_row;
+  k.combine = combine;
   k.peaks = peaks;
   k.top = top;
   k.count = count;

@@ -3,21 +3,20 @@
 #include <atomic>
 #include <cstring>
 
-#include "plan.h"
+#include "tiles.h"
 
 namespace headrace {
 namespace {
 
-constexpr int kMaxBlockRows = 16;
+// Block `b` of the input of a weight, in the form that the weight is multiplied with.
+const uint8_t* block_for(const Plan& plan, const Buffer& x, bool offset, const Blocks& blocks, int b, const Weight& w) {
+  return x.block(plan.kernels().form[offset][static_cast<int>(w.format)], blocks, b);
+}
 
 // Tile `t` of a weight times block `b` of its input: out[rows][16], plus the bias.
 void multiply(const Plan& plan, const Buffer& x, bool offset, const Blocks& blocks, int b, const Weight& w, int t, const float* bias,
               float* out) {
-  const Kernels& k = plan.kernels();
-  const int format = static_cast<int>(w.format), rows = blocks.rows(b);
-  k.matmul[offset][format][rows - 1](w.tile(t), w.units, x.block(k.form[offset][format], blocks, b), out);
-  if (!bias) return;
-  for (int m = 0; m < rows; m++) plan.kernels().add(out + 16 * m, bias + 16 * t, out + 16 * m, 16);
+  multiply(plan, w, t, offset, block_for(plan, x, offset, blocks, b, w), blocks.rows(b), bias, out);
 }
 
 // Items of a matrix product: all tiles of the weight for some blocks of rows, then for the next. Contiguous items, as threads get

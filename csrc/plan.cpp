@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "attention_work.h"
+#include "experts_work.h"
 
 namespace headrace {
 namespace {
@@ -65,11 +66,12 @@ int Plan::add_vector(const float* data, int n) {
   return static_cast<int>(vectors_.size()) - 1;
 }
 
-int Plan::add_buffer(int width, bool logit, bool packed) {
+int Plan::add_buffer(int width, bool logit, bool packed, int per_row) {
   Buffer buffer;
   buffer.width = width;
   buffer.logit = logit;
   buffer.packed = packed;
+  buffer.per_row = per_row;
   buffers_.push_back(std::move(buffer));
   capacity_rows_ = capacity_logit_rows_ = 0;  // the next step makes room for it
   return static_cast<int>(buffers_.size()) - 1;
@@ -119,16 +121,17 @@ bool Plan::reserve(const Step& step) {
     size_t at = 0;
     const auto place = [&](size_t bytes) {
       uint8_t* p = base ? base + at : nullptr;
+      if (std::max(at, bytes) > SIZE_MAX / 4) throw std::bad_alloc();
       const size_t padded = (bytes + 127) / 64 * 64;
       if (p) activations_->guard(p + bytes, padded - bytes);
       at += padded;
       return p;
     };
     for (Buffer& b : buffers_) {
-      const size_t rows = b.logit ? capacity_logit_rows : capacity_rows;
-      if (!b.packed) b.floats = reinterpret_cast<float*>(place(rows * b.width * 4));
+      const auto rows_of = [&](size_t bytes) { return product({b.logit ? capacity_logit_rows : capacity_rows, b.per_row}, bytes); };
+      if (!b.packed) b.floats = reinterpret_cast<float*>(place(rows_of(static_cast<size_t>(b.width) * 4)));
       for (int f = 0; f < kNumForms; f++)
-        if (b.wanted[f]) b.forms[f] = place(rows * form_row_bytes(static_cast<Form>(f), b.columns));
+        if (b.wanted[f]) b.forms[f] = place(rows_of(form_row_bytes(static_cast<Form>(f), b.columns)));
     }
     return at;
   };
@@ -171,6 +174,12 @@ AttentionWork& Plan::attention_work(int group, int num_heads, int value_dim) {
   if (!work)
     work = std::make_unique<AttentionWork>(group, num_heads / kv(group).heads(), kv_[static_cast<size_t>(group)].window,
                                            kv(group).shape().computed(value_dim));
+  return *work;
+}
+
+ExpertsWork& Plan::experts_work(const ExpertsShape& shape) {
+  auto& work = experts_work_[shape];
+  if (!work) work = std::make_unique<ExpertsWork>(*this, shape);
   return *work;
 }
 

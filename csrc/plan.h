@@ -4,6 +4,7 @@
 #include <climits>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -50,6 +51,7 @@ struct Buffer {
   int width;
   bool logit;  // one row for each logit row of the step, else one for each row
   bool packed;
+  int per_row = 1;         // its rows for each of those
   bool in_pieces = false;  // its rows are not written whole, so no form can be wanted that takes a whole row
   int columns = 0;         // padded to the units of the readers
   std::array<bool, kNumForms> wanted{};
@@ -64,6 +66,14 @@ struct Buffer {
 
 class Plan;
 class AttentionWork;
+class ExpertsWork;
+
+// What ops over experts must share to share the memory of their rows.
+struct ExpertsShape {
+  int width, hidden, out, top_k;
+  bool logit;
+  auto operator<=>(const ExpertsShape&) const = default;
+};
 
 // A group of layers that keep alike, and see alike: `window` positions back, the row's own included; 0: all.
 struct KvGroup {
@@ -83,6 +93,8 @@ class Op {
   // Items of work in this step; called by one thread before the region, so it may also prepare.
   virtual int items(const Plan& plan, const Step& step) = 0;
   virtual void run(const Plan& plan, const Step& step, int begin, int end, int thread) = 0;
+  // Rows that have gone to each expert since the start, of an op that sends rows to experts.
+  virtual std::span<const int64_t> expert_loads() const { return {}; }
 
   const std::string kind;
 };
@@ -112,7 +124,7 @@ class Plan {
   int add_vector(const float* data, int n);
   // Makes room for so many bytes of weights that come next, in one piece.
   void reserve_weights(size_t bytes);
-  int add_buffer(int width, bool logit, bool packed);
+  int add_buffer(int width, bool logit, bool packed, int per_row = 1);
   // Begins another program; returns its number. Ops go to the last one.
   int add_program();
   void add_op(std::unique_ptr<Op> op) { programs_.back().ops.push_back(std::move(op)); }
@@ -150,7 +162,9 @@ class Plan {
   const std::shared_ptr<Pool>& pool() const { return pool_; }
   // The memory of the buffers, and the rows that a buffer has room for. The memory is another when they have grown.
   const std::shared_ptr<Arena>& activations() const { return activations_; }
-  int capacity(const Buffer& buffer) const { return buffer.logit ? capacity_logit_rows_ : capacity_rows_; }
+  size_t capacity(const Buffer& buffer) const {
+    return static_cast<size_t>(buffer.logit ? capacity_logit_rows_ : capacity_rows_) * buffer.per_row;
+  }
   // Rows of a buffer in a step, and the blocks that they are packed in.
   static int rows_of(const Buffer& buffer, const Step& step) { return buffer.logit ? step.logit_rows : step.rows; }
   const Blocks& blocks_of(const Buffer& buffer) const { return buffer.logit ? logit_blocks_ : row_blocks_; }
@@ -162,6 +176,8 @@ class Plan {
   // The attention work of the running step, planned once for all layers of a group with so many heads and such values.
   AttentionWork& attention_work(int group, int num_heads, int value_dim);
   int64_t step_number() const { return step_number_; }
+  // What the ops over experts of one shape share, one after the other.
+  ExpertsWork& experts_work(const ExpertsShape& shape);
 
   // Seconds spent in each kind of op and barriers passed, since profiling was switched on.
   struct Profile {
@@ -195,6 +211,7 @@ class Plan {
   int capacity_rows_ = 0, capacity_logit_rows_ = 0;
   Deal deal_;
   std::map<std::array<int, 3>, std::unique_ptr<AttentionWork>> attention_work_;  // by group, heads and value_dim
+  std::map<ExpertsShape, std::unique_ptr<ExpertsWork>> experts_work_;
   int64_t step_number_ = 0;
   bool profiling_ = false;
   Profile profile_;
@@ -248,5 +265,21 @@ struct AttentionArgs {
 };
 // Attention, and the op after it that merges contexts split over threads.
 std::array<std::unique_ptr<Op>, 2> make_attention(AttentionArgs args, AttentionWork& work);
+std::array<std::unique_ptr<Op>, 2> make_attention(int out, int q, int layer, float scale, AttentionWork& work);
+struct RouteArgs {
+  int out, x, top_k;
+  bool sigmoid, normalised;  // scores are those of a softmax, or sigmoids; the weights come to a sum of 1
+  float factor;
+  int groups, top_groups, bias;
+};
+std::unique_ptr<Op> make_route(const RouteArgs& args);
+// Weights and biases by expert; no biases: none.
+struct ExpertsArgs {
+  int out, x, routing;
+  std::vector<int> gate, up, down, gate_bias, up_bias, down_bias;
+  Kernels::GluTile activate;
+};
+// The regions of an op over experts.
+std::vector<std::unique_ptr<Op>> make_experts(ExpertsArgs args, ExpertsWork& work);
 
 }  // namespace headrace

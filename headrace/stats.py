@@ -72,6 +72,8 @@ class Stats(NamedTuple):
     """Requests that could not be served as written."""
     cached_tokens: int = 0
     """Prompt tokens whose KV was there already."""
+    expert_loads: Sequence[Sequence[int]] = ()
+    """Rows that have gone to each expert, by layer of experts; none for a model without."""
 
     @property
     def blocks_total(self) -> int:

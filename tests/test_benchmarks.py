@@ -27,6 +27,7 @@ ROWS = {  # program: the keys that tell its rows apart, and their values in orde
     ),
     "gemv": (("format", "rows"), list(product(FORMATS, (1, 2, 3, 4, 5, 6, 8, 12, 16)))),
     "gemm": (("format", "rows"), list(product(FORMATS, (16, 32)))),
+    "experts": (("rows",), [(1,), (2,), (4,), (8,), (16,), (32,)]),
     "norm": (("width", "rows"), [(64, 1), (64, 16), (64, 512)]),
     "attention": (("step", "context", "batch", "rows"), [("decode", 64, 1, None), ("decode", 64, 2, None), ("prefill", None, None, 64)]),
     "head": (("program", "format"), [("head", "Q4_1"), ("head", "Q6_K"), ("head", "Q8_0"), *[("sampling", None)] * 4]),

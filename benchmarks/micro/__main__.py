@@ -1,6 +1,7 @@
 """All micro benchmarks, one after the other."""
 
 from attention import attention
+from experts import experts
 from gemm import gemm
 from gemv import gemv
 from harness import main
@@ -10,4 +11,4 @@ from plan import plan
 from roof import roof
 
 if __name__ == "__main__":
-    main(__doc__, roof, gemv, gemm, norm, attention, head, plan)
+    main(__doc__, roof, gemv, gemm, experts, norm, attention, head, plan)

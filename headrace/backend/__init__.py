@@ -5,6 +5,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
 from headrace.errors import RequestError
@@ -41,6 +44,12 @@ class Executable(Protocol):
     def profile(self, batch: RaggedBatch) -> StepTimes:
         """The same forward, with a clock beside it."""
 
+    def expert_loads(self) -> NDArray[np.int64]:
+        """Rows that have gone to each expert since it was compiled, [ops over experts, experts]; [0, 0] where it has none.
+
+        Where ops have different numbers of experts, the rows of the array end in zeros.
+        """
+
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         """Copy the KV of slots `source[i]` to `target[i]`, in order, all layers and heads of a group."""
 
@@ -67,6 +76,14 @@ def compile_program(backend: str, program: Program, weights: Mapping[str, Stored
 def forward(executable: Executable, batch: RaggedBatch) -> StepResult:
     """One forward, waited for, with its logits and the hidden rows that the program keeps; valid until the next launch."""
     return executable.launch(batch, logits=True, hidden=True).wait()
+
+
+def expert_table(loads: Sequence[Sequence[int]]) -> NDArray[np.int64]:  # [ops over experts, experts]
+    """What `Executable.expert_loads` returns, from the rows that went to each expert of each op."""
+    table = np.zeros((len(loads), max(map(len, loads), default=0)), np.int64)
+    for row, own in zip(table, loads, strict=True):
+        row[: len(own)] = own
+    return table
 
 
 def _module(backend: str) -> ModuleType:

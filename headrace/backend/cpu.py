@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace import _native
+from headrace.backend import expert_table
 from headrace.backend.cpu_lowering import Lowering, named_in_errors
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
@@ -144,6 +145,9 @@ class CpuExecutable:
         ops, barriers = self.plan.profile()
         self.plan.set_profiling(False)
         return StepTimes(wall, dict(ops), barriers)
+
+    def expert_loads(self) -> NDArray[np.int64]:
+        return expert_table(self.plan.expert_loads(self._number))
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         self.plan.move_slots(group, np.ascontiguousarray(source, np.int32), np.ascontiguousarray(target, np.int32))

@@ -264,6 +264,20 @@ def _gate_rows(lo: Lowering, op: ops.GateRows) -> None:
     lo.plan.gate_rows(lo.buffer(op.out), lo.buffer(op.x), lo.buffer(op.gate))
 
 
+def _route(lo: Lowering, op: ops.Route) -> None:
+    how = op.top_k, op.scoring, op.normalised, op.factor, (op.groups, op.top_groups), lo.vector(op.bias)
+    lo.plan.route(lo.buffer(op.out), lo.buffer(op.x), *how)
+
+
+def _experts(lo: Lowering, op: ops.Experts) -> None:
+    pairs = [lo.weight_pair(gate, up) for gate, up in zip(op.gate, op.up, strict=True)]
+    weights = [gate for gate, _ in pairs], [up for _, up in pairs], [lo.weight(down) for down in op.down]
+    gate_bias, up_bias, down_bias = ([lo.vector(bias) for bias in biases] for biases in (op.gate_bias, op.up_bias, op.down_bias))
+    reads = lo.buffer(op.x), lo.buffer(op.routing), weights, (gate_bias, up_bias, down_bias), op.activation
+    with named_in_errors(op.gate[0].name):
+        lo.write(op.out, lambda out: lo.plan.experts(out, *reads))
+
+
 LOWER: dict[type[Op], Callable[[Lowering, Any], None]] = {
     ops.Embed: _embed,
     ops.EmbedPosition: _embed_position,
@@ -285,4 +299,6 @@ LOWER: dict[type[Op], Callable[[Lowering, Any], None]] = {
     ops.Scale: _scale,
     ops.SoftCap: _soft_cap,
     ops.GateRows: _gate_rows,
+    ops.Route: _route,
+    ops.Experts: _experts,
 }

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.backend import expert_table
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
@@ -51,6 +52,7 @@ class ReferenceExecutable:
         self.places = {layer: (number, i) for number, group in enumerate(self.kv_groups) for i, layer in enumerate(group.layers)}
         self._results: list[LogitOpResult] = []
         """Results of the logit ops of the last launch."""
+        self.loads = _no_loads(self.program)
 
     def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Done:
         step = _Step(self, batch._replace(tokens=tokens_of(batch, self._results)))
@@ -67,6 +69,7 @@ class ReferenceExecutable:
         other = copy(self)
         other.program = lower(program, weights)
         other.weights = _floats(program, weights, self.weights)
+        other.loads = _no_loads(other.program)
         return other
 
     def profile(self, batch: RaggedBatch) -> StepTimes:
@@ -78,6 +81,9 @@ class ReferenceExecutable:
             ops[op.name] += time.perf_counter() - before
         return StepTimes(time.perf_counter() - started, ops, 0)
 
+    def expert_loads(self) -> NDArray[np.int64]:
+        return expert_table([loads.tolist() for loads in self.loads.values()])
+
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         store = self.stores[group]
         for cache in (store.keys, store.values):
@@ -87,6 +93,11 @@ class ReferenceExecutable:
     def close(self) -> None:
         self.weights.clear()
         self.stores.clear()
+
+
+def _no_loads(program: Program) -> dict[int, NDArray[np.int64]]:
+    """Rows that have gone to each expert, none yet, by the id of what the op over experts writes."""
+    return {op.out.id: np.zeros(len(op.gate), np.int64) for op in program.ops if isinstance(op, ops.Experts)}
 
 
 class _Store:
@@ -314,6 +325,8 @@ def _route(s: _Step, op: ops.Route) -> Floats:
         wanted = np.where(np.repeat(within, wanted.shape[1] // op.groups, axis=1), wanted, -np.inf)
     experts = np.argsort(-wanted, axis=1, kind="stable")[:, : op.top_k]
     weights = np.take_along_axis(scores, experts, axis=1)
+    spoilt = ~np.isfinite(logits).all(axis=1)
+    experts[spoilt], weights[spoilt] = np.arange(op.top_k), np.nan
     if op.normalised:
         weights = weights / weights.sum(axis=1, keepdims=True)
     return np.concatenate([experts, weights * op.factor], axis=1)
@@ -325,10 +338,12 @@ def _experts(s: _Step, op: ops.Experts) -> Floats:
     each = np.empty((len(x), op.top_k, op.out.width))
     for e in np.unique(experts):
         rows, places = np.nonzero(experts == e)
+        s.executable.loads[op.out.id][e] += len(rows)
         gate, up, down = ((w[e], b[e] if b else None) for w, b in ((op.gate, op.gate_bias), (op.up, op.up_bias), (op.down, op.down_bias)))
         hidden = _gated(s.product(x[rows], *gate), s.product(x[rows], *up), op.activation)
         each[rows, places] = s.product(hidden, *down)
-    return (each * weights[:, :, None]).sum(axis=1)
+    mixed: Floats = (each * weights[:, :, None]).sum(axis=1)
+    return mixed
 
 
 def _gate_rows(s: _Step, op: ops.GateRows) -> Floats:

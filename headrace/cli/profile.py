@@ -18,6 +18,7 @@ from headrace.errors import MemoryLimitError, RequestError
 if TYPE_CHECKING:
     from headrace.batch import StepTimes
     from headrace.checkpoint.load import Checkpoint
+    from headrace.planner.experts import ExpertProfile
     from headrace.planner.hardware import Machine
     from headrace.planner.profile import Phase
     from headrace.planner.report import Report
@@ -51,6 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="how many times each phase is timed; more make steadier figures",
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the roofline with the ops as points")
+    parser.add_argument("--experts", type=Path, metavar="FILE", help="draw how many rows went to each expert, all phases together")
     add_json(parser)
 
 
@@ -58,13 +60,18 @@ def run(args: argparse.Namespace) -> int:
     """Print a table for each phase, or one JSON document; draw the picture if asked to."""
     from headrace.cli.table import print_json
 
-    if args.svg:
-        check_writable("--svg", args.svg)
+    for flag in ("svg", "experts"):
+        if file := getattr(args, flag):
+            check_writable(f"--{flag}", file)
     report = examine(args)
     if args.svg:
         from headrace.planner.picture import roofline_svg
 
         write("--svg", args.svg, roofline_svg(f"Roofline of {report.spec.name}", report.machine, report.profiles))
+    if args.experts:
+        from headrace.planner.expert_picture import expert_map_svg
+
+        write("--experts", args.experts, expert_map_svg(f"Experts of {report.spec.name}, rows of a profile", report.expert_loads()))
     if args.json:
         print_json(report.facts())
         return 0
@@ -73,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
     print_report(report)
     if args.svg:
         print(f"\nThe roofline is drawn in {args.svg}.")
+    if args.experts:
+        print(f"\nThe experts are drawn in {args.experts}.")
     return 0
 
 
@@ -89,19 +98,22 @@ def examine(args: argparse.Namespace) -> "Report":
     from headrace.planner.profile import account, phases, typical
     from headrace.planner.report import Report
     from headrace.program.kv import number_bytes
+    from headrace.program.ops import Experts
 
     config = engine_config({"threads": args.threads, "kv_dtype": args.kv_dtype})
     checkpoint = open_checkpoint(resolve(args.model))
-    groups = trace_model(checkpoint.spec, checkpoint.tensors).kv_groups
+    traced = trace_model(checkpoint.spec, checkpoint.tensors)
     _check_context(args, checkpoint.spec.max_context)
+    if args.experts and not any(isinstance(op, Experts) for op in traced.ops):
+        raise RequestError(f"--experts: {checkpoint.spec.name} has no experts to draw")
     prefill = _PREFILL if args.prefill is None else args.prefill
     depth = _DEPTH if args.depth is None else args.depth
-    asked = phases(prefill, depth, args.batch, number_bytes(groups, config.kv_dtype))
+    asked = phases(prefill, depth, args.batch, number_bytes(traced.kv_groups, config.kv_dtype))
     fitting, skipped = _choose(asked, checkpoint, config)
-    program, rounds, machines = _run(checkpoint, config, fitting, args.turns)
+    program, rounds, machines, experts = _run(checkpoint, config, fitting, args.turns)
     machine = typical(machines)
     profiles = [account(phase, program, machine, times) for phase, times in zip(fitting, rounds, strict=True)]
-    return Report(args.model, checkpoint.spec, args.kv_dtype, machines, machine, profiles, skipped)
+    return Report(args.model, checkpoint.spec, args.kv_dtype, machines, machine, profiles, skipped, experts)
 
 
 def _check_context(args: argparse.Namespace, context: int) -> None:
@@ -149,8 +161,9 @@ def _choose(asked: "Sequence[Phase]", checkpoint: "Checkpoint", config: EngineCo
 
 def _run(
     checkpoint: "Checkpoint", config: EngineConfig, fitting: "Sequence[Phase]", turns: int
-) -> "tuple[Program, list[list[list[StepTimes]]], list[Machine]]":
-    """The program as it ran, the times of every phase (rounds of steps), and the machine before each turn and at the end.
+) -> "tuple[Program, list[list[list[StepTimes]]], list[Machine], list[ExpertProfile]]":
+    """The program as it ran, the times of every phase (rounds of steps), the machine before each turn and at the end, and the routing of
+    every phase where the model has experts.
 
     The phases take turns, so that another program that is busy for a while slows a part of each, which its median hides.
     """
@@ -158,7 +171,9 @@ def _run(
     from rich.progress import Progress
 
     from headrace.cli.stopwatch import Stopwatch, num_blocks
+    from headrace.planner.experts import expert_profile
     from headrace.planner.hardware import measure
+    from headrace.program.ops import Experts
 
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("loading", total=turns * len(fitting) + 1)
@@ -171,6 +186,9 @@ def _run(
                 for phase, times in zip(fitting, rounds, strict=True):
                     bar.update(task, advance=1, description=phase.name)
                     times += stopwatch.turn(phase)
-            return stopwatch.executable.program, rounds, [*machines, measure(config.threads)]
+            program = stopwatch.executable.program
+            routed = fitting if any(isinstance(op, Experts) for op in program.ops) else ()
+            experts = [expert_profile(phase, program, stopwatch.expert_rows(phase)) for phase in routed]
+            return program, rounds, [*machines, measure(config.threads)], experts
         finally:
             stopwatch.close()

@@ -15,6 +15,9 @@ def print_report(report: Report) -> None:
     for profile in report.profiles:
         _print_phase(report, profile)
     _print_summary(report)
+    if report.experts:
+        print()
+        _print_experts(report)
     if report.skipped:
         print()
         print_figures("Left out", report.skipped)
@@ -86,6 +89,15 @@ def _print_summary(report: Report) -> None:
         most = f"{top.name}, {_percent(top.seconds / p.seconds)} %"
         rows.append([p.phase.name, *speed, _percent(p.outside / p.seconds), most])
     print_table(headings, rows, "All phases")
+
+
+def _print_experts(report: Report) -> None:
+    headings = ["phase", ">experts", ">hit in a step", ">if chance chose", ">busiest", ">least busy"]
+    rows = []
+    for e in report.experts:
+        hit = [f"{e.num_experts:,}", _short(e.measured), _short(e.expected)]
+        rows.append([e.phase, *hit, f"{_short(e.most)} x even", f"{_short(e.least)} x even"])
+    print_table(headings, rows, "Experts that rows went to, in the mean over layers")
 
 
 def _ms(seconds: float) -> str:

@@ -52,7 +52,9 @@ def _stats(found: object) -> Stats:
     kv = [_read(KvStats, group) for group in _items(found.get("kv"))]
     if not kv:
         raise ValueError("kv is empty")
-    stats: Stats = _read(Stats, found | {"kv": kv, "drafts": {name: _read(DraftStats, figures) for name, figures in drafts.items()}})
+    read = {"kv": kv, "drafts": {name: _read(DraftStats, figures) for name, figures in drafts.items()}}
+    loads = [[_value("expert_loads", int, load) for load in _items(own)] for own in _items(found.get("expert_loads", []))]
+    stats: Stats = _read(Stats, found | read | {"expert_loads": loads})
     return stats
 
 

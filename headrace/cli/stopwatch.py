@@ -3,6 +3,7 @@
 import time
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.backend import compile_program
 from headrace.batch import KvRows, RaggedBatch, StepTimes
@@ -47,6 +48,15 @@ class Stopwatch:
         while time.monotonic() < end:
             rounds.append([self.executable.profile(batch) for batch in batches])
         return rounds
+
+    def expert_rows(self, phase: Phase) -> list[NDArray[np.int64]]:
+        """The rows that go to each expert in each step of the phase, [ops over experts, experts]."""
+        steps = []
+        for batch in map(self._batch, phase.steps):
+            before = self.executable.expert_loads()
+            self.executable.launch(batch).wait()
+            steps.append(self.executable.expert_loads() - before)
+        return steps
 
     def close(self) -> None:
         self.executable.close()

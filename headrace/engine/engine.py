@@ -233,6 +233,7 @@ class Engine:
             finished=meter.finished,
             aborted=meter.aborted,
             refused=meter.refused,
+            expert_loads=loop.executable.expert_loads().tolist(),
         )
 
     def block_map(self) -> BlockMap:

@@ -4,7 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from headrace.model.spec import ModelSpec
+from headrace.planner.experts import ExpertProfile
 from headrace.planner.hardware import Machine
 from headrace.planner.profile import OpProfile, PhaseProfile
 
@@ -22,6 +25,8 @@ class Report:
     profiles: Sequence[PhaseProfile]
     skipped: Mapping[str, str]
     """Phases that could not run, and why."""
+    experts: Sequence[ExpertProfile] = ()
+    """The routing of each phase; empty for a model without experts."""
 
     @property
     def title(self) -> str:
@@ -32,6 +37,11 @@ class Report:
     def barriers_per_layer(self, profile: PhaseProfile) -> float:
         """Of one step, those around the layers included."""
         return profile.barriers / len(profile.phase.steps) / self.spec.num_layers
+
+    def expert_loads(self) -> list[list[int]]:
+        """Rows that went to each expert in all phases together, by layer of experts."""
+        total: list[list[int]] = np.sum([experts.loads for experts in self.experts], axis=0).tolist()
+        return total
 
     def facts(self) -> dict[str, Any]:
         """Everything with raw numbers: seconds, bytes, operations, and shares of 1."""
@@ -47,6 +57,7 @@ class Report:
             "measurements": [_machine(machine) for machine in self.machines],
             "phases": [self._phase(profile) for profile in self.profiles],
             "skipped": dict(self.skipped),
+            "experts": [_experts(experts) for experts in self.experts],
         }
 
     def _phase(self, profile: PhaseProfile) -> dict[str, Any]:
@@ -71,6 +82,18 @@ class Report:
 
 def _machine(machine: Machine) -> dict[str, Any]:
     return {"bandwidth": machine.bandwidth, "rates": dict(machine.rates)}
+
+
+def _experts(experts: ExpertProfile) -> dict[str, Any]:
+    return {
+        "phase": experts.phase,
+        "experts": experts.num_experts,
+        "distinct_expected": experts.expected,
+        "distinct": experts.measured,
+        "most": experts.most,
+        "least": experts.least,
+        "loads": experts.loads.tolist(),
+    }
 
 
 def _op(op: OpProfile, seconds: float) -> dict[str, Any]:

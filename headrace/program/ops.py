@@ -309,7 +309,7 @@ class Route(Op):
     Scores are the softmax or the sigmoid of the row's logits. The best by score plus `bias` are chosen, of equal ones the lower number;
     with `groups`, among those of the `top_groups` adjacent groups of experts alone whose best (`softmax`) or best two (`sigmoid`) are
     highest in sum (DeepSeek-V2 and V3, 2024). Their scores are the weights: to a sum of 1 where they are to be `normalised`, and then
-    times `factor`.
+    times `factor`. A row with a logit that is not finite goes to the first experts, with weights that are not numbers.
     """
 
     out: Value
@@ -323,8 +323,11 @@ class Route(Op):
     bias: Weight | None = None
 
     def flops(self, load: Load) -> int:
-        """Those of the scores; the choice is comparisons."""
-        return 3 * self.x.num_rows(load) * self.x.width
+        """Those of the scores, of the sums for groups, and of the weights; the choice is comparisons."""
+        scores = {"softmax": 5, "sigmoid": 3}[self.scoring] + (self.bias is not None)
+        sums = 2 * self.groups if self.groups > 1 and self.scoring == "sigmoid" else 0
+        weights = (1 + 2 * self.normalised) * self.top_k
+        return self.x.num_rows(load) * (scores * self.x.width + sums + weights)
 
 
 @dataclass(frozen=True)

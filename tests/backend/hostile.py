@@ -114,6 +114,9 @@ LAYER = several(mostly(0, 1, 2), mostly(0, 1))
 NUMBER = one_of(1e-5, 0.0, 0.25, -1.0, 1e300, float("nan"), float("inf"))
 HEAD_DIM = mostly(2, 16, 32)
 ACTIVATION = one_of("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu", "?")
+SCORING = one_of("softmax", "sigmoid", "?")
+PART = mostly(1, 2, 4, 32)
+EXPERTS = several(*[lambda rng: [ID(rng) for _ in range(rng.choice([0, 1, 1, 2, 9]))]] * 3)
 BUILDER: dict[str, Maker] = {
     "add_buffer": several(WIDTH, FLAG, FLAG),
     "add_kv_group": several(
@@ -147,6 +150,9 @@ BUILDER: dict[str, Maker] = {
         (0, 6, (0, 0), 2, 16, 0.25, 30.0, [0.5, 0.25], 3),
         *(ID, ID, LAYER, mostly(1, 2, 3), mostly(8, 16, 32), NUMBER, NUMBER, one_of([], [0.5], [float("nan")] * 2), BIAS),
     ),
+    "route": near((4, 0, 8, "softmax", True, 1.0, (4, 2), 1), *(ID, ID, mostly(1, 8)), SCORING, FLAG, NUMBER, several(PART, PART), BIAS),
+    "experts": near((0, 6, 4, ([1], [1], [2]), ([2], [], [1]), "silu"), ID, ID, ID, EXPERTS, EXPERTS, ACTIVATION),
+    "expert_loads": several(one_of(*[0] * 9, 1, *EXTREMES)),
     "floats": several(ID, one_of(*EXTREMES)),
     "set_profiling": several(FLAG),
     "profile": several(),
@@ -194,6 +200,8 @@ def furnished(rng: Random | None) -> _native.Plan:
         plan.attention(queries, wide, (2, 0), 1, 32, 0.2)
         plan.linear(wide, packed, 1, 2, -1, False)
         plan.linear(narrow, packed, 3, 0, narrow, True)
+        plan.route(narrow, rows, 8, "sigmoid", False, 1.0, (1, 1), 1)
+        plan.experts(rows, queries, narrow, ([1, 1], [1, 1], [2, 2]), ([], [], []), "silu")
         plan.gather_rows(logits, queries)
     return plan
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from headrace.backend import lower_program
@@ -17,6 +18,7 @@ from headrace.planner.fit import RUNTIME_BYTES
 from headrace.planner.hardware import READ_BYTES, Machine
 from headrace.planner.profile import phases
 from headrace.program.kv import token_bytes
+from tests.mixtures import experts_for_mlp
 from tests.tiny import tiny_model
 
 HERE = Machine("Zen 4", "avx512", 2, 36e9, {"int8": 940e9, "bf16": 470e9, "f32": 235e9})
@@ -121,8 +123,42 @@ class TestTiny:
         assert any(line[0] == "glu_linear" and line[-1] == "unknown" for line in lines if line)
 
 
+@pytest.fixture
+def mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model `mixture` has six experts in each layer, of which a row goes to two."""
+    monkeypatch.setattr("headrace.model.llama._mlp", experts_for_mlp(6, 2))
+    checkpoint = Checkpoint(Path("mixture"), *tiny_model(5, dim=64, context=700), None, Path("mixture"))
+    monkeypatch.setattr("headrace.checkpoint.source.resolve", lambda model: Path(model))
+    monkeypatch.setattr("headrace.checkpoint.load.open_checkpoint", lambda path: checkpoint)
+    monkeypatch.setattr("headrace.planner.hardware.measure", lambda threads: replace(HERE, threads=threads or 2))
+
+
+@pytest.mark.usefixtures("mixture")
+class TestExperts:
+    def test_what_was_hit_stands_beside_what_chance_would_hit(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        file = tmp_path / "experts.svg"
+        facts = facts_of(capsys, *QUICK, "--experts", str(file))
+        assert [experts["phase"] for experts in facts["experts"]] == NAMES
+        assert [round(experts["distinct_expected"], 2) for experts in facts["experts"][2:]] == [2, 2, 4.22]
+        assert [experts["distinct"] for experts in facts["experts"][2:4]] == [2, 2]
+        loads = np.sum([experts["loads"] for experts in facts["experts"]], axis=0)
+        assert loads.sum(axis=1).tolist() == [2 * (40 + 600 + 1 + 1 + 3), 2 * (1 + 2 + 1 + 1 + 3)]  # the last layer has logit rows only
+        cells = [cell for cell in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}rect") if cell.get("class") == "expert"]
+        assert len(cells) == 12 and f": {loads[0, 0]:,} rows" in (cells[0][0].text or "")
+
+    def test_the_table_fits_a_hundred_columns(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        assert main(["profile", "tiny", *QUICK, "--experts", str(tmp_path / "experts.svg")]) == 0
+        text = capsys.readouterr().out
+        assert not [line for line in text.splitlines() if len(line) > 100 and str(tmp_path) not in line]
+        assert "if chance chose" in text and "x even" in text and "The experts are drawn in" in text
+
+
 @pytest.mark.usefixtures("tiny")
 class TestRefusals:
+    def test_a_model_without_experts(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        assert main(["profile", "tiny", *QUICK, "--experts", str(tmp_path / "experts.svg")]) == 2
+        assert "has no experts" in capsys.readouterr().err
+
     def refused(self, capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
         assert main(["profile", "tiny", *words]) == code
         out, err = capsys.readouterr()

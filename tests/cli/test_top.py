@@ -127,6 +127,8 @@ WRONG = (
     ('"kv": [[', '"kv": [["x", '),
     ('"kv": [[', '"kv": 5, "x": [['),
     ('"drafts": {', '"drafts": {"ngram": [1, 2, "3", 4], '),
+    ('"expert_loads": [', '"expert_loads": [3, '),
+    ('"expert_loads": [', '"expert_loads": [[1, -1], '),
     ('"max_num_seqs": 64', '"max_num_seqs": "many"'),
     ('"history": [', '"history": [[], '),
     ('"seqs": [', '"seqs": [3, '),

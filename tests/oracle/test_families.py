@@ -1,4 +1,4 @@
-"""Tiny random models of every family: the reference backend's logits against those of transformers in float32."""
+"""Tiny random models of every family: the logits of the reference backend against those of transformers in float32, and of cpu."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +17,12 @@ from tests.families import VARIANTS, VOCAB, logits_of, save_model
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, 120).tolist()
 
 
-def reference_logits(folder: Path, tokens: list[int], kv_groups: int, context: int) -> NDArray[np.float32]:
+def our_logits(folder: Path, tokens: list[int], kv_groups: int, context: int, backend: str = "reference") -> NDArray[np.float32]:
     checkpoint = open_checkpoint(folder)
     program = trace_model(replace(checkpoint.spec, context=context), checkpoint.tensors)
     assert len(program.kv_groups) == kv_groups
     blocks = [*range(0, 10, 2), *range(9, 0, -2)]
-    executable = compile_program("reference", program, checkpoint.tensors, KvConfig((10,) * kv_groups, 32, "f32"), 1)
+    executable = compile_program(backend, program, checkpoint.tensors, KvConfig((10,) * kv_groups, 32, "f32"), 1)
     batch = batch_of([Sequence(blocks, 32)], [tokens], [([], [])], False, kv_groups)
     logits: NDArray[np.float32] = forward(executable, batch).logits
     return logits
@@ -33,25 +33,27 @@ def test_every_family_is_here() -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_reference_equals_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     want = logits_of(save_model(name, tmp_path), TOKENS)
-    got = reference_logits(tmp_path, TOKENS, VARIANTS[name].kv_groups, 256)
+    got = our_logits(tmp_path, TOKENS, VARIANTS[name].kv_groups, 256)
     assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
+    fast = our_logits(tmp_path, TOKENS, VARIANTS[name].kv_groups, 256, "cpu")
+    assert np.linalg.norm(fast - got) < 1e-4 * np.linalg.norm(got)
 
 
 @pytest.mark.parametrize(("context", "length"), [(64, 60), (256, 120)])
 def test_longrope_goes_by_the_longest_text_that_is_allowed(context: int, length: int, tmp_path: Path) -> None:
     """Transformers goes by the text at hand: a short one has the short factors, a long one the long ones."""
     want = logits_of(save_model("phi3-longrope", tmp_path), TOKENS[:length])
-    got = reference_logits(tmp_path, TOKENS[:length], 1, context)
+    got = our_logits(tmp_path, TOKENS[:length], 1, context)
     assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
-    other = reference_logits(tmp_path, TOKENS[:length], 1, 320 - context)
+    other = our_logits(tmp_path, TOKENS[:length], 1, 320 - context)
     assert np.linalg.norm(other - want) > 0.01 * np.linalg.norm(want)
 
 
 def test_a_dynamic_base_goes_by_the_longest_text_that_is_allowed(tmp_path: Path) -> None:
     """Transformers goes by the text at hand, once it is longer than those of the training."""
     want = logits_of(save_model("llama-dynamic", tmp_path), TOKENS * 2 + TOKENS[:60])
-    got = reference_logits(tmp_path, TOKENS * 2 + TOKENS[:60], 1, 300)
+    got = our_logits(tmp_path, TOKENS * 2 + TOKENS[:60], 1, 300)
     assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
     assert open_checkpoint(tmp_path).spec.max_context == 4 * 256

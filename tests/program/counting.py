@@ -9,7 +9,10 @@ from numpy.typing import NDArray
 
 from headrace.backend.reference import _erfc
 
-FREE = {np.negative}
+COMPARISONS = {np.equal, np.not_equal, np.isfinite, np.invert, np.logical_and}
+FREE = {np.negative} | COMPARISONS
+MOVING = {np.argsort, np.concatenate, np.empty_like, np.nonzero, np.repeat, np.sort, np.take_along_axis, np.unique, np.where}
+"""Functions that compare and move numbers, and compute none."""
 ELEMENTWISE = {
     *(np.add, np.subtract, np.multiply, np.true_divide, np.maximum, np.minimum),
     *(np.exp, np.sqrt, np.sin, np.cos, np.tanh, _erfc),
@@ -104,9 +107,12 @@ class Counted(np.ndarray):
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if function is np.einsum:
             return self._einsum(*args)
-        if function not in (np.mean, np.concatenate, np.empty_like):
+        if function not in MOVING | {np.mean, np.put_along_axis}:
             raise NotImplementedError(function)
-        return self.tally.counted(np.asarray(super().__array_function__(function, types, args, kwargs)))
+        result = super().__array_function__(function, types, args, kwargs)
+        if result is None or isinstance(result, tuple):
+            return result
+        return self.tally.counted(np.asarray(result))
 
     def _einsum(self, formula: str, *operands: Any) -> "Counted":
         """One multiply-add for each way to choose the indices."""

@@ -10,6 +10,7 @@ from headrace.model.spec import RopeSpec
 from headrace.program.op import Value, Weight
 from headrace.program.trace import Program, Tracer, trace
 from tests.backend.stored import random_stored
+from tests.mixtures import Mixture
 from tests.tiny import Tensors, tiny_model
 
 VOCAB = 61
@@ -96,3 +97,11 @@ def families(shape: dict[str, Any]) -> tuple[Program, Tensors]:
         return g.soft_cap(linear(g.gather_rows(g.add(x, gated)), "gate"), 30.0)
 
     return trace(forward, tensors), tensors
+
+
+def mixtures(shape: dict[str, Any]) -> list[tuple[Program, Tensors]]:
+    """Mixtures of experts: with all that there is to a routing, and with none of it."""
+    sizes = {"experts": 2 * shape["groups"] * shape["kv_heads"], "hidden": 32 * shape["groups"], "format": shape["format"]}
+    groups = (shape["groups"], 1)
+    rich = Mixture(top_k=2, has_biases=True, scoring="sigmoid", factor=2.0, groups=groups, has_route_bias=True, **sizes)
+    return [mixture.program() for mixture in (rich, Mixture(top_k=2, normalised=False, groups=groups, **sizes))]

@@ -14,11 +14,11 @@ from headrace.batch import RaggedBatch
 from headrace.config import KvConfig, KvDtype
 from headrace.program import ops
 from headrace.program.kv import number_bytes
-from headrace.program.op import Load, Op
+from headrace.program.op import Load, Op, Value, Weight
 from headrace.program.trace import Program
 from tests.backend.batches import Sequence, batch_of
 from tests.program.counting import Memory, Tally
-from tests.program.shapes import SHAPES, VOCAB, decoder, families, others
+from tests.program.shapes import SHAPES, VOCAB, decoder, families, mixtures, others
 from tests.tiny import Tensors
 
 BLOCK = 4
@@ -28,7 +28,7 @@ SEQUENCES = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12), st.intege
 
 def programs(shape: dict[str, Any]) -> list[tuple[Program, Tensors]]:
     """Each program as both backends run it: op by op, and fused."""
-    made = [decoder(shape), others(shape), families(shape)]
+    made = [decoder(shape), others(shape), families(shape), *mixtures(shape)]
     return [(lower_program(backend, program, tensors), tensors) for program, tensors in made for backend in ("reference", "cpu")]
 
 
@@ -49,7 +49,7 @@ class Step:
             self.kv += [keys, values]
         first = program.ops[0].output()
         assert first
-        inputs = np.zeros((len(batch.tokens), first.width), np.float32)
+        inputs = np.random.default_rng(0).standard_normal((len(batch.tokens), first.width))
         positions = self.tally.counted(batch.positions)
         self._step = _Step(executable, batch._replace(positions=positions, inputs=self.tally.counted(inputs)))
 
@@ -66,6 +66,10 @@ class Step:
     def strays(self) -> list[str]:
         """Weights that the last op has read."""
         return [name for name, memory in self.weights.items() if memory.was_read.any()]
+
+    def experts(self, op: ops.Experts) -> list[int]:
+        """Those that a row has gone to."""
+        return np.unique(np.asarray(self._step.rows[op.routing.id])[:, : op.top_k]).astype(int).tolist()
 
 
 def batch_and_load(seqs: Many[tuple[int, int, int]], num_logits: int) -> tuple[RaggedBatch, Load, int]:
@@ -93,20 +97,36 @@ def batch_and_load(seqs: Many[tuple[int, int, int]], num_logits: int) -> tuple[R
 def test_every_op_costs_what_it_says(shape: dict[str, Any], dtype: KvDtype, seqs: list[tuple[int, int, int]], num_logits: int) -> None:
     batch, load, num_blocks = batch_and_load(seqs, num_logits)
     for program, tensors in programs(shape):
-        load = load._replace(kv_bytes=number_bytes(program.kv_groups, dtype))
+        load = load._replace(kv_bytes=number_bytes(program.kv_groups, dtype) if program.kv_groups else 0)
         step = Step(program, tensors, batch._replace(kv=batch.kv * len(program.kv_groups)), num_blocks)
         for op in program.ops:
             flops, nbytes = step.run(op, load.kv_bytes)
             assert isinstance(op.flops(load), int) and isinstance(op.bytes(load), int)
             assert op.flops(load) == flops, op
-            assert op.bytes(load) == pytest.approx(nbytes, abs=1), op
-            assert set(step.strays) == {weight.name for weight in op.weights()}
+            read, share = op.weights(), 1.0
+            if isinstance(op, ops.Experts):  # it says what is to be expected, and here some experts have been chosen
+                chosen = step.experts(op)
+                share = len(chosen) / op.distinct_experts(len(batch.tokens))
+                read = [weight for weight in read if int(weight.name.split(".")[1]) in chosen]
+            assert op.bytes(load) * share == pytest.approx(nbytes, abs=1 + share), op
+            assert set(step.strays) == {weight.name for weight in read}
 
 
 def test_every_op_is_counted() -> None:
     shape = {"kv_heads": 1, "groups": 2, "head_dim": 32, "rotated": 32, "window": 0, "format": "F32"}
     every = {op for op in vars(ops).values() if isinstance(op, type) and issubclass(op, Op) and op is not Op}
     assert every == {type(op) for program, _ in programs(shape) for op in program.ops}
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (64, 8), (5, 5), (1, 1)])
+@pytest.mark.parametrize("rows", [0, 1, 3, 20])
+def test_experts_to_be_expected(experts: int, top_k: int, rows: int) -> None:
+    """As many as random choices hit, in the mean over many."""
+    x, weight = Value(0, 4, "step"), Weight("w", 4, 4, 64)
+    op = ops.Experts(x, x, Value(1, 2 * top_k, "step"), *((weight,) * experts,) * 3, "silu")
+    rng = np.random.default_rng(0)
+    choices = [np.concatenate([np.zeros(0), *(rng.permutation(experts)[:top_k] for _ in range(rows))]) for _ in range(3000)]
+    assert op.distinct_experts(rows) == pytest.approx(np.mean([len(set(c.tolist())) for c in choices]), rel=0.02)
 
 
 def test_a_tree_costs_no_more_than_a_chain() -> None:

@@ -1,0 +1,241 @@
+"""Mixtures of experts on the cpu backend, held to the reference: routing, experts, and what a row must not depend on."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace import _native
+from headrace.backend import Executable, cpu, forward, reference
+from headrace.config import KvConfig
+from headrace.errors import UnsupportedModelError
+from headrace.model import trace_model
+from headrace.model.spec import ModelSpec
+from headrace.program.trace import Program
+from headrace.request import SamplingParams
+from tests.backend.stored import random_stored
+from tests.backend.test_cpu_program import BLOCKS, random_steps
+from tests.mixtures import Mixture, Rows, experts_for_mlp, rows_batch
+from tests.tiny import Tensors, run_all, tiny_engine, tiny_model
+
+ISAS = _native.isas()
+FORMATS = ("F32", "BF16", "F16", "Q4_0", "Q8_0", "Q4_K", "I8_ROW")
+TOLERANCE = {"F32": 1e-5, "F16": 1e-5, "BF16": 0.01}
+"""Of the norm of the result; 0.03 in other formats, with int8 activations."""
+NO_KV = KvConfig(())
+
+
+def on_cpu(made: tuple[Program, Tensors], isa: str = "", threads: int = 1) -> cpu.CpuExecutable:
+    return cpu.CpuExecutable(*made, NO_KV, threads, isa)
+
+
+def outputs(executable: Executable, x: Rows) -> Rows:
+    return forward(executable, rows_batch(x)).logits.copy()
+
+
+def random_rows(num_rows: int, dim: int, seed: int, step: float = 0.0) -> Rows:
+    """Normal numbers; multiples of `step` where it is given, among which many are equal."""
+    x = np.random.default_rng(seed).standard_normal((num_rows, dim)).astype(np.float32)
+    return (np.round(x / step) * step).astype(np.float32) if step else x
+
+
+SIZES = [(8, 2, (1, 1)), (5, 5, (1, 1)), (16, 3, (4, 2)), (12, 6, (3, 2)), (4, 1, (4, 3)), (64, 8, (8, 4)), (1, 1, (1, 1))]
+"""Experts, those that a row goes to, groups and those that are kept."""
+ROUTINGS = st.fixed_dictionaries(
+    {
+        "scoring": st.sampled_from(["softmax", "sigmoid"]),
+        "normalised": st.booleans(),
+        "factor": st.sampled_from([1.0, 2.5]),
+        "sizes": st.sampled_from(SIZES),
+        "has_route_bias": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(options=ROUTINGS, step=st.sampled_from([0.0, 0.5, 40.0]), threads=st.sampled_from([1, 2]), seed=st.integers(0, 2**16))
+def test_rows_are_routed_as_the_reference_says(options: dict, step: float, threads: int, seed: int) -> None:
+    """Also where logits are equal, or so large that scores are."""
+    experts, top_k, groups = options.pop("sizes")
+    made = Mixture(experts, top_k, groups=groups, **options).routing()
+    x = random_rows(9, experts, seed, step)
+    want, got = outputs(reference.compile(*made, NO_KV, 1), x), outputs(on_cpu(made, threads=threads), x)
+    assert np.array_equal(got[:, :top_k], want[:, :top_k])
+    assert np.allclose(got[:, top_k:], want[:, top_k:], rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_equal_scores_go_to_the_lower_numbers(scoring: str) -> None:
+    x = np.zeros((2, 8), np.float32)
+    x[1, [3, 6, 7]] = 1
+    for made in (Mixture(scoring=scoring, top_k=4).routing(), Mixture(scoring=scoring, top_k=4, groups=(4, 2)).routing()):
+        for executable in (reference.compile(*made, NO_KV, 1), on_cpu(made)):
+            got = outputs(executable, x)
+            assert got[0].tolist() == [0, 1, 2, 3, 0.25, 0.25, 0.25, 0.25]
+            assert got[1, :3].tolist() == [3, 6, 7]
+
+
+def shaped(shape: tuple[int, int, int, int], format: str, **options: object) -> Mixture:
+    experts, top_k, dim, hidden = shape
+    block = 256 if format == "Q4_K" else 32
+    return Mixture(experts, top_k, -(-dim // block) * block, -(-hidden // block) * block, format, **options)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("format", FORMATS)
+@settings(max_examples=6, deadline=None)
+@given(
+    shape=st.sampled_from([(8, 2, 64, 96), (3, 3, 32, 32), (16, 4, 96, 160), (1, 1, 32, 64), (5, 1, 64, 32)]),
+    num_rows=st.sampled_from([1, 2, 7, 40, 150]),
+    biases=st.booleans(),
+    threads=st.sampled_from([1, 2, 3]),
+    seed=st.integers(0, 2**16),
+)
+def test_experts_equal_reference(
+    isa: str, format: str, shape: tuple[int, int, int, int], num_rows: int, biases: bool, threads: int, seed: int
+) -> None:
+    made = shaped(shape, format, has_biases=biases).program()
+    x = random_rows(num_rows, made[1]["router"].cols, seed)
+    truth, fast = reference.compile(*made, NO_KV, 1), on_cpu(made, isa, threads)
+    want, got = outputs(truth, x), outputs(fast, x)
+    assert np.linalg.norm(got - want) <= TOLERANCE.get(format, 0.03) * np.linalg.norm(want)
+    assert np.array_equal(fast.expert_loads(), truth.expert_loads())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("format", "down"), [("Q4_0", "Q8_0"), ("Q8_0", "F32"), ("BF16", "Q4_0"), ("Q4_0", "I8_ROW"), ("I8_ROW", "Q4_1")])
+def test_down_has_a_format_of_its_own(isa: str, format: str, down: str) -> None:
+    made = Mixture(format=format, down_format=down, hidden=32).program()
+    x = random_rows(21, 64, 5)
+    want, got = outputs(reference.compile(*made, NO_KV, 1), x), outputs(on_cpu(made, isa, 2), x)
+    assert np.linalg.norm(got - want) <= 0.03 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_row_does_not_depend_on_its_neighbours(isa: str, format: str) -> None:
+    """Promise 1: the same bits alone, in any order, in chunks, among others, on one thread or more."""
+    made = shaped((6, 2, 64, 96), format, layers=2).program()
+    x = random_rows(150, made[1]["router"].cols, 0)
+    x[:100, 4] += 5  # most rows go to one expert
+    executables = [on_cpu(made, isa, threads) for threads in (1, 2, 3)]
+    whole = outputs(executables[0], x)
+    rng = np.random.default_rng(1)
+    for executable in executables:
+        assert np.array_equal(outputs(executable, x), whole)
+        for row in (0, 99, 149):
+            assert np.array_equal(outputs(executable, x[row : row + 1]), whole[row : row + 1])
+        for size in (2, 17, 33, 120):
+            rows = rng.permutation(150)[:size]
+            assert np.array_equal(outputs(executable, x[rows]), whole[rows])
+        assert np.array_equal(np.concatenate([outputs(executable, part) for part in np.array_split(x, 7)]), whole)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("format", ["F32", "Q8_0", "I8_ROW"])
+def test_all_rows_go_to_one_expert(isa: str, format: str) -> None:
+    """More of them than make one run of blocks; the other experts have none."""
+    made = Mixture(top_k=1, format=format).program()
+    x = random_rows(300, 64, 3)
+    x[:, 5] += 20
+    truth, fast = reference.compile(*made, NO_KV, 1), on_cpu(made, isa, 2)
+    want, got = outputs(truth, x), outputs(fast, x)
+    assert np.linalg.norm(got - want) <= TOLERANCE.get(format, 0.03) * np.linalg.norm(want)
+    assert fast.expert_loads().tolist() == [[0, 0, 0, 0, 0, 300, 0, 0]]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("format", ["F32", "BF16", "Q4_0", "I8_ROW"])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_what_is_not_finite_stays_in_its_row(isa: str, format: str, scoring: str) -> None:
+    """Whether it is a logit of the routing or another number of the row."""
+    made = Mixture(format=format, scoring=scoring, groups=(4, 2)).program()
+    x = random_rows(20, 64, 4)
+    fast = on_cpu(made, isa, 2)
+    good = outputs(fast, x)
+    for bad in (np.nan, np.inf, -np.inf):
+        for row, column in ((0, 3), (7, 0), (19, 40)):
+            spoilt = x.copy()
+            spoilt[row, column] = bad
+            got = outputs(fast, spoilt)
+            assert not np.isfinite(got[row]).any()
+            assert np.array_equal(np.delete(got, row, 0), np.delete(good, row, 0))
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
+def test_a_row_that_cannot_choose_goes_to_the_first_experts(scoring: str, groups: tuple[int, int]) -> None:
+    made = Mixture(top_k=3, scoring=scoring, groups=groups).routing()
+    x = random_rows(4, 8, 5)
+    x[1:, 6] = -np.inf, np.inf, np.nan
+    for executable in (reference.compile(*made, NO_KV, 1), on_cpu(made)):
+        with np.errstate(invalid="ignore"):
+            got = outputs(executable, x)
+        assert got[1:, :3].tolist() == [[0, 1, 2]] * 3 and np.isnan(got[1:, 3:]).all() and np.isfinite(got[0]).all()
+
+
+def test_loads_count_rows_since_the_start() -> None:
+    """Of each op, and of each program over the same plan by itself."""
+    made = Mixture(layers=2).program()
+    for executable in (reference.compile(*made, NO_KV, 1), on_cpu(made)):
+        assert not executable.expert_loads().any()
+        other = executable.attach(*made)
+        for num_rows, total in ((5, 5), (1, 6)):
+            outputs(executable, random_rows(num_rows, 64, num_rows))
+            loads = executable.expert_loads()
+            assert (loads.shape, loads.dtype) == ((2, 8), np.int64) and (loads.sum(axis=1) == 2 * total).all()
+        assert other.expert_loads().shape == (2, 8) and not other.expert_loads().any()
+        outputs(other, random_rows(3, 64, 0))
+        assert (other.expert_loads().sum(axis=1) == 6).all() and np.array_equal(executable.expert_loads(), loads)
+    plain = Mixture().routing()
+    for executable in (reference.compile(*plain, NO_KV, 1), on_cpu(plain)):
+        assert executable.expert_loads().shape == (0, 0)
+
+
+def test_weights_of_two_forms_are_refused() -> None:
+    """By the name of a tensor: the rows of a block are packed once, for all experts."""
+    program, tensors = Mixture(format="Q4_0").program()
+    with pytest.raises(UnsupportedModelError, match=r"tensor gate\.0: .*one form"):
+        on_cpu((program, {**tensors, "gate.3": random_stored("F32", 96, 64, 0)}))
+    x = random_rows(6, 64, 0)
+    mixed = program, {**tensors, **{f"{part}.3": random_stored("Q8_0", 96, 64, 0) for part in ("gate", "up")}}
+    want, got = outputs(reference.compile(*mixed, NO_KV, 1), x), outputs(on_cpu(mixed), x)
+    assert np.linalg.norm(got - want) <= 0.03 * np.linalg.norm(want)  # two formats of one form do
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> tuple[ModelSpec, Tensors]:
+    """A Llama with six experts in each layer in place of its MLP, of which a row goes to two."""
+    monkeypatch.setattr("headrace.model.llama._mlp", experts_for_mlp(6, 2))
+    return tiny_model(5, dim=64, ffn=96)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_model_with_experts(model: tuple[ModelSpec, Tensors], isa: str) -> None:
+    """The experts of its last layer work on the rows whose logits are wanted, and no others."""
+    spec, tensors = model
+    program, kv = trace_model(spec, tensors), KvConfig((BLOCKS,), 32, "f32")
+    truth = reference.compile(program, tensors, kv, 1)
+    fused, plain = (cpu.CpuExecutable(program, tensors, kv, 2, isa, lower=lower) for lower in (cpu.lower, cpu.sized))
+    rows, logit_rows = 0, 0
+    for batch in random_steps(np.random.default_rng(2), spec.vocab_size, trees=True):
+        batch = batch._replace(logit_rows=batch.logit_rows[::3], seq_of=batch.seq_of[::3])
+        want, got = forward(truth, batch).logits, forward(fused, batch).logits
+        assert np.linalg.norm(got - want) <= 1e-4 * np.linalg.norm(want)
+        assert np.array_equal(got, forward(plain, batch).logits)
+        rows, logit_rows = rows + len(batch.tokens), logit_rows + len(batch.logit_rows)
+    assert fused.expert_loads().sum(axis=1).tolist() == [2 * rows, 2 * logit_rows]
+    assert np.array_equal(fused.expert_loads(), truth.expert_loads())
+
+
+def test_an_engine_says_how_many_rows_went_to_each_expert(model: tuple[ModelSpec, Tensors]) -> None:
+    """And gives each request the tokens that it has alone."""
+    requests = [([1 + i % 50 for i in range(n)], SamplingParams(max_tokens=9, seed=n)) for n in (3, 40, 17)]
+    alone = [run_all(tiny_engine(model, "cpu"), [request])[0] for request in requests]
+    engine = tiny_engine(model, "cpu", slots=512, max_num_batched_tokens=16, threads=2)
+    assert [[output.token_ids for output in result.outputs] for result in run_all(engine, requests)] == [
+        [output.token_ids for output in result.outputs] for result in alone
+    ]
+    stats = engine.stats()
+    loads = np.array(stats.expert_loads)
+    assert loads.shape == (2, 6) and loads[0].sum() == 2 * stats.rows >= loads[1].sum() > 0

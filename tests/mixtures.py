@@ -1,0 +1,116 @@
+"""Programs of one mixture of experts, for tests."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.batch import RaggedBatch, ints
+from headrace.model.spec import ModelSpec
+from headrace.program.op import Value, Weight
+from headrace.program.trace import Program, Tracer, trace
+from headrace.quant.formats import StoredTensor
+from tests.backend.stored import random_stored
+from tests.tiny import Tensors
+
+Rows = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Experts over rows of `dim` numbers, the first of which, one for each expert, are the logits of the routing."""
+
+    experts: int = 8
+    top_k: int = 2
+    dim: int = 64
+    hidden: int = 96
+    format: str = "F32"
+    down_format: str = ""
+    """That of gate and up where it is empty."""
+    has_biases: bool = False
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = True
+    factor: float = 1.0
+    groups: tuple[int, int] = (1, 1)
+    has_route_bias: bool = False
+    layers: int = 1
+    """The same experts so many times, each over what came of the last."""
+
+    @property
+    def tensors(self) -> Tensors:
+        """Random weights; the router takes the logits out of the row as they are, so that every backend routes alike."""
+        shapes = {"gate": (self.hidden, self.dim), "up": (self.hidden, self.dim), "down": (self.dim, self.hidden)}
+        formats = {"gate": self.format, "up": self.format, "down": self.down_format or self.format}
+        found = {"router": StoredTensor.from_floats("router", np.eye(self.experts, self.dim, dtype=np.float32))}
+        for part, (rows, cols) in shapes.items():
+            for e in range(self.experts):
+                name = f"{part}.{e}"
+                found[name] = random_stored(formats[part], rows, cols, 100 * e + rows + len(part), name, cols**-0.5)
+                found[f"{name}.bias"] = _vector(f"{name}.bias", rows, e + rows)
+        found["router.bias"] = _vector("router.bias", self.experts, 7)
+        return found
+
+    def route(self, g: Tracer, logits: Value) -> Value:
+        bias = g.vector("router.bias", self.experts) if self.has_route_bias else None
+        options = {"normalised": self.normalised, "factor": self.factor, "groups": self.groups, "bias": bias}
+        return g.route(logits, self.top_k, self.scoring, **options)
+
+    def mix(self, g: Tracer, x: Value, routing: Value) -> Value:
+        sizes = {"gate": (self.hidden, self.dim), "up": (self.hidden, self.dim), "down": (self.dim, self.hidden)}
+
+        def weights(part: str) -> tuple[Weight, ...]:
+            return tuple(g.weight(f"{part}.{e}", *sizes[part]) for e in range(self.experts))
+
+        def biases(part: str) -> tuple[Weight, ...]:
+            names = (f"{part}.{e}.bias" for e in range(self.experts if self.has_biases else 0))
+            return tuple(g.vector(name, sizes[part][0]) for name in names)
+
+        parts = ("gate", "up", "down")
+        return g.experts(x, routing, *map(weights, parts), "silu", (biases("gate"), biases("up"), biases("down")))
+
+    def program(self) -> tuple[Program, Tensors]:
+        """Input rows to what comes of their experts."""
+
+        def forward(g: Tracer) -> Value:
+            x = g.input(self.dim)
+            for _ in range(self.layers):
+                logits = g.linear(x, g.weight("router", self.experts, self.dim))
+                x = self.mix(g, x, self.route(g, logits))
+            return g.gather_rows(x)
+
+        tensors = self.tensors
+        return trace(forward, tensors), tensors
+
+    def routing(self) -> tuple[Program, Tensors]:
+        """Rows of logits to their routing."""
+        tensors = self.tensors
+        return trace(lambda g: g.gather_rows(self.route(g, g.input(self.experts))), tensors), tensors
+
+
+def _vector(name: str, size: int, seed: int) -> StoredTensor:
+    return replace(random_stored("F32", 1, size, seed, name), shape=(size,))
+
+
+def rows_batch(x: Rows) -> RaggedBatch:
+    """A step of one-row sequences with these input rows, and logits for all of them."""
+    n = len(x)
+    zeros, order = ints([0] * n), ints(list(range(n)))
+    return RaggedBatch(zeros, zeros, ints(list(range(n + 1))), zeros, zeros + 1, (), None, order, order, None, x)
+
+
+def experts_for_mlp(num_experts: int, top_k: int) -> Callable[[Tracer, ModelSpec, int, Value], Value]:
+    """What may stand in for the MLP of `headrace.model.llama`, to make a family with experts of it."""
+
+    def mlp(g: Tracer, spec: ModelSpec, layer: int, x: Value) -> Value:
+        name, sizes = (
+            f"layers.{layer}",
+            {"gate": (spec.ffn_dim, spec.dim), "up": (spec.ffn_dim, spec.dim), "down": (spec.dim, spec.ffn_dim)},
+        )
+        x = g.norm(x, g.vector(f"{name}.mlp_norm", spec.dim), spec.norm_eps)
+        routing = g.route(g.linear(x, g.weight(f"{name}.router", num_experts, spec.dim)), top_k, "softmax", normalised=True)
+        parts = (tuple(g.weight(f"{name}.experts.{e}.{part}", *size) for e in range(num_experts)) for part, size in sizes.items())
+        return g.experts(x, routing, *parts)
+
+    return mlp
