@@ -66,9 +66,16 @@ VARIANTS: dict[str, Variant] = {
     "qwen3-moe-mixed": Variant("qwen3_moe", "Qwen3MoeForCausalLM", SIZE | EXPERTS | {"head_dim": 16, "mlp_only_layers": [1]}),
     "olmo2": Variant("olmo2", "Olmo2ForCausalLM", SIZE),
     "olmoe": Variant("olmoe", "OlmoeForCausalLM", SIZE | EXPERTS),
-    "gemma2": Variant("gemma2", "Gemma2ForCausalLM", SIZE | {"head_dim": 32, "sliding_window": 9}, kv_groups=2),
-    "gemma3": Variant("gemma3", "Gemma3ForCausalLM", SIZE | {"head_dim": 32, "sliding_window": 9, "num_hidden_layers": 7}, kv_groups=2),
-    "phi2": Variant("phi2", "PhiForCausalLM", SIZE | {"num_key_value_heads": 4}),
+    "gemma2": Variant(
+        "gemma2", "Gemma2ForCausalLM", SIZE | {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 9}, kv_groups=2
+    ),
+    "gemma3": Variant(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        SIZE | {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 9, "num_hidden_layers": 7},
+        kv_groups=2,
+    ),
+    "phi2": Variant("phi2", "PhiForCausalLM", SIZE | {"num_key_value_heads": 4, "intermediate_size": 256}),
     "phi3": Variant("phi3", "Phi3ForCausalLM", SIZE | {"pad_token_id": 0}),
     "phi3-window": Variant("phi3", "Phi3ForCausalLM", SIZE | {"pad_token_id": 0, "sliding_window": 9}),
     "phi3-longrope": Variant(

@@ -19,7 +19,7 @@ def assemble(spec: ModelSpec, layout: Layout, stored: Mapping[str, StoredTensor]
 
     Raises FormatError for one that is missing or has another shape, UnsupportedModelError for one that has no place or no meaning.
     """
-    shapes = tensor_shapes(spec)
+    layout, shapes = layout.of(stored.keys()), tensor_shapes(spec)
     places = {name: layout.locate(name) for name in shapes}
     rows = Counter[str]()  # of each stored tensor; several of ours may share it
     for name, (place, _) in places.items():

@@ -1,9 +1,9 @@
 """What a model family is: its equations, and how files of either kind describe and store it."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,12 +44,19 @@ class Layout:
 
     `architectures` are the names by which such files call it, the usual one first. `tensors` goes from our names, with `{}` for each
     number, to the file's; names that a model does not need may be among them. What ends in one of `ignored` is there without need: it
-    follows from the specification.
+    follows from the specification. Some files have other places for some of the tensors: `others` are such, each for the files that have
+    all of these in their first layer.
     """
 
     architectures: tuple[str, ...]
     tensors: Mapping[str, Stored]
+    others: tuple[Mapping[str, Stored], ...] = ()
     ignored: tuple[str, ...] = ()
+
+    def of(self, names: Collection[str]) -> Self:
+        """The layout of a file that has tensors of these names."""
+        there = [places for places in self.others if all(place.name.format(0) in names for place in places.values())]
+        return replace(self, tensors={name: place for places in (self.tensors, *there) for name, place in places.items()}, others=())
 
     def locate(self, name: str) -> tuple[Stored, Numbers]:
         """Where the tensor `name` of ours is, under the file's full name, and the numbers in its name."""

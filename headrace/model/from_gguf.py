@@ -98,7 +98,7 @@ def decoder(fields: Fields, tensors: Tensors, architecture: str, *, computed: Co
         output_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias=any(f"blk.0.ffn_{name}.bias" in tensors for name in ("gate", "up", "down")),
         head_bias="output.bias" in tensors,
-        gated_mlp="blk.0.ffn_gate.weight" in tensors,
+        gated_mlp=any(".ffn_gate" in name and "_inp" not in name for name in tensors),
     )
 
 

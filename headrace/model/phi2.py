@@ -45,6 +45,7 @@ PHI2 = Family(
     gguf=GgufLayout(
         architectures=("phi2",),
         spec=_gguf_spec,
-        tensors=from_gguf.TENSORS | fused_qkv("blk.{}.attn_qkv.weight", "blocks", bias="blk.{}.attn_qkv.bias"),
+        tensors=half_split(from_gguf.TENSORS),
+        others=(fused_qkv("blk.{}.attn_qkv.weight", "blocks", bias="blk.{}.attn_qkv.bias"),),
     ),
 )

@@ -16,7 +16,7 @@ def _config_spec(config: Fields) -> ModelSpec:
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
     spec = from_gguf.decoder(fields, tensors, "phi3")
-    return replace(spec, rope=from_gguf.longrope(fields, tensors, "phi3", spec))
+    return replace(spec, gated_mlp=True, rope=from_gguf.longrope(fields, tensors, "phi3", spec))
 
 
 PHI3 = Family(
