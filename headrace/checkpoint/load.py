@@ -7,13 +7,13 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.checkpoint.architecture import layout_of
 from headrace.checkpoint.assemble import assemble
 from headrace.checkpoint.files import find, list_names
 from headrace.checkpoint.folder import chat_template, model_name, open_folder
 from headrace.checkpoint.gguf import Metadata, read_gguf
 from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from headrace.model import FAMILIES
-from headrace.model.family import layout_for
 from headrace.model.spec import ExpertSpec, ModelSpec, RopeSpec
 from headrace.quant.formats import StoredTensor
 
@@ -63,7 +63,12 @@ def _open_gguf(path: Path) -> Checkpoint:
     if path.suffix == ".safetensors":
         raise FormatError(f"{path.name}: name the folder that holds it together with config.json")
     file = read_gguf(path)
-    layout = layout_for(file.metadata.string("general.architecture"), (family.gguf for family in FAMILIES.values()), file.metadata.where)
+    layout = layout_of(
+        file.metadata.string("general.architecture"),
+        (family.gguf for family in FAMILIES.values()),
+        file.metadata.where,
+        lambda: file.tensors,
+    )
     if file.metadata.integer("split.count", 1) > 1:
         raise file.metadata.unsupported("split.count", ": one part of a split model; merge the parts first")
     spec = _checked(layout.spec(file.metadata, file.tensors), path.name)

@@ -1,14 +1,13 @@
 """What a model family is: its equations, and how files of either kind describe and store it."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import UnsupportedModelError
 from headrace.model.fields import Fields, JsonFields
 from headrace.model.spec import ModelSpec
 from headrace.program.op import Value
@@ -106,16 +105,3 @@ class Family:
     forward: Callable[[ModelSpec, Tracer], Value]
     config: ConfigLayout | None = None
     gguf: GgufLayout | None = None
-
-
-_Layout = TypeVar("_Layout", bound=Layout)
-
-
-def layout_for(name: str, layouts: Iterable[_Layout | None], where: str) -> _Layout:
-    """The layout of the files that call their family `name`. Raises UnsupportedModelError, which names those that there are."""
-    known = [layout for layout in layouts if layout]
-    for layout in known:
-        if name in layout.architectures:
-            return layout
-    names = ", ".join(layout.architectures[0] for layout in known)
-    raise UnsupportedModelError(f"{where}: unknown architecture {name[:80]!r}; known: {names}")

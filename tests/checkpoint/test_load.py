@@ -334,7 +334,7 @@ class TestGguf:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"general.architecture": "rwkv"}, "'rwkv'; known: llama, qwen2"),
+            ({"general.architecture": "rwkv"}, "'rwkv' is not known; the nearest that works is .*place for all"),
             ({"llama.expert_group_count": 8}, "llama.expert_group_count"),
             ({"llama.attention.causal": False}, "attention.causal"),
             ({"llama.attn_logit_softcapping": 50.0}, "softcapping"),
