@@ -230,8 +230,8 @@ def _glu_linear(lo: Lowering, op: ops.GluLinear) -> None:
 
 def _attention(lo: Lowering, op: ops.Attention) -> None:
     def lower(out: int) -> None:
-        sizes, scores = (op.num_heads, op.value_dim), (op.scale, op.softcap, list(op.slopes), lo.vector(op.sinks))
-        lo.plan.attention(out, lo.buffer(op.q), lo.places[op.layer], *sizes, *scores)
+        q, place, sinks = lo.buffer(op.q), lo.places[op.layer], lo.vector(op.sinks)
+        lo.plan.attention(out, q, place, op.num_heads, op.value_dim, op.scale, op.softcap, op.slopes, sinks)
 
     lo.write(op.out, lower, packs_groups=op.value_dim % GROUP == 0)  # a head is then whole groups
 

@@ -269,24 +269,27 @@ _erfc = np.frompyfunc(math.erfc, 1, 1)
 
 
 def _activated(x: Floats, activation: ops.Activation) -> Floats:
+    y: Floats
     match activation:
         case "silu":
-            return x / (1 + np.exp(-x))
+            y = x / (1 + np.exp(-x))
         case "gelu":
-            return x * (0.5 * _erfc(x * -(0.5**0.5)).astype(_DTYPE))
+            y = x * (0.5 * _erfc(x * -(0.5**0.5)).astype(_DTYPE))
         case "gelu_tanh":  # 1 + tanh(u) is 2 / (1 + exp(-2u))
-            return x / (1 + np.exp(x * (-2 * (2 / np.pi) ** 0.5 + x * x * (-0.08943 * (2 / np.pi) ** 0.5))))
+            y = x / (1 + np.exp(x * (-2 * (2 / np.pi) ** 0.5 + x * x * (-0.08943 * (2 / np.pi) ** 0.5))))
         case "relu":
-            return np.maximum(x, 0)
+            y = np.maximum(x, 0)
         case "clamped_swiglu":
             raise AssertionError("it takes a gate and what is gated")
+    return y
 
 
 def _gated(gate: Floats, up: Floats, activation: ops.Activation) -> Floats:
     if activation != "clamped_swiglu":
         return _activated(gate, activation) * up
     gate, up = np.minimum(gate, 7), np.maximum(np.minimum(up, 7), -7)
-    return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+    y: Floats = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+    return y
 
 
 def _activate(s: _Step, op: ops.Activate) -> Floats:
@@ -347,7 +350,8 @@ def _experts(s: _Step, op: ops.Experts) -> Floats:
 
 
 def _gate_rows(s: _Step, op: ops.GateRows) -> Floats:
-    return s.x(op.x) / (1 + np.exp(-s.x(op.gate)))
+    y: Floats = s.x(op.x) / (1 + np.exp(-s.x(op.gate)))
+    return y
 
 
 def _add(s: _Step, op: ops.Add) -> Floats:
