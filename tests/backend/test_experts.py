@@ -14,6 +14,7 @@ from headrace.model.spec import ExpertSpec, ModelSpec
 from headrace.program.trace import Program
 from headrace.request import SamplingParams
 from tests.backend.stored import random_stored
+from tests.backend.test_cpu_linear import run_rows
 from tests.backend.test_cpu_program import BLOCKS, random_steps
 from tests.mixtures import Mixture, Rows, rows_batch
 from tests.tiny import Tensors, run_all, tiny_engine, tiny_model
@@ -201,6 +202,116 @@ def test_weights_of_two_forms_are_refused() -> None:
     mixed = program, {**tensors, **{f"{part}.3": random_stored("Q8_0", 96, 64, 0) for part in ("gate", "up")}}
     want, got = outputs(reference.compile(*mixed, NO_KV, 1), x), outputs(on_cpu(mixed), x)
     assert np.linalg.norm(got - want) <= 0.03 * np.linalg.norm(want)  # two formats of one form do
+
+
+class Native:
+    """A plan of ops over three experts, of any formats one after the other, whose rows and routing come from outside."""
+
+    def __init__(self, x: Rows, routing: Rows) -> None:
+        self.plan, self.num_rows, dim = _native.Plan("", 2), len(x), x.shape[1]
+        self.x, self.routing = (self._embedded(rows) for rows in (x, routing))
+        self.outs: list[int] = []
+        self.shapes = ((96, dim), (96, dim), (dim, 96))
+
+    def _embedded(self, rows: Rows) -> int:
+        buffer = self.plan.add_buffer(rows.shape[1], False, False)
+        self.plan.embed(buffer, self.plan.add_weight("F32", *rows.shape, rows.view(np.uint8).reshape(-1), None))
+        return buffer
+
+    def add(self, format: str, down: str) -> "Native":
+        weights = []
+        for i, shape in enumerate(self.shapes):
+            stored = [random_stored(down if i == 2 else format, *shape, 10 * i + e) for e in range(3)]
+            weights.append([self.plan.add_weight(t.format.name, *shape, t.parts["codes"], None, t.parts.get("row_scales")) for t in stored])
+        self.outs.append(self.plan.add_buffer(self.shapes[0][1], False, False))
+        self.plan.experts(self.outs[-1], self.x, self.routing, tuple(weights), ([], [], []), "silu")
+        return self
+
+    def results(self) -> list[Rows]:
+        run_rows(self.plan, self.num_rows)
+        return [np.array(self.plan.floats(out, self.num_rows)) for out in self.outs]
+
+
+def test_layers_of_different_formats_share_their_memory() -> None:
+    """Also where one wants whole rows of what comes of gate and up, and the other takes them in pieces."""
+    x, routing = random_rows(40, 256, 1), np.random.default_rng(2).integers(0, 3, (40, 4)).astype(np.float32)
+    pairs = [("Q4_0", "Q8_0"), ("Q4_K", "F32"), ("I8_ROW", "I8_ROW"), ("F32", "Q4_1"), ("Q8_0", "I8_ROW"), ("BF16", "BF16")]
+    together = Native(x, routing)
+    for pair in pairs:
+        together.add(*pair)
+    for pair, got in zip(pairs, together.results(), strict=True):
+        assert np.array_equal(got, Native(x, routing).add(*pair).results()[0])
+
+
+@pytest.mark.parametrize("num_rows", [1, 6])
+def test_a_routing_that_no_router_has_written(num_rows: int) -> None:
+    """A number that is no expert's counts as the first; a row may go to one expert twice."""
+    x = random_rows(num_rows, 64, 1)
+    wrong, right = (np.full((num_rows, 8), 0.5, np.float32) for _ in range(2))
+    wrong[:, :4], right[:, :4] = [2, 2, 1.75, 0], [2, 2, 1, 0]
+    for row, numbers in enumerate([[-1, np.nan, np.inf, 3], [-np.inf, 1e30, 2**31, 65536], [0, -0.5, 2.999, 2]][: num_rows - 1]):
+        wrong[row, :4], right[row, :4] = numbers, [0, 0, 2 * (row == 2), 2 * (row == 2)]
+    got, want = (Native(x, routing).add("Q4_0", "Q4_0").results()[0] for routing in (wrong, right))
+    assert np.array_equal(got, want) and np.isfinite(got).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": ([0, 0], [0, 0], [1])}, "each expert has gate, up and down"),
+        ({"weights": ([], [], [])}, "each expert has gate, up and down"),
+        ({"weights": ([0, 1], [0, 0], [1, 1])}, "of one shape"),
+        ({"weights": ([0, 2], [0, 0], [1, 1])}, "one form"),
+        ({"weights": ([0, 0], [0, 0], [0, 0])}, "of one shape"),
+        ({"weights": ([0, 9], [0, 0], [1, 1])}, "no such weight"),
+        ({"biases": ([0], [], [])}, "all experts have a bias"),
+        ({"biases": ([0, 0], [], [0, 0])}, "not as long"),
+        ({"routing": 3}, "a number and a weight"),
+        ({"routing": 5}, "a number and a weight"),
+        ({"out": 2}, "of one shape|cannot overwrite"),
+        ({"out": 4}, "all rows, or on the logit rows"),
+        ({"activation": "sine"}, "activation"),
+    ],
+)
+def test_what_the_builder_refuses(change: dict, message: str) -> None:
+    plan = _native.Plan("", 1)
+    for width, logit in ((64, False), (64, False), (4, False), (3, False), (64, True), (2050, False)):
+        plan.add_buffer(width, logit, False)
+    for rows, cols in ((32, 64), (64, 32)):
+        plan.add_weight("Q8_0", rows, cols, random_stored("Q8_0", rows, cols, 0).parts["codes"], None)
+    plan.add_weight("F32", 32, 64, random_stored("F32", 32, 64, 0).parts["codes"], None)
+    plan.add_vector(np.ones(32, np.float32))
+    right = {"out": 0, "x": 1, "routing": 2, "weights": ([0, 0], [0, 0], [1, 1]), "biases": ([0, 0], [], []), "activation": "silu"}
+    plan.experts(*right.values())
+    with pytest.raises(ValueError, match=message):
+        plan.experts(*(right | change).values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_k": 0}, "of which there are"),
+        ({"top_k": 5}, "of which there are"),
+        ({"groups": (3, 1)}, "of one size"),
+        ({"groups": (4, 5)}, "of one size"),
+        ({"groups": (0, 0)}, "of one size"),
+        ({"groups": (4, 1)}, "of which there are"),
+        ({"scoring": "argmax"}, "softmax"),
+        ({"factor": float("nan")}, "a factor is a number"),
+        ({"bias": 0}, "not as long"),
+        ({"out": 0}, "for each choice"),
+        ({"out": 2}, "for each choice"),
+    ],
+)
+def test_what_the_builder_refuses_of_a_routing(change: dict, message: str) -> None:
+    plan = _native.Plan("", 1)
+    for width, logit in ((8, False), (6, False), (6, True)):
+        plan.add_buffer(width, logit, False)
+    plan.add_vector(np.ones(7, np.float32))
+    right = {"out": 1, "x": 0, "top_k": 3, "scoring": "softmax", "normalised": True, "factor": 1.0, "groups": (4, 2), "bias": -1}
+    plan.route(*right.values())
+    with pytest.raises(ValueError, match=message):
+        plan.route(*(right | change).values())
 
 
 @pytest.fixture(scope="module")
