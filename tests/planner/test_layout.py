@@ -80,6 +80,7 @@ def test_blocks_are_drawn_in_the_order_of_memory(num_blocks: int) -> None:
     (cells,) = free_cells(root)
     assert len(cells) == num_blocks
     check_words(root, cells)
+    assert not any("cached" in text or "shared;" in text for _, text, _ in words(root))
     rows = [list(row) for _, row in itertools.groupby(cells, key=lambda cell: cell[1])]
     columns = len(rows[0]) if len(rows) > 1 else max(16, num_blocks)
     assert columns % 8 == 0 and all(len(row) == columns for row in rows[:-1])

@@ -1,5 +1,7 @@
 """What of a profile goes to JSON: raw numbers, and the shares that follow from them."""
 
+from dataclasses import replace
+
 from headrace.planner.hardware import Machine
 from headrace.planner.profile import OpProfile, PhaseProfile, decode_phase
 from headrace.planner.report import Report
@@ -12,8 +14,9 @@ UNTIMED = OpProfile("norm", 4, 0.0, 1000, 2000, "f32", 1e-6, 1e-6, 0.0015)
 
 
 def test_the_facts_of_a_report() -> None:
-    """One step of four sequences, three times: 5 ms at the median, of which the ops take 4; they could not take less than 4."""
-    profile = PhaseProfile(decode_phase(100, 4, 2), (LINEAR, UNTIMED), (0.005, 0.004, 0.008), 0.001, 12)
+    """Two steps of four sequences, three times: 5 ms at the median, of which the ops take 4; they could not take less than 4."""
+    once = decode_phase(100, 4, 2)
+    profile = PhaseProfile(replace(once, steps=once.steps * 2), (LINEAR, UNTIMED), (0.005, 0.004, 0.008), 0.001, 12)
     report = Report("org/model", tiny_model(0, layers=3)[0], "int8", [MACHINE, BUSY], MACHINE, [profile], {"prefill 9": "too long"})
     assert report.title == "tiny-0 on Zen 4, 2 threads"
     linear = {
@@ -51,14 +54,14 @@ def test_the_facts_of_a_report() -> None:
         "batch": 4,
         "depth": 100,
         "tokens": 4,
-        "steps": 1,
+        "steps": 2,
         "rounds": 3,
         "wall": {"median": 0.005, "min": 0.004, "max": 0.008},
         "floor": 0.004,
         "tokens_per_second": 800.0,
         "limit": 1000.0,
         "barriers": 12,
-        "barriers_per_layer": 4.0,
+        "barriers_per_layer": 2.0,
         "outside_ops": 0.001,
         "ops": [linear, norm],
     }

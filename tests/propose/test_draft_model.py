@@ -176,11 +176,24 @@ def test_siblings_begin_with_what_the_nearest_has() -> None:
     check(proposer)
 
 
+def test_a_sibling_for_whom_a_window_has_let_go_begins_anew() -> None:
+    proposer = draft_model(windows=(3,), draft_depth=1)
+    first, second = sequence(list(range(10))), sequence([*range(10), 2], seq_id=(0, 1))
+    for _ in range(2):
+        assert proposer.propose([first], [1]) == [continuation(first.known, 1, 1)]
+        first.known += [1, 2, 3, 4, 5, 6]
+    rows_of(proposer)
+    assert proposer.propose([second], [1]) == [continuation(second.known, 1, 1)]
+    assert rows_of(proposer) == [[11]]  # the first sees nothing of the first twelve tokens any more
+    check(proposer)
+
+
 def test_blocks_come_from_sequences_that_do_not_draft_now() -> None:
     proposer = draft_model(num_blocks=3, draft_depth=2)
     seqs = [sequence([i, 2, 3, 4, 5, 6], seq_id=(i, 0)) for i in range(2)]
     expected = [continuation(seq.known, 2, 1) for seq in seqs]
-    assert proposer.propose(seqs, [2, 2]) == [expected[0], NO_DRAFT]
+    short = sequence([9], seq_id=(2, 0))
+    assert proposer.propose([*seqs, short], [2, 2, 2]) == [expected[0], NO_DRAFT, continuation([9], 2, 1)]
     assert proposer.propose(seqs[1:], [2]) == expected[1:]
     check(proposer)
     rows_of(proposer)

@@ -12,7 +12,7 @@ from headrace.batch import NO_DRAFT, Commit, DraftTree
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
 from headrace.logit_ops import StepResult
-from headrace.propose import METHODS, NEEDS, PROPOSERS, DraftModel, DraftModels, Guard, asked_for, make_proposers
+from headrace.propose import METHODS, NEEDS, PROPOSERS, DraftModel, DraftModels, Guard, asked_for, check_speculation, make_proposers
 from headrace.proposer import ProposerTraits
 from tests.engine.toy import ToyExecutable, toy_kv
 from tests.propose.test_ngram import View
@@ -137,6 +137,36 @@ def test_auto_has_the_configured_proposers() -> None:
     assert asked_for(EngineConfig(proposer="auto", draft_layers=2)) == ("ngram", "online", "self_draft")
     with pytest.raises(RequestError, match="needs a smaller model"):
         make_proposers(every)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, ""),
+        ({"acceptance_method": "typical"}, "acceptance_method 'typical' is about drafts"),
+        ({"acceptance_method": "rejection"}, "acceptance_method 'rejection' is about drafts"),
+        ({"proposer": "ngram", "acceptance_method": "typical"}, ""),
+        ({"proposer": "ngram", "acceptance_method": "rejection"}, "'rejection' is for chains"),
+        ({"proposer": "auto", "acceptance_method": "rejection"}, "'rejection' is for chains"),
+        ({"proposer": "auto", "acceptance_method": "rejection", "draft_layers": 2}, ""),
+        ({"proposer": "draft_model", "acceptance_method": "rejection", "draft_width": 2}, "'rejection' is for chains"),
+        ({"proposer": "draft_model", "acceptance_method": "rejection"}, ""),
+        (
+            {"proposer": "self_draft", "draft_model": "x"},
+            "draft_model is for proposer 'draft_model' or 'auto', and the proposer is 'self_draft'",
+        ),
+        ({"draft_layers": 2}, "draft_layers is for proposer 'self_draft'"),
+        ({"proposer": "medusa", "medusa_heads": "x"}, ""),
+        ({"proposer": "ngram", "medusa_heads": "x"}, "medusa_heads is for proposer 'medusa'"),
+        ({"proposer": "auto", "medusa_heads": "x", "draft_model": "x", "draft_layers": 2}, ""),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
+    if message:
+        with pytest.raises(RequestError, match=message):
+            check_speculation(EngineConfig(**options))
+    else:
+        check_speculation(EngineConfig(**options))
 
 
 class Hanging(Scripted):
