@@ -10,15 +10,24 @@ from headrace.model.spec import ModelSpec
 
 
 def _as_bloom(spec: ModelSpec) -> ModelSpec:
-    biases = {name: True for name in ("norm_bias", "qkv_bias", "output_bias", "mlp_bias")}
-    spec = replace(spec, rope=None, alibi_bias=8.0, embedding_norm=True, norm="layer", gated_mlp=False, **biases)
+    spec = replace(
+        spec,
+        rope=None,
+        alibi_bias=8.0,
+        embedding_norm=True,
+        norm="layer",
+        gated_mlp=False,
+        norm_bias=True,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+    )
     return replace(spec, activation="gelu_tanh")
 
 
 def _config_spec(config: Fields) -> ModelSpec:
     config.require_neutral({"apply_residual_connection_post_layernorm": (False,)})
-    shape = {"max_context": 2048, "eps": "layer_norm_epsilon", "default_eps": 1e-5, "tied": True}
-    return _as_bloom(from_config.decoder(config, "bloom", **shape))
+    return _as_bloom(from_config.decoder(config, "bloom", max_context=2048, eps="layer_norm_epsilon", default_eps=1e-5, tied=True))
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:

@@ -16,8 +16,15 @@ _PERIOD = 4
 
 
 def _config_spec(config: Fields, architecture: str) -> ModelSpec:
-    shape = {"max_context": 8192, "eps": "layer_norm_eps", "default_eps": 1e-5, "tied": True}
-    spec = from_config.decoder(config, architecture, **shape, computed=("attention_bias", "logit_scale", "use_qk_norm"))
+    spec = from_config.decoder(
+        config,
+        architecture,
+        max_context=8192,
+        eps="layer_norm_eps",
+        default_eps=1e-5,
+        tied=True,
+        computed=("attention_bias", "logit_scale", "use_qk_norm"),
+    )
     bias = config.flag("attention_bias", False)
     scale = config.number("logit_scale", 0.0625)
     return replace(spec, norm="layer", qkv_bias=bias, output_bias=bias, logit_scale=scale)

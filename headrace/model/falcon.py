@@ -26,8 +26,7 @@ def _config_spec(config: Fields) -> ModelSpec:
     newer = config.flag("new_decoder_architecture", False)
     if config.integer("num_ln_in_parallel_attn", 2 if newer else 1) != (2 if newer else 1):
         raise config.unsupported("num_ln_in_parallel_attn")
-    shape = {"max_context": 2048, "eps": "layer_norm_epsilon", "default_eps": 1e-5, "tied": True}
-    spec = from_config.decoder(config, "falcon", **shape)
+    spec = from_config.decoder(config, "falcon", max_context=2048, eps="layer_norm_epsilon", default_eps=1e-5, tied=True)
     return replace(
         spec,
         num_kv_heads=config.integer("num_kv_heads", spec.num_heads) if newer else 1,

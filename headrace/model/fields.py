@@ -48,7 +48,7 @@ class Fields(Mapping[str, Any]):
         value: str = self._get(key, default, str, "a string")
         return value
 
-    def numbers(self, key: str) -> tuple[float, ...]:
+    def number_list(self, key: str) -> tuple[float, ...]:
         """A list of numbers; none where it is missing."""
         values = self._get(key, [], list, "a list of numbers")
         if not all(isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST for value in values):

@@ -200,5 +200,5 @@ def _yarn(values: Fields, head_dim: int, theta: float, original: int, max_contex
 def _longrope(values: Fields, dim: int, theta: float, original: int, max_context: int) -> RopeSpec:
     factor = values.number("factor", max_context / max(original, 1))
     temperature = values.optional_number("attention_factor")
-    short, long = values.numbers("short_factor"), values.numbers("long_factor")
+    short, long = values.number_list("short_factor"), values.number_list("long_factor")
     return RopeSpec(dim, theta, "longrope", factor, original, attention_factor=temperature, factors=short, long_factors=long)

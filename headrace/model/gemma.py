@@ -18,8 +18,9 @@ _COMPUTED = ("attention_bias", "attn_logit_softcapping", "final_logit_softcappin
 
 def _config_spec(config: Fields, architecture: str, period: int, rope: RopeSpec | None, caps: tuple[float, float]) -> ModelSpec:
     """`caps` are those of scores and logits where the file has none; a null in the file is none, too."""
-    shape = {"max_context": 131_072 if rope else 8192, "kv_heads": 4, "head_dim": 256}
-    spec = from_config.decoder(config, architecture, **shape, rotary=rope, tied=True, computed=_COMPUTED)
+    spec = from_config.decoder(
+        config, architecture, max_context=131_072 if rope else 8192, kv_heads=4, head_dim=256, rotary=rope, tied=True, computed=_COMPUTED
+    )
     bias, window = config.flag("attention_bias", False), config.integer("sliding_window", 4096)
     cap, logit_cap = (
         (config.optional_number(key) or 0.0) if key in config else default

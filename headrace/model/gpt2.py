@@ -28,15 +28,25 @@ _IGNORED = (".attn.bias", ".attn.masked_bias")
 
 def _config_spec(config: Fields, architecture: str, activation: str, kv_heads: int | None) -> ModelSpec:
     config.require_neutral({"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)})
-    shape = {"max_context": 1024, "eps": "layer_norm_eps", "default_eps": 1e-5, "tied": True}
-    spec = from_config.decoder(config, architecture, **shape, computed=("hidden_act",))
+    spec = from_config.decoder(
+        config, architecture, max_context=1024, eps="layer_norm_eps", default_eps=1e-5, tied=True, computed=("hidden_act",)
+    )
     spec = replace(spec, num_kv_heads=kv_heads or spec.num_heads, activation=from_config.activation(config, "hidden_act", activation))
     return _as_gpt2(spec)
 
 
 def _as_gpt2(spec: ModelSpec) -> ModelSpec:
-    biases = {name: True for name in ("norm_bias", "qkv_bias", "output_bias", "mlp_bias")}
-    return replace(spec, rope=None, learned_positions=spec.max_context, norm="layer", gated_mlp=False, **biases)
+    return replace(
+        spec,
+        rope=None,
+        learned_positions=spec.max_context,
+        norm="layer",
+        gated_mlp=False,
+        norm_bias=True,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+    )
 
 
 def _gpt2_config(config: Fields) -> ModelSpec:

@@ -15,8 +15,15 @@ from headrace.model.spec import ModelSpec
 
 def _config_spec(config: Fields) -> ModelSpec:
     partial = config.number("rotary_pct", 0.25)
-    shape = {"max_context": 2048, "partial": partial, "eps": "layer_norm_eps", "default_eps": 1e-5}
-    spec = from_config.decoder(config, "gpt_neox", **shape, computed=("hidden_act", "attention_bias"))
+    spec = from_config.decoder(
+        config,
+        "gpt_neox",
+        max_context=2048,
+        partial=partial,
+        eps="layer_norm_eps",
+        default_eps=1e-5,
+        computed=("hidden_act", "attention_bias"),
+    )
     bias = config.flag("attention_bias", True)
     return replace(
         spec,

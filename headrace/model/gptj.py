@@ -12,16 +12,16 @@ from headrace.model.spec import ModelSpec, RopeSpec
 
 
 def _config_spec(config: Fields) -> ModelSpec:
-    shape = {"max_context": 2048, "eps": "layer_norm_eps", "default_eps": 1e-5}
-    spec = from_config.decoder(config, "gptj", **shape, computed=("hidden_act",))
-    biases = {name: True for name in ("norm_bias", "mlp_bias", "head_bias")}
+    spec = from_config.decoder(config, "gptj", max_context=2048, eps="layer_norm_eps", default_eps=1e-5, computed=("hidden_act",))
     return replace(
         spec,
         rope=RopeSpec(config.integer("rotary_dim", 64)),
         norm="layer",
         gated_mlp=False,
         activation=from_config.activation(config, "hidden_act", "gelu_new"),
-        **biases,
+        norm_bias=True,
+        mlp_bias=True,
+        head_bias=True,
     )
 
 

@@ -11,8 +11,9 @@ from headrace.model.spec import ExpertSpec, ModelSpec
 
 def _config_spec(config: Fields) -> ModelSpec:
     windows = from_config.sliding_windows(config, config.integer("sliding_window", 0))
-    shape = {"max_context": 131_072, "kv_heads": 8, "default_eps": 1e-5, "theta": 1e6}
-    spec = from_config.decoder(config, "mixtral", **shape, windows=windows, computed=("num_local_experts",))
+    spec = from_config.decoder(
+        config, "mixtral", max_context=131_072, kv_heads=8, default_eps=1e-5, theta=1e6, windows=windows, computed=("num_local_experts",)
+    )
     experts = ExpertSpec(config.integer("num_local_experts", 8), config.integer("num_experts_per_tok", 2), spec.ffn_dim)
     return replace(spec, experts=experts)
 

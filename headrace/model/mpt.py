@@ -18,8 +18,9 @@ def _config_spec(config: Fields) -> ModelSpec:
     attention = config.section("attn_config")
     attention.require_neutral({"alibi": (True,), "clip_qkv": (0,), "qk_ln": (False,), "prefix_lm": (False,)})
     attention.require_neutral({"attn_type": ("multihead_attention",)})
-    shape = {"max_context": 2048, "eps": "layer_norm_epsilon", "default_eps": 1e-5, "tied": True}
-    spec = from_config.decoder(config, "mpt", **shape, computed=("logit_scale",))
+    spec = from_config.decoder(
+        config, "mpt", max_context=2048, eps="layer_norm_epsilon", default_eps=1e-5, tied=True, computed=("logit_scale",)
+    )
     width = config.integer("expansion_ratio", 4) * spec.dim
     spec = replace(spec, ffn_dim=width, attention_scale=attention.number("softmax_scale", 0.0))
     return _as_mpt(spec, attention.number("alibi_bias_max", 8))

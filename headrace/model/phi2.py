@@ -14,13 +14,13 @@ from headrace.model.spec import ModelSpec
 
 
 def _with_biases(spec: ModelSpec) -> ModelSpec:
-    biases = {name: True for name in ("norm_bias", "qkv_bias", "output_bias", "mlp_bias", "head_bias")}
-    return replace(spec, norm="layer", gated_mlp=False, **biases)
+    return replace(spec, norm="layer", gated_mlp=False, norm_bias=True, qkv_bias=True, output_bias=True, mlp_bias=True, head_bias=True)
 
 
 def _config_spec(config: Fields) -> ModelSpec:
-    shape = {"max_context": 2048, "partial": 0.5, "eps": "layer_norm_eps", "default_eps": 1e-5}
-    spec = from_config.decoder(config, "phi2", **shape, computed=("hidden_act"))
+    spec = from_config.decoder(
+        config, "phi2", max_context=2048, partial=0.5, eps="layer_norm_eps", default_eps=1e-5, computed=("hidden_act",)
+    )
     return _with_biases(replace(spec, activation=from_config.activation(config, "hidden_act", "gelu_new")))
 
 

@@ -11,8 +11,7 @@ from headrace.model.spec import ModelSpec
 
 
 def _config_spec(config: Fields) -> ModelSpec:
-    shape = {"max_context": 4096, "kv_heads": 32, "partial": 0.25, "eps": "layer_norm_eps", "default_eps": 1e-5}
-    spec = from_config.decoder(config, "stablelm", **shape)
+    spec = from_config.decoder(config, "stablelm", max_context=4096, kv_heads=32, partial=0.25, eps="layer_norm_eps", default_eps=1e-5)
     return replace(
         spec,
         norm="layer",

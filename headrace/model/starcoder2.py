@@ -11,8 +11,17 @@ from headrace.model.spec import ModelSpec
 
 def _config_spec(config: Fields) -> ModelSpec:
     windows = from_config.sliding_windows(config, config.integer("sliding_window", 0))
-    shape = {"max_context": 4096, "kv_heads": 2, "eps": "norm_epsilon", "default_eps": 1e-5, "tied": True}
-    spec = from_config.decoder(config, "starcoder2", **shape, windows=windows, computed=("hidden_act",))
+    spec = from_config.decoder(
+        config,
+        "starcoder2",
+        max_context=4096,
+        kv_heads=2,
+        eps="norm_epsilon",
+        default_eps=1e-5,
+        tied=True,
+        windows=windows,
+        computed=("hidden_act",),
+    )
     bias = config.flag("use_bias", True)
     return replace(
         spec,
