@@ -132,6 +132,15 @@ def test_a_row_does_not_depend_on_its_neighbours(isa: str, format: str) -> None:
         assert np.array_equal(np.concatenate([outputs(executable, part) for part in np.array_split(x, 7)]), whole)
 
 
+@pytest.mark.parametrize(("down", "regions"), [("Q4_0", 2), ("I8_ROW", 3)])
+def test_a_single_row_meets_few_barriers(down: str, regions: int) -> None:
+    """Gate with up, and down; the rest of it, the routing too, is one item and needs none."""
+    made = Mixture(format="Q4_0", down_format=down, layers=5).program()
+    executable = on_cpu(made, threads=2)
+    assert executable.profile(rows_batch(random_rows(1, 64, 0))).barriers == 5 * regions
+    assert executable.profile(rows_batch(random_rows(2, 64, 0))).barriers <= 5 * 7
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format", ["F32", "Q8_0", "I8_ROW"])
 def test_all_rows_go_to_one_expert(isa: str, format: str) -> None:
