@@ -47,7 +47,7 @@ def main() -> None:
         args.answers, args.max_tokens = 1, 8
     found = answers(args)
     print(f"{'proposer':10}{'confidence':>11}{'drafts':>9}{'right':>8}")
-    for name, proposer in (("ngram", NgramProposer()), ("online", OnlineProposer())):
+    for name, proposer in (("ngram", NgramProposer(16)), ("online", OnlineProposer(16))):
         drafts, right = Counter[int](), Counter[int]()
         for number, (prompt, output) in enumerate(found):
             seq = Recorded((number, 0), list(prompt), len(prompt))

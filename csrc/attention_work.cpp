@@ -25,7 +25,7 @@ void AttentionWork::prepare(const Plan& plan, const Step& step) {
       const int last = std::min(row + rows_per_item, step.row_start[b + 1]);
       const auto [low, high] = std::minmax_element(step.positions + row, step.positions + last);
       for (int h = 0; h < heads; h++)
-        add(plan, {b, h, row, last, first_visible(*low) / kSplitTokens, *high / kSplitTokens + 1, *high + 1, -1}, cut);
+        add({b, h, row, last, first_visible(*low) / kSplitTokens, *high / kSplitTokens + 1, *high + 1, -1}, cut);
     }
   // Long ones first, so that the threads end together.
   const auto cost = [&](const AttentionItem& i) {
@@ -35,7 +35,7 @@ void AttentionWork::prepare(const Plan& plan, const Step& step) {
     std::stable_sort(items.begin(), items.end(), [&](const AttentionItem& a, const AttentionItem& b) { return cost(a) > cost(b); });
 }
 
-void AttentionWork::add(const Plan& plan, const AttentionItem& item, bool cut) {
+void AttentionWork::add(const AttentionItem& item, bool cut) {
   if (!cut || item.last_split - item.first_split == 1) return items.push_back(item);
   const int queries = item.rows() * share;
   AttentionItem part = item;
@@ -45,7 +45,7 @@ void AttentionWork::add(const Plan& plan, const AttentionItem& item, bool cut) {
     part.first_split = s, part.last_split = s + 1;
     items.push_back(part);
   }
-  partial.resize(part.partial, plan.kv(group).shape().padded_dim());
+  partial.resize(part.partial, shape.value_columns());
 }
 
 }  // namespace headrace

@@ -27,8 +27,8 @@ struct SoftmaxStates {
 
 class AttentionWork {
  public:
-  // `share`: query heads of a KV head.
-  AttentionWork(int group, int share, int window) : group(group), share(share), window_(window) {}
+  // `share`: query heads of a KV head; `shape`: what is computed with.
+  AttentionWork(int group, int share, int window, const KvRecord& shape) : group(group), share(share), shape(shape), window_(window) {}
 
   // Plans the running step, unless that is done already.
   void prepare(const Plan& plan, const Step& step);
@@ -37,12 +37,13 @@ class AttentionWork {
   int first_visible(int position) const { return window_ && position >= window_ ? position - window_ + 1 : 0; }
 
   const int group, share;
+  const KvRecord shape;
   std::vector<AttentionItem> items;
   std::vector<AttentionItem> merges;  // items that were cut into splits
   SoftmaxStates partial;              // their results
 
  private:
-  void add(const Plan& plan, const AttentionItem& item, bool cut);
+  void add(const AttentionItem& item, bool cut);
 
   const int window_;
   int64_t step_ = -1;

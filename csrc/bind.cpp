@@ -48,11 +48,12 @@ auto unlocked(Plan& plan, auto&& f) {
   return f(plan);
 }
 
-KvRecord kv_record(const std::string& dtype, int head_dim) {
-  require(head_dim > 0 && head_dim <= kMaxWidth, "a KV cache needs a head size, at most 2^24");
+KvRecord kv_record(const std::string& dtype, int key_dim, int value_dim) {
+  require(key_dim > 0 && key_dim <= kMaxWidth, "a KV cache needs keys, of at most 2^24 numbers");
+  require(value_dim >= 0 && value_dim <= kMaxWidth, "values have at most 2^24 numbers, or 0 where they are part of the keys");
   for (const auto& [name, type] :
        {std::pair("bf16", KvType::kBf16), {"f32", KvType::kF32}, {"int8", KvType::kInt8}, {"int4", KvType::kInt4}})
-    if (dtype == name) return {type, head_dim};
+    if (dtype == name) return {type, key_dim, value_dim};
   throw std::invalid_argument("unknown number format of keys and values: " + dtype);
 }
 
@@ -204,16 +205,18 @@ void bind_plan(nb::module_& m) {
           nb::arg("isa"), nb::arg("threads"))
       .def(
           "add_kv_group",
-          [](Plan& p, int layers, int kv_heads, int head_dim, int window, int blocks, const std::string& kv_dtype) {
+          [](Plan& p, int layers, int kv_heads, int key_dim, int value_dim, int window, int blocks, const std::string& kv_dtype) {
             require(layers > 0 && kv_heads > 0 && blocks > 0 && blocks <= kMaxContext / kKvTile,
                     "a KV cache needs layers, heads and blocks");
-            require(head_dim % 2 == 0, "a KV cache needs an even head size");
-            require(kv_heads <= kMaxWidth / std::max(head_dim, 1), "a KV cache is not so wide");
+            require(key_dim % 2 == 0 && value_dim % 2 == 0, "a KV cache needs even head sizes");
+            require(kv_heads <= kMaxWidth / std::max({key_dim, value_dim, 1}), "a KV cache is not so wide");
             require(window >= 0, "a window is a number of positions");
-            available(p).add_kv_group({KvCache(layers, kv_heads, blocks, kv_record(kv_dtype, head_dim)), window});
+            available(p).add_kv_group({KvCache(layers, kv_heads, blocks, kv_record(kv_dtype, key_dim, value_dim)), window});
           },
-          nb::arg("layers"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("window"), nb::arg("blocks"), nb::arg("kv_dtype"),
-          "Layers that keep alike and see alike; groups are numbered in the order in which they come.")
+          nb::arg("layers"), nb::arg("kv_heads"), nb::arg("key_dim"), nb::arg("value_dim"), nb::arg("window"), nb::arg("blocks"),
+          nb::arg("kv_dtype"),
+          "Layers that keep alike and see alike, without values (0) where they are part of the keys. Groups are numbered in the order in "
+          "which they come.")
       .def(
           "add_weight",
           [](Plan& p, const std::string& format, int rows, int cols, const Array<uint8_t>& data, const std::optional<Array<int64_t>>& order,
@@ -287,8 +290,9 @@ void bind_plan(nb::module_& m) {
           "Bytes of the KV of each group.");
   bind_ops(plan);
   m.def(
-      "kv_block_bytes", [](const std::string& dtype, int head_dim) { return kv_record(dtype, head_dim).bytes(); }, nb::arg("kv_dtype"),
-      nb::arg("head_dim"), "Bytes of the keys and values of 32 tokens, of one layer and KV head.");
+      "kv_block_bytes", [](const std::string& dtype, int key_dim, int value_dim) { return kv_record(dtype, key_dim, value_dim).bytes(); },
+      nb::arg("kv_dtype"), nb::arg("key_dim"), nb::arg("value_dim"),
+      "Bytes of the keys and values of 32 tokens, of one layer and KV head.");
   m.def("packed_bytes", &packed_bytes, nb::arg("format"), nb::arg("rows"), nb::arg("cols"),
         "Bytes that a matrix in this stored format takes once it is packed.");
   m.def(

@@ -4,8 +4,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
+#include <string>
 
 #include "bind.h"
 #include "experts_work.h"
@@ -52,8 +54,39 @@ void check_bias(const Plan& p, int id, int length) {
   if (id != -1) check_vector(p, id, length);
 }
 
+void check_cap(float cap) { require(cap >= 1e-6f && cap <= 1e6f, "a cap lies between 1e-6 and 1e6"); }
+
 void check_alike(const Buffer& a, const Buffer& b) {
   require(a.width == b.width && a.logit == b.logit, "an op works on buffers of one width, all with the logit rows alone, or none");
+}
+
+// A vector of one number for each of `size` columns, which all groups of columns share, or for each of all columns.
+void check_column_vector(const Plan& p, int id, int size, int width) {
+  require(id >= 0 && id < p.num_vectors() && (p.vector_length(id) == size || p.vector_length(id) == width),
+          "a vector of a norm has a number for each column of a group, or for each of all");
+}
+
+NormKind norm_kind(const std::string& name) {
+  for (const auto& [known, kind] : {std::pair("rms", NormKind::kRms), {"layer", NormKind::kLayer}})
+    if (name == known) return kind;
+  throw std::invalid_argument("unknown kind of norm: " + name);
+}
+
+Activation activation_of(const std::string& name) {
+  for (const auto& [known, activation] : {std::pair("silu", Activation::kSilu),
+                                          {"gelu", Activation::kGelu},
+                                          {"gelu_tanh", Activation::kGeluTanh},
+                                          {"relu", Activation::kRelu},
+                                          {"clamped_swiglu", Activation::kClampedSwiglu}})
+    if (name == known) return activation;
+  throw std::invalid_argument("unknown activation: " + name);
+}
+
+// The activation of a value without a gate.
+Activation alone(const Plan& p, const std::string& name) {
+  const Activation activation = activation_of(name);
+  require(p.kernels().activate[static_cast<int>(activation)] != nullptr, "this activation belongs to gates alone");
+  return activation;
 }
 
 // The weight that a packed buffer is multiplied with.
@@ -80,23 +113,34 @@ KvLayer kv_layer(Plan& p, std::array<int, 2> layer) {
   return {group, place};
 }
 
-int kv_width(const Plan& p, KvLayer at) { return p.kv(at.group).heads() * p.kv(at.group).shape().head_dim; }
+// A buffer that takes the embeddings of all rows.
+void check_embedding(const Plan& p, int out, int w) {
+  require(!buffer(p, out).logit && p.buffer(out).width == weight(p, w).cols, "an embedding is as wide as its buffer, which has all rows");
+}
 
 void embed(Plan& p, int out, int w) {
-  require(row_floats(p, out).width == weight(p, w).cols, "an embedding is as wide as its buffer");
+  check_embedding(p, out, w);
   p.add_embed(out, w);
 }
 
+void embed_position(Plan& p, int out, int w) {
+  check_embedding(p, out, w);
+  p.add_op(make_embed_position(out, w));
+}
+
 void input(Plan& p, int out) {
-  row_floats(p, out);
+  require(!buffer(p, out).logit, "input rows are all rows of a step");
   p.add_input(out);
 }
 
-void norm(Plan& p, int out, int x, int w, float eps) {
+void norm(Plan& p, int out, int x, int w, int bias, const std::string& kind, int size, float eps) {
   check_alike(buffer(p, out), floats(p, x));
-  check_vector(p, w, p.buffer(x).width);
+  const int width = p.buffer(x).width;
+  require(size > 0 && width % size == 0, "a norm takes whole groups of columns");
+  check_column_vector(p, w, size, width);
+  if (bias != -1) check_column_vector(p, bias, size, width);
   require(std::isfinite(eps) && eps >= 0, "the epsilon of a norm is a number, not below 0");
-  p.add_op(make_norm(out, x, w, eps));
+  p.add_op(make_norm({out, x, w, bias, norm_kind(kind), size, eps}));
 }
 
 int rope_angles(Plan& p, std::vector<double> inverse_frequencies, double scale, int head_dim) {
@@ -109,7 +153,7 @@ int rope_angles(Plan& p, std::vector<double> inverse_frequencies, double scale, 
 void rope(Plan& p, int out, int x, int angles, int head_dim) {
   check_angles(p, angles, head_dim);
   require(row_floats(p, x).width % head_dim == 0, "a rope rotates whole heads");
-  check_alike(row_floats(p, out), p.buffer(x));
+  check_alike(buffer(p, out), p.buffer(x));
   p.add_op(make_rope(out, x, angles, head_dim));
 }
 
@@ -125,20 +169,37 @@ void gather_rows(Plan& p, int out, int x) {
 }
 
 void add(Plan& p, int out, int x, int y) {
-  check_alike(floats(p, out), floats(p, x));
+  check_alike(buffer(p, out), floats(p, x));
   check_alike(p.buffer(out), floats(p, y));
   p.add_op(make_add(out, x, y));
 }
 
-void glu(Plan& p, int out, int gate, int up) {
-  check_alike(floats(p, out), floats(p, gate));
+void glu(Plan& p, int out, int gate, int up, const std::string& activation) {
+  check_alike(buffer(p, out), floats(p, gate));
   check_alike(p.buffer(out), floats(p, up));
-  p.add_op(make_glu(out, gate, up));
+  p.add_op(make_glu(out, gate, up, activation_of(activation)));
 }
 
-void silu(Plan& p, int out, int x) {
-  check_alike(floats(p, out), floats(p, x));
-  p.add_op(make_silu(out, x));
+void activate(Plan& p, int out, int x, const std::string& activation) {
+  check_alike(buffer(p, out), floats(p, x));
+  p.add_op(make_activate(out, x, alone(p, activation)));
+}
+
+void scale(Plan& p, int out, int x, float factor) {
+  check_alike(buffer(p, out), floats(p, x));
+  p.add_op(make_scale(out, x, factor));
+}
+
+void soft_cap(Plan& p, int out, int x, float cap) {
+  check_alike(buffer(p, out), floats(p, x));
+  check_cap(cap);
+  p.add_op(make_soft_cap(out, x, cap));
+}
+
+void gate_rows(Plan& p, int out, int x, int gate) {
+  check_alike(buffer(p, out), floats(p, x));
+  require(floats(p, gate).width == 1 && p.buffer(gate).logit == p.buffer(out).logit, "a row has one gate");
+  p.add_op(make_gate_rows(out, x, gate));
 }
 
 void linear(Plan& p, int out, int x, int w, int bias, int residual, bool offset) {
@@ -150,25 +211,41 @@ void linear(Plan& p, int out, int x, int w, int bias, int residual, bool offset)
   p.add_op(make_linear(out, x, w, bias, residual, offset));
 }
 
-void glu_linear(Plan& p, int out, int x, int gate, int up, int gate_bias, int up_bias) {
+// What writes tile by tile, packed or not, what it multiplies with `rows` rows of weights.
+void check_tiled(Plan& p, int out, int x, int rows) {
+  require(buffer(p, out).width == rows && p.buffer(out).logit == p.buffer(x).logit,
+          "a linear op writes as many columns as its weights have rows");
+  require(out != x, "a linear op cannot overwrite the rows that it reads");
+  p.writes_pieces(out);
+}
+
+void linear_activate(Plan& p, int out, int x, int w, int bias, const std::string& activation) {
+  const Activation by = alone(p, activation);
+  const int rows = factor(p, x, w, false).rows;
+  check_bias(p, bias, rows);
+  check_tiled(p, out, x, rows);
+  p.add_op(make_linear_activate(out, x, w, bias, by));
+}
+
+void glu_linear(Plan& p, int out, int x, int gate, int up, int gate_bias, int up_bias, const std::string& activation) {
+  const Activation by = activation_of(activation);
   const int rows = factor(p, x, gate, false).rows;
   require(factor(p, x, up, false).rows == rows, "gate and up have one shape");
-  require(buffer(p, out).width == rows && p.buffer(out).logit == p.buffer(x).logit,
-          "a gated unit writes as many columns as its weights have rows");
-  require(out != x, "a gated unit cannot overwrite the rows that it reads");
   check_bias(p, gate_bias, rows);
   check_bias(p, up_bias, rows);
-  p.writes_pieces(out);
-  p.add_op(make_glu_linear(out, x, gate, up, gate_bias, up_bias));
+  check_tiled(p, out, x, rows);
+  p.add_op(make_glu_linear(out, x, gate, up, gate_bias, up_bias, by));
 }
 
 void qkv_rope_write(Plan& p, int out, int x, int angles, std::array<int, 3> weights, std::array<int, 3> biases, std::array<int, 2> layer) {
   const KvLayer at = kv_layer(p, layer);
-  const int head_dim = p.kv(at.group).shape().head_dim;
+  const KvRecord& shape = p.kv(at.group).shape();
+  const int head_dim = shape.key_dim, kv_width = p.kv(at.group).heads() * head_dim;
+  require(shape.value_dim == head_dim, "queries, keys and values are one op where keys are as long as values");
   check_angles(p, angles, head_dim);
   require(!buffer(p, x).logit, "keys and values are those of all rows");
   require(out != angles, "queries cannot overwrite the angles that they are rotated by");
-  const int widths[] = {row_floats(p, out).width, kv_width(p, at), kv_width(p, at)};
+  const int widths[] = {row_floats(p, out).width, kv_width, kv_width};
   for (int i = 0; i < 3; i++) {
     require(factor(p, x, weights[i], true).rows == widths[i] && widths[i] % head_dim == 0, "queries, keys and values are whole heads");
     check_bias(p, biases[i], widths[i]);
@@ -178,21 +255,32 @@ void qkv_rope_write(Plan& p, int out, int x, int angles, std::array<int, 3> weig
 
 void kv_write(Plan& p, int k, int v, std::array<int, 2> layer) {
   const KvLayer at = kv_layer(p, layer);
-  for (const int x : {k, v}) require(row_floats(p, x).width == kv_width(p, at), "keys and values are as wide as the heads of the cache");
+  const KvCache& cache = p.kv(at.group);
+  require((v == -1) == (cache.shape().value_dim == 0), "there are values to write unless they are part of the keys");
+  require(row_floats(p, k).width == cache.heads() * cache.shape().key_dim, "keys are as wide as the heads of the cache");
+  if (v != -1) require(row_floats(p, v).width == cache.heads() * cache.shape().value_dim, "values are as wide as the heads of the cache");
   p.add_op(make_kv_write("kv_write", k, v, at));
 }
 
-void attention(Plan& p, int out, int q, std::array<int, 2> layer, int num_heads, float scale) {
+void attention(Plan& p, int out, int q, std::array<int, 2> layer, int num_heads, int value_dim, float scale, float softcap,
+               std::vector<float> slopes, int sinks) {
   const KvLayer at = kv_layer(p, layer);
-  const int head_dim = p.kv(at.group).shape().head_dim;
-  require(num_heads > 0 && num_heads <= kMaxWidth / head_dim && num_heads % p.kv(at.group).heads() == 0,
+  const KvRecord& shape = p.kv(at.group).shape();
+  require(shape.value_dim ? value_dim == shape.value_dim : value_dim > 0 && value_dim <= shape.key_dim && value_dim % 2 == 0,
+          "values are those of the cache, or an even number of the first numbers of keys");
+  require(num_heads > 0 && num_heads <= kMaxWidth / std::max(shape.key_dim, value_dim) && num_heads % p.kv(at.group).heads() == 0,
           "query heads must be a multiple of KV heads");
-  require(row_floats(p, q).width == num_heads * head_dim, "queries are as wide as their heads");
-  check_alike(buffer(p, out), p.buffer(q));
+  require(row_floats(p, q).width == num_heads * shape.key_dim, "queries are as wide as their heads");
+  require(!buffer(p, out).logit && p.buffer(out).width == num_heads * value_dim, "attention writes a value for each head");
   require(out != q, "attention cannot overwrite the queries that it reads");
-  require(!p.buffer(out).packed || head_dim % kGroup == 0, "what attention packs are heads of whole groups");
+  require(!p.buffer(out).packed || value_dim % kGroup == 0, "what attention packs are heads of whole groups");
+  require(scale >= 1e-20f && std::isfinite(scale), "scores have a scale above 0");
+  if (softcap != 0) check_cap(softcap);
+  require(slopes.empty() || static_cast<int>(slopes.size()) == num_heads, "every head has a slope, or none");
+  check_bias(p, sinks, num_heads);
   p.writes_pieces(out);
-  for (auto& op : make_attention(out, q, at.layer, scale, p.attention_work(at.group, num_heads))) p.add_op(std::move(op));
+  AttentionWork& work = p.attention_work(at.group, num_heads, value_dim);
+  for (auto& op : make_attention({out, q, at.layer, value_dim, scale, softcap, std::move(slopes), sinks}, work)) p.add_op(std::move(op));
 }
 
 void route(Plan& p, int out, int x, int top_k, const std::string& scoring, bool normalised, float factor, std::array<int, 2> groups,
@@ -224,11 +312,6 @@ void check_biases(const Plan& p, const std::vector<int>& biases, size_t experts,
   for (const int bias : biases) check_vector(p, bias, length);
 }
 
-Kernels::GatedTile gated_tile(const Plan& p, const std::string& activation) {
-  require(activation == "silu", "no kernel has this activation");
-  return p.kernels().silu_mul_tile;
-}
-
 void experts(Plan& p, int out, int x, int routing, const std::array<std::vector<int>, 3>& weights,
              const std::array<std::vector<int>, 3>& biases, const std::string& activation) {
   const auto& [gate, up, down] = weights;
@@ -243,7 +326,7 @@ void experts(Plan& p, int out, int x, int routing, const std::array<std::vector<
   check_experts(p, up, shape.hidden, shape.width);
   check_experts(p, down, shape.out, shape.hidden);
   for (int i = 0; i < 3; i++) check_biases(p, biases[i], gate.size(), i == 2 ? shape.out : shape.hidden);
-  ExpertsArgs args{out, x, routing, gate, up, down, biases[0], biases[1], biases[2], gated_tile(p, activation)};
+  ExpertsArgs args{out, x, routing, gate, up, down, biases[0], biases[1], biases[2], p.kernels().glu_tile[static_cast<int>(activation_of(activation))]};
   ExpertsWork& work = p.experts_work(shape);
   for (const auto* read : {&gate, &up})
     for (const int w : *read) p.reads(work.packed, w, false);
@@ -264,6 +347,7 @@ std::vector<std::vector<int64_t>> expert_loads(const Plan& p, int program) {
 
 void bind_ops(nb::class_<Plan>& c) {
   c.def("embed", &embed)
+      .def("embed_position", &embed_position)
       .def("input", &input)
       .def("norm", &norm)
       .def("rope_angles", &rope_angles, "The angles of one head for each row, in a buffer of their own.")
@@ -272,12 +356,17 @@ void bind_ops(nb::class_<Plan>& c) {
       .def("gather_rows", &gather_rows)
       .def("add", &add)
       .def("glu", &glu)
-      .def("silu", &silu)
+      .def("activate", &activate)
+      .def("scale", &scale)
+      .def("soft_cap", &soft_cap)
+      .def("gate_rows", &gate_rows)
       .def("linear", &linear)
+      .def("linear_activate", &linear_activate)
       .def("glu_linear", &glu_linear)
       .def("qkv_rope_write", &qkv_rope_write)
       .def("kv_write", &kv_write)
-      .def("attention", &attention)
+      .def("attention", &attention, nb::arg("out"), nb::arg("q"), nb::arg("layer"), nb::arg("num_heads"), nb::arg("value_dim"),
+           nb::arg("scale"), nb::arg("softcap") = 0.0f, nb::arg("slopes") = std::vector<float>(), nb::arg("sinks") = -1)
       .def("route", &route)
       .def("experts", &experts)
       .def("expert_loads", &expert_loads, nb::arg("program") = 0,

@@ -5,6 +5,13 @@
 
 namespace headrace {
 
+enum class NormKind : int { kRms, kLayer };
+constexpr int kNumNorms = 2;
+
+// What makes a gate of a number: headrace/program/ops.py, `Activation`. The last belongs to gates alone.
+enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu, kClampedSwiglu };
+constexpr int kNumActivations = 5;
+
 enum class KvType : int { kBf16, kF32, kInt8, kInt4 };
 constexpr bool is_quantised(KvType t) { return t == KvType::kInt8 || t == KvType::kInt4; }
 constexpr int kKvTile = 32;      // tokens in a KV block
@@ -12,55 +19,67 @@ constexpr int kSplitBlocks = 8;  // blocks of a context that are one softmax; su
 constexpr int kSplitTokens = kSplitBlocks * kKvTile;
 constexpr float kNoMax = -1e30f;  // maximum of no scores: finite, so that differences of two are numbers
 
-// KV of one head and block: K as [head_dim / per][32 tokens][per], then V as [32 / per][padded head_dim][per], where `per` numbers
-// fill 4 bytes. A line is then 16 tokens (K) or 16 dimensions (V) of one bf16 pair or float.
+// KV of one head and block: K as [key_dim / per][32 tokens][per], then V as [32 / per][value columns][per], where `per` numbers fill 4
+// bytes. A line is then 16 tokens (K) or 16 dimensions (V) of one bf16 pair or float. With a value_dim of 0 there is no V: values are part
+// of the keys.
 //
 // Quantised: a number is step * code + least, with a bf16 step and least number for each token's key and value. Codes of K as
-// [head_dim][32 tokens], of V as [32 tokens][code_dim], then the steps and the least numbers of K and those of V, 32 each. In int4 a byte
+// [key_dim][32 tokens], of V as [32 tokens][code_dim], then the steps and the least numbers of K and those of V, 32 each. In int4 a byte
 // has two numbers of one token, so that no two tokens, which two threads may write, share one: dimensions d and d + 1 of K, d and d + 16
 // of V. Attention computes with a block's numbers in bf16.
 struct KvRecord {
   KvType type;
-  int head_dim;
+  int key_dim, value_dim;
 
   constexpr int per() const { return type == KvType::kF32 ? 1 : 2; }
-  constexpr int padded_dim() const { return (head_dim + 15) / 16 * 16; }
-  constexpr int bits() const { return type == KvType::kInt4 ? 4 : 8; }                               // of a code
-  constexpr int code_dim() const { return bits() == 4 ? (head_dim + 31) / 32 * 32 : padded_dim(); }  // codes of a value
+  constexpr int value_columns() const { return (value_dim + 15) / 16 * 16; }                             // in whole lines
+  constexpr int bits() const { return type == KvType::kInt4 ? 4 : 8; }                                   // of a code
+  constexpr int code_dim() const { return bits() == 4 ? (value_dim + 31) / 32 * 32 : value_columns(); }  // codes of a value
+  constexpr int num_scales() const { return value_dim ? 4 : 2; }                                         // steps, least numbers
+  // Numbers that are turned together (`rotate_head`), of keys and of values.
+  constexpr int key_turn() const { return key_dim & -key_dim; }
+  constexpr int value_turn() const { return value_dim ? value_dim & -value_dim : key_turn(); }
   constexpr size_t value_offset() const {
-    return is_quantised(type) ? static_cast<size_t>(head_dim) * kKvTile * bits() / 8 : static_cast<size_t>(head_dim) / per() * kKvTile * 4;
+    return is_quantised(type) ? static_cast<size_t>(key_dim) * kKvTile * bits() / 8 : static_cast<size_t>(key_dim) / per() * kKvTile * 4;
   }
   constexpr size_t scale_offset() const { return value_offset() + static_cast<size_t>(kKvTile) * code_dim() * bits() / 8; }
   constexpr size_t bytes() const {
-    const size_t end = is_quantised(type) ? scale_offset() + 4 * kKvTile * sizeof(uint16_t)
-                                          : value_offset() + static_cast<size_t>(kKvTile) / per() * padded_dim() * 4;
+    const size_t end = is_quantised(type) ? scale_offset() + num_scales() * kKvTile * sizeof(uint16_t)
+                                          : value_offset() + static_cast<size_t>(kKvTile) / per() * value_columns() * 4;
     return (end + 63) / 64 * 64;
   }
-  constexpr KvRecord computed() const { return {type == KvType::kF32 ? KvType::kF32 : KvType::kBf16, head_dim}; }
+  // What attention computes with, where values have so many numbers. The first numbers of keys that were turned can be turned back in whole
+  // blocks alone: so many are then values.
+  constexpr KvRecord computed(int num_values) const {
+    const int block = is_quantised(type) && !value_dim ? key_turn() : 1;
+    return {type == KvType::kF32 ? KvType::kF32 : KvType::kBf16, key_dim, (num_values + block - 1) / block * block};
+  }
 };
 
 constexpr uint16_t kNotFiniteBf16 = 0x7fc0;  // what stands for any number that is not finite
 
 // A key or value, quantised: codes, and bf16 numbers.
 struct KvCodes {
-  uint8_t* codes;  // [head_dim], rounded up to 16
+  uint8_t* codes;  // of all numbers, rounded up to 16
   uint16_t step, least;
 
   bool is_finite() const { return least != kNotFiniteBf16; }
 };
 
-// The KV records of a split, at most kSplitBlocks.
+// The KV records of a split, at most kSplitBlocks, and where their values lie.
 struct SplitRecords {
   int blocks = 0;
   const uint8_t* at[kSplitBlocks];
+  const uint8_t* values[kSplitBlocks];
 };
 
-// One split of a context against up to max_queries query vectors. The maximum is that of the scores times scale / ln 2.
+// One split of a context against up to max_queries query vectors. The maximum is that of the scores over ln 2.
 struct AttendSplit {
   const SplitRecords& kv;
   const SplitRecords* next;  // what this thread reads after `kv`, if that is not in the caches: values and these are fetched ahead
   KvRecord shape;
-  float scale;
+  float scale, softcap;  // of scores; a cap of 0 is none
+  const float* slopes;   // [num] what a score is lowered by for each position that the key lies back, or null
   int num;
   const uint8_t* queries;  // packed by pack_query, query_stride bytes apart
   size_t query_stride;
@@ -68,7 +87,7 @@ struct AttendSplit {
   const int* last;
   float* max;  // [num] maximum, sum of weights and weighted values, written
   float* sum;
-  float* out;  // [num][padded head_dim]
+  float* out;  // [num][value columns]
 };
 
 // A row of logits with its peaks: the highest logit of each 16 tokens. Tokens are ordered by logit, of equal ones the lower id first.
@@ -111,27 +130,34 @@ struct Kernels {
 
   // Rows m .. m + count - 1 of a block of `rows` activation rows, from x[count][n], `stride` apart; zeros up to `columns`.
   void (*pack[kNumForms])(const float* x, size_t stride, int count, int n, int columns, uint8_t* block, int rows, int m);
-  void (*norm)(const float* x, const float* weight, float eps, int n, float* out);
-  void (*silu_mul)(const float* gate, const float* up, float* out, int n);
+  // x / sqrt(mean square + eps) * weight + bias; kLayer takes the mean off first. `bias` may be null.
+  void (*norm[kNumNorms])(const float* x, const float* weight, const float* bias, float eps, int n, float* out);
+  // Null for an activation that belongs to gates alone.
+  void (*activate[kNumActivations])(const float* x, float* out, int n);
+  void (*glu[kNumActivations])(const float* gate, const float* up, float* out, int n);
   void (*add)(const float* x, const float* y, float* out, int n);
   // What becomes of a tile of outputs, x[rows][16]; strides are in floats. `residual` may be null; the first n columns are written.
   void (*finish_tile)(const float* x, int rows, int n, const float* residual, size_t residual_stride, float* out, size_t stride);
-  using GatedTile = void (*)(const float* gate, const float* up, int rows, float* out, size_t stride);
-  GatedTile silu_mul_tile;
+  using GluTile = void (*)(const float* gate, const float* up, int rows, float* out, size_t stride);
+  void (*activate_tile[kNumActivations])(const float* x, int rows, float* out, size_t stride);
+  GluTile glu_tile[kNumActivations];
   // Each row rotated pair by pair: x * cos + swapped x * sin, with the signs in `sin`.
   void (*rotate_tile)(float* x, int rows, const float* cos, const float* sin, size_t stride);
   // The same for a whole row of heads, x[n]: `cos` and `sin` have the numbers of one head, and 16 more from its start.
   void (*rotate_row)(const float* x, const float* cos, const float* sin, int head_dim, int n, float* out);
-  void (*pack_query[2])(const float* q, int head_dim, uint8_t* out);
+  void (*pack_query[2])(const float* q, int key_dim, uint8_t* out);
   void (*attend[2])(const AttendSplit&);
   // Turns a vector into a basis in which no dimension stands out, and back: it is its own inverse.
-  void (*rotate_head)(float* x, int n);
+  void (*rotate_head)(float* x, int n, int size);  // in blocks of `size`, a power of two
   void (*quantise_kv)(const float* x, int n, int bits, KvCodes& out);
   // A quantised block in the form that attention computes with. `upcoming` is fetched meanwhile: a block as long, wanted soon.
   void (*expand_kv)(const uint8_t* record, const KvRecord& shape, const uint8_t* upcoming, uint8_t* out);
+  // The first numbers of a block's keys as values, in the form that attention computes with: zeros for those that are not finite.
+  void (*values_of_keys)(const uint8_t* keys, const KvRecord& shape, uint8_t* out);
   // Folds one softmax state into another: a over the context before, b over what follows.
   void (*merge)(float* max, float* sum, float* out, float max_b, float sum_b, const float* out_b, int n);
   void (*scale)(const float* x, float factor, float* out, int n);
+  void (*soft_cap)(const float* x, float cap, float* out, int n);  // cap * tanh(x / cap)
   // out[n] = the sum of weights[i] * x[i][n], in the order of i.
   void (*combine)(const float* x, const float* weights, int count, int n, float* out);
 

@@ -21,11 +21,11 @@ struct KvF32 {
   }
 };
 
-// A query vector in the form that the scores read. Room for 16 more numbers than head_dim.
+// A query vector in the form that the scores read. Room for 16 more numbers than key_dim.
 template <class Kv>
-void pack_query(const float* q, int head_dim, uint8_t* out) {
-  for (int i = 0; i < head_dim; i += 16) {
-    const Vf v = load_partial(q + i, head_dim - i);
+void pack_query(const float* q, int key_dim, uint8_t* out) {
+  for (int i = 0; i < key_dim; i += 16) {
+    const Vf v = load_partial(q + i, key_dim - i);
     if constexpr (Kv::kPer == 2)
       store_pairs(reinterpret_cast<Pair*>(out) + i / 2 * kPairStride, v);
     else
@@ -66,9 +66,9 @@ HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTo
     const int later = b + 2 - t.kv.blocks;
     const uint8_t* upcoming = !t.next ? nullptr : later < 0 ? t.kv.at[b + 2] : t.next->at[later < t.next->blocks ? later : 0];
     const auto* query = reinterpret_cast<const typename Kv::Query*>(t.queries);
-    for (int d = 0; d < t.shape.head_dim / Kv::kPer; d++, line += 128, query += Kv::kStride) {
+    for (int d = 0; d < t.shape.key_dim / Kv::kPer; d++, line += 128, query += Kv::kStride) {
       if (upcoming) {
-        const uint8_t* values = line + t.shape.value_offset();
+        const uint8_t* values = t.kv.values[b] + 128 * d;
         prefetch_l2(upcoming + 128 * d), prefetch_l2(upcoming + 128 * d + 64);
         prefetch_l2(values), prefetch_l2(values + 64);
       }
@@ -83,6 +83,19 @@ HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTo
       store(scores[n] + b * kKvTile, sums[n][0]);
       store(scores[n] + b * kKvTile + 16, sums[n][1]);
     }
+  }
+}
+
+alignas(64) constexpr float kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+// Products of query n as scores: scaled, capped, and lowered by the slope for each position that a key lies back. The distance is counted
+// from the row itself, so that it is exact, and nearly all of the weight falls on small ones.
+HR_INLINE void bend(const AttendSplit& t, int n, int begin, int end, float* scores) {
+  for (int i = begin; i < end; i += 16) {
+    Vf s = mul(load(scores + i), set1(t.scale));
+    if (t.softcap > 0) s = soft_cap(s, t.softcap);
+    if (t.slopes) s = fma(add(load(kLanes), set1(static_cast<float>(i + 1 - t.last[n]))), set1(t.slopes[n]), s);
+    store(scores + i, s);
   }
 }
 
@@ -101,10 +114,12 @@ HR_INLINE void soften(const AttendSplit& t, int n, Lanes all, float* scores, typ
   const bool any = seen.begin < seen.end;
   const int begin = (any ? seen.begin : all.begin) & -16, end = any ? (seen.end + 15) & -16 : begin;
   const auto hide = [&](int i) { store(scores + i, keep_lanes(load(scores + i), seen.begin - i, seen.end - i, kNoMax)); };
+  const bool bent = t.softcap > 0 || t.slopes;
+  if (bent) bend(t, n, begin, end, scores);
   if (any) hide(begin), hide(end - 16);
   Vf top = set1(kNoMax), sum = zero();
   for (int i = begin; i < end; i += 16) top = max(top, load(scores + i));
-  const float unit = t.scale * 1.44269504f, high = reduce_max(top) * unit;
+  const float unit = (bent ? 1.0f : t.scale) * 1.44269504f, high = reduce_max(top) * unit;
   for (int i = all.begin & -16; i < begin; i += 16) put(i, zero());
 #pragma GCC unroll 2
   for (int i = begin; i < end; i += 16) {
@@ -120,7 +135,7 @@ HR_INLINE void soften(const AttendSplit& t, int n, Lanes all, float* scores, typ
 // out[query][dims d .. d + 16 Lines) = weights @ V.
 template <class Kv, int Num, int Lines>
 HR_INLINE void weigh_lines(const AttendSplit& t, int d, Lanes lanes, const typename Kv::Query (*weights)[kSplitTokens]) {
-  const int width = t.shape.padded_dim();
+  const int width = t.shape.value_columns();
   Vf acc[Num][Lines];
 #pragma GCC unroll 12
   for (int n = 0; n < Num; n++)
@@ -129,7 +144,7 @@ HR_INLINE void weigh_lines(const AttendSplit& t, int d, Lanes lanes, const typen
   for (int b = lanes.begin / kKvTile; b * kKvTile < lanes.end; b++) {
     const int begin = lanes.begin - b * kKvTile, end = lanes.end - b * kKvTile;
     const int first = begin < 0 ? 0 : begin / Kv::kPer, last = ((end > kKvTile ? kKvTile : end) + Kv::kPer - 1) / Kv::kPer;
-    const uint8_t* line = t.kv.at[b] + t.shape.value_offset() + (static_cast<size_t>(first) * width + d) * 4;
+    const uint8_t* line = t.kv.values[b] + (static_cast<size_t>(first) * width + d) * 4;
     const uint8_t* upcoming = t.next && d == 0 && b < t.next->blocks ? t.next->at[b] : nullptr;
     for (int k = first; k < last; k++, line += static_cast<size_t>(width) * 4) {
       if (upcoming)
@@ -150,7 +165,7 @@ HR_INLINE void weigh_lines(const AttendSplit& t, int d, Lanes lanes, const typen
 // As many dimensions from d on as fill whole sets of lines; returns the first one left.
 template <class Kv, int Num, int Lines>
 HR_INLINE int weigh(const AttendSplit& t, int d, Lanes lanes, const typename Kv::Query (*weights)[kSplitTokens]) {
-  for (; d + 16 * Lines <= t.shape.padded_dim(); d += 16 * Lines) weigh_lines<Kv, Num, Lines>(t, d, lanes, weights);
+  for (; d + 16 * Lines <= t.shape.value_columns(); d += 16 * Lines) weigh_lines<Kv, Num, Lines>(t, d, lanes, weights);
   return d;
 }
 

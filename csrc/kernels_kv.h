@@ -1,7 +1,7 @@
 // Quantised keys and values: to codes, and back to the bf16 numbers that attention computes with. Included inside the namespace of an
 // instruction set.
 
-// Walsh-Hadamard transform of blocks of the largest power of two that divides n, scaled to keep lengths (QuaRot, Ashkboos et al. 2024):
+// Walsh-Hadamard transform of blocks of `size` numbers, a power of two, scaled to keep lengths (QuaRot, Ashkboos et al. 2024):
 // queries and keys turned alike have the same products, and what is weighted and summed can be turned back afterwards.
 //
 // Inside a vector it is a product with a matrix of signs, since no instruction set of ours adds lanes to each other at that pace.
@@ -29,8 +29,7 @@ HR_INLINE void rotate_few(float* x, int n, int size, float factor) {
   for (int i = 0; i < n; i++) x[i] *= factor;
 }
 
-void rotate_head(float* x, int n) {
-  const int size = n & -n;
+void rotate_head(float* x, int n, int size) {
   const float factor = 1.0f / __builtin_sqrtf(static_cast<float>(size));
   if (size < 16) return rotate_few(x, n, size, factor);
   for (int i = 0; i < n; i += 16) {
@@ -85,7 +84,7 @@ HR_INLINE void expand_keys(const uint8_t* record, const KvRecord& shape, uint8_t
   const auto* scales = reinterpret_cast<const uint16_t*>(record + shape.scale_offset());
   for (int t = 0; t < kKvTile; t += 16) {
     const Vf step = load_bf16(scales + t), least = load_bf16(scales + kKvTile + t);
-    for (int d = 0; d < shape.head_dim; d += 2) {
+    for (int d = 0; d < shape.key_dim; d += 2) {
       Vi even, odd;
       if constexpr (Bits == 8) {
         even = load_u8(record + d * kKvTile + t);
@@ -104,7 +103,7 @@ template <int Bits>
 HR_INLINE void expand_values(const uint8_t* record, const KvRecord& shape, const uint8_t* upcoming, uint8_t* out) {
   const auto* scales = reinterpret_cast<const uint16_t*>(record + shape.scale_offset()) + 2 * kKvTile;
   const size_t row = static_cast<size_t>(shape.code_dim()) * Bits / 8, share = shape.bytes() / (kKvTile / 2);
-  const int width = shape.padded_dim();
+  const int width = shape.value_columns();
   const uint8_t* codes = record + shape.value_offset();
   for (int t = 0; t < kKvTile; t += 2, codes += 2 * row, out += static_cast<size_t>(width) * 4, upcoming += share) {
     for (size_t i = 0; i < share; i += 64) prefetch_l2(upcoming + i);
@@ -125,13 +124,47 @@ HR_INLINE void expand_values(const uint8_t* record, const KvRecord& shape, const
   }
 }
 
+template <int Bits>
+HR_INLINE void expand(const uint8_t* record, const KvRecord& shape, const uint8_t* upcoming, uint8_t* out) {
+  if (shape.value_dim) expand_values<Bits>(record, shape, upcoming, out + shape.computed(shape.value_dim).value_offset());
+  expand_keys<Bits>(record, shape, out);
+}
+
 void expand_kv(const uint8_t* record, const KvRecord& shape, const uint8_t* upcoming, uint8_t* out) {
-  uint8_t* values = out + shape.computed().value_offset();
-  if (shape.bits() == 8) {
-    expand_values<8>(record, shape, upcoming, values);
-    expand_keys<8>(record, shape, out);
-  } else {
-    expand_values<4>(record, shape, upcoming, values);
-    expand_keys<4>(record, shape, out);
-  }
+  return shape.bits() == 8 ? expand<8>(record, shape, upcoming, out) : expand<4>(record, shape, upcoming, out);
+}
+
+// Two adjacent numbers of two adjacent tokens, where those of a token came first and those of a dimension are to; 0 for what is not finite.
+HR_INLINE uint64_t crossed(uint64_t x) {
+  constexpr uint64_t each = 0x0001000100010001, middle = 0xffff0000;
+  const uint64_t bad = ((x & 0x7f80 * each) + 0x80 * each) & 0x8000 * each;  // an exponent of all ones carries into the sign
+  if (bad) x &= ~((bad >> 15) * 0xffff);
+  return (x & ~(middle | middle << 16)) | (x & middle) << 16 | (x >> 16 & middle);
+}
+
+HR_INLINE void cross_bf16(const uint8_t* keys, int num_values, int width, uint8_t* out) {
+  for (int first = 0; first < num_values; first += 16)  // a line of a token pair at a time
+    for (int t = 0; t < kKvTile; t += 2)
+      for (int d = first; d < first + 16 && d < num_values; d += 2) {
+        uint64_t x;
+        memcpy(&x, keys + (d / 2 * kKvTile + t) * 4, 8);
+        x = crossed(x);
+        memcpy(out + (static_cast<size_t>(t / 2) * width + d) * 4, &x, 8);
+      }
+}
+
+HR_INLINE void cross_f32(const float* keys, int num_values, int width, float* out) {
+  for (int first = 0; first < num_values; first += 16)
+    for (int t = 0; t < kKvTile; t++)
+      for (int d = first; d < first + 16 && d < num_values; d++) {
+        const float x = keys[d * kKvTile + t];
+        out[static_cast<size_t>(t) * width + d] = __builtin_isfinite(x) ? x : 0.0f;
+      }
+}
+
+void values_of_keys(const uint8_t* keys, const KvRecord& shape, uint8_t* out) {
+  if (shape.type == KvType::kF32)
+    cross_f32(reinterpret_cast<const float*>(keys), shape.value_dim, shape.value_columns(), reinterpret_cast<float*>(out));
+  else
+    cross_bf16(keys, shape.value_dim, shape.value_columns(), out);
 }

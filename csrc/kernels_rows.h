@@ -1,17 +1,7 @@
-// Row kernels: norm, activation packing, gated unit, rotation. Included inside the namespace of an instruction set.
+// Row kernels: norm, activation, gated unit, rotation. Included inside the namespace of an instruction set.
 // Every reduction has one order, fixed by the length of the row alone.
 
 constexpr float kNotFinite = __builtin_nanf("");  // what is computed from numbers that are not finite, or too large
-
-// 2^t to 3e-6, 0 far below: a power of two times a polynomial in the remainder, the best of its degree on [-1/2, 1/2] that is 1 at 0.
-HR_INLINE Vf exp2(Vf t) {
-  t = max(set1(-150.0f), t);  // the second operand is what x86 returns when one is NaN
-  const Vf n = round(t), r = sub(t, n);
-  Vf p = set1(9.5828548e-3f);
-  constexpr float coefficients[] = {5.5906430e-2f, 2.4024099e-1f, 6.9312418e-1f, 1.0f};
-  for (const float c : coefficients) p = fma(p, r, set1(c));
-  return times_power_of_2(p, n);
-}
 
 // The lines of a row: whole ones, then what is left; `line(i, n)` has n numbers at i.
 template <class F>
@@ -29,34 +19,70 @@ HR_INLINE void store_line(float* p, Vf x, int n) {
     store_partial(p, x, n);
 }
 
-void norm(const float* x, const float* weight, float eps, int n, float* out) {
-  Vf squares[4] = {zero(), zero(), zero(), zero()};  // one sum would wait for itself line after line
+// The sum of `part` over the lines of a row; beyond its end a line has zeros.
+template <class F>
+HR_INLINE float sum_lines(const float* x, int n, F&& part) {
+  Vf sums[4] = {zero(), zero(), zero(), zero()};  // one sum would wait for itself line after line
   int k = 0;
   for (; k + 64 <= n; k += 64)
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-      const Vf v = load(x + k + 16 * i);
-      squares[i] = fma(v, v, squares[i]);
-    }
-  each_line(n - k, [&](int i, int m) {
-    const Vf v = load_line(x + k + i, m);
-    squares[0] = fma(v, v, squares[0]);
-  });
-  const Vf sum = add(add(squares[0], squares[1]), add(squares[2], squares[3]));
-  const float mean = reduce_add(sum) / static_cast<float>(n);
+    for (int i = 0; i < 4; i++) sums[i] = part(load(x + k + 16 * i), 16, sums[i]);
+  each_line(n - k, [&](int i, int m) { sums[0] = part(load_line(x + k + i, m), m, sums[0]); });
+  return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+}
+
+template <NormKind Kind>
+void norm(const float* x, const float* weight, const float* bias, float eps, int n, float* out) {
+  constexpr bool centred = Kind == NormKind::kLayer;
+  const float count = static_cast<float>(n);
+  Vf mean = zero();
+  if constexpr (centred) mean = set1(sum_lines(x, n, [](Vf v, int, Vf sum) { return add(sum, v); }) / count);
+  const float square = sum_lines(x, n,
+                                 [&](Vf v, int m, Vf sum) {
+                                   if constexpr (centred) v = m == 16 ? sub(v, mean) : keep_lanes(sub(v, mean), 0, m, 0.0f);
+                                   return fma(v, v, sum);
+                                 }) /
+                       count;
   // Where the squares are too large for a sum, a factor of 0 would make a row of zeros of it.
-  const Vf factor = set1(__builtin_isfinite(mean) ? 1.0f / __builtin_sqrtf(mean + eps) : kNotFinite);
-  each_line(n, [&](int i, int m) { store_line(out + i, mul(mul(load_line(x + i, m), factor), load_line(weight + i, m)), m); });
+  const Vf factor = set1(__builtin_isfinite(square) ? 1.0f / __builtin_sqrtf(square + eps) : kNotFinite);
+  each_line(n, [&](int i, int m) {
+    Vf v = load_line(x + i, m);
+    if constexpr (centred) v = sub(v, mean);
+    v = mul(mul(v, factor), load_line(weight + i, m));
+    store_line(out + i, bias ? add(v, load_line(bias + i, m)) : v, m);
+  });
 }
 
-HR_INLINE Vf silu(Vf x) { return div(x, add(set1(1.0f), exp2(mul(max(x, set1(-80.0f)), set1(-1.44269504f))))); }
-
-void silu_mul(const float* gate, const float* up, float* out, int n) {
-  each_line(n, [&](int i, int m) { store_line(out + i, mul(silu(load_line(gate + i, m)), load_line(up + i, m)), m); });
+template <Activation A>
+void activate(const float* x, float* out, int n) {
+  each_line(n, [&](int i, int m) { store_line(out + i, activated<A>(load_line(x + i, m)), m); });
 }
 
-void silu_mul_tile(const float* gate, const float* up, int rows, float* out, size_t stride) {
-  for (int m = 0; m < rows; m++) store(out + m * stride, mul(silu(load(gate + 16 * m)), load(up + 16 * m)));
+template <Activation A>
+void glu(const float* gate, const float* up, float* out, int n) {
+  each_line(n, [&](int i, int m) { store_line(out + i, gated<A>(load_line(gate + i, m), load_line(up + i, m)), m); });
+}
+
+template <Activation A>
+void activate_tile(const float* x, int rows, float* out, size_t stride) {
+  for (int m = 0; m < rows; m++) store(out + m * stride, activated<A>(load(x + 16 * m)));
+}
+
+template <Activation A>
+void glu_tile(const float* gate, const float* up, int rows, float* out, size_t stride) {
+  for (int m = 0; m < rows; m++) store(out + m * stride, gated<A>(load(gate + 16 * m), load(up + 16 * m)));
+}
+
+template <int A = 0>
+void fill_activations(Kernels& k) {
+  constexpr auto activation = static_cast<Activation>(A);
+  if constexpr (activation != Activation::kClampedSwiglu) {
+    k.activate[A] = activate<activation>;
+    k.activate_tile[A] = activate_tile<activation>;
+  }
+  k.glu[A] = glu<activation>;
+  k.glu_tile[A] = glu_tile<activation>;
+  if constexpr (A + 1 < kNumActivations) fill_activations<A + 1>(k);
 }
 
 void add_rows(const float* x, const float* y, float* out, int n) {
@@ -86,6 +112,10 @@ void rotate_row(const float* x, const float* cos, const float* sin, int head_dim
 
 void scale(const float* x, float factor, float* out, int n) {
   each_line(n, [&](int i, int m) { store_line(out + i, mul(load_line(x + i, m), set1(factor)), m); });
+}
+
+void soft_cap_row(const float* x, float cap, float* out, int n) {
+  each_line(n, [&](int i, int m) { store_line(out + i, soft_cap(load_line(x + i, m), cap), m); });
 }
 
 void combine(const float* x, const float* weights, int count, int n, float* out) {

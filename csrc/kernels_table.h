@@ -3,6 +3,7 @@
 // copy that the linker keeps for all units.
 // clang-format off: each of these needs those before it.
 #include HR_SIMD
+#include "kernels_functions.h"
 #include "kernels_rows.h"
 #include "kernels_pack.h"
 #include "kernels_attention.h"
@@ -22,11 +23,11 @@ const Kernels* make_table(const char* name) {
   k.pack[static_cast<int>(Form::kQ8Row)] = pack_q8_row;
   k.pack[static_cast<int>(Form::kBf16)] = pack_bf16;
   k.pack[static_cast<int>(Form::kF32)] = pack_f32;
-  k.norm = norm;
-  k.silu_mul = silu_mul;
+  k.norm[static_cast<int>(NormKind::kRms)] = norm<NormKind::kRms>;
+  k.norm[static_cast<int>(NormKind::kLayer)] = norm<NormKind::kLayer>;
+  fill_activations(k);
   k.add = add_rows;
   k.finish_tile = finish_tile;
-  k.silu_mul_tile = silu_mul_tile;
   k.rotate_tile = rotate_tile;
   k.rotate_row = rotate_row;
   k.pack_query[0] = pack_query<KvBf16>;
@@ -36,8 +37,10 @@ const Kernels* make_table(const char* name) {
   k.rotate_head = rotate_head;
   k.quantise_kv = quantise_kv;
   k.expand_kv = expand_kv;
+  k.values_of_keys = values_of_keys;
   k.merge = merge;
   k.scale = scale;
+  k.soft_cap = soft_cap_row;
   k.combine = combine;
   k.peaks = peaks;
   k.top = top;

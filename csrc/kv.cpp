@@ -44,7 +44,7 @@ T* key_number(uint8_t* record, int lane, int d) {
 template <class T>
 T* value_number(uint8_t* record, const KvRecord& shape, int lane, int d) {
   constexpr int per = 4 / sizeof(T);
-  return reinterpret_cast<T*>(record + shape.value_offset()) + (lane / per * shape.padded_dim() + d) * per + lane % per;
+  return reinterpret_cast<T*>(record + shape.value_offset()) + (lane / per * shape.value_columns() + d) * per + lane % per;
 }
 
 uint8_t* value_codes(uint8_t* record, const KvRecord& shape, int lane) {
@@ -56,29 +56,42 @@ uint16_t* scale_number(uint8_t* record, const KvRecord& shape, int part, int lan
   return reinterpret_cast<uint16_t*>(record + shape.scale_offset()) + part * kKvTile + lane;
 }
 
+void write_value_codes(uint8_t* record, const KvRecord& shape, int lane, const KvCodes& value) {
+  uint8_t* values = value_codes(record, shape, lane);
+  if (shape.bits() == 8) {
+    std::memcpy(values, value.codes, static_cast<size_t>(shape.value_dim));
+  } else {
+    for (int d = 0; d < shape.value_dim; d += 32)
+      for (int i = 0; i < 16; i++) {
+        const int high = d + 16 + i < shape.value_dim ? value.codes[d + 16 + i] : 0;
+        values[d / 2 + i] = static_cast<uint8_t>((d + i < shape.value_dim ? value.codes[d + i] : 0) | high << 4);
+      }
+  }
+  *scale_number(record, shape, 2, lane) = value.step;
+  *scale_number(record, shape, 3, lane) = value.is_finite() ? value.least : uint16_t{0};
+}
+
 template <class T>
 void settle_value(uint8_t* record, const KvRecord& shape, int lane) {
   bool finite = true;
-  for (int d = 0; d < shape.head_dim; d++) finite &= !is_nan(*value_number<T>(record, shape, lane, d));
-  for (int d = 0; !finite && d < shape.head_dim; d++) {
-    store(key_number<T>(record, lane, d), kNotFinite);
-    store(value_number<T>(record, shape, lane, d), 0.0f);
-  }
+  for (int d = 0; d < shape.value_dim; d++) finite &= !is_nan(*value_number<T>(record, shape, lane, d));
+  if (finite) return;
+  for (int d = 0; d < shape.key_dim; d++) store(key_number<T>(record, lane, d), kNotFinite);
+  for (int d = 0; d < shape.value_dim; d++) store(value_number<T>(record, shape, lane, d), 0.0f);
 }
 
 template <class T>
 void copy_numbers(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const KvRecord& shape) {
-  for (int d = 0; d < shape.head_dim; d++) {
-    *key_number<T>(to, to_lane, d) = *key_number<T>(from, from_lane, d);
-    *value_number<T>(to, shape, to_lane, d) = *value_number<T>(from, shape, from_lane, d);
-  }
+  for (int d = 0; d < shape.key_dim; d++) *key_number<T>(to, to_lane, d) = *key_number<T>(from, from_lane, d);
+  for (int d = 0; d < shape.value_dim; d++) *value_number<T>(to, shape, to_lane, d) = *value_number<T>(from, shape, from_lane, d);
 }
 
 void copy_codes(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const KvRecord& shape) {
   for (size_t i = 0; i < shape.value_offset(); i += kKvTile) to[i + to_lane] = from[i + from_lane];
   std::memcpy(value_codes(to, shape, to_lane), value_codes(from, shape, from_lane),
               static_cast<size_t>(shape.code_dim()) * shape.bits() / 8);
-  for (int part = 0; part < 4; part++) *scale_number(to, shape, part, to_lane) = *scale_number(from, shape, part, from_lane);
+  for (int part = 0; part < shape.num_scales(); part++)
+    *scale_number(to, shape, part, to_lane) = *scale_number(from, shape, part, from_lane);
 }
 
 }  // namespace
@@ -114,22 +127,16 @@ void settle(uint8_t* record, const KvRecord& shape, int lane) {
   return shape.type == KvType::kBf16 ? settle_value<uint16_t>(record, shape, lane) : settle_value<float>(record, shape, lane);
 }
 
-void write_codes(uint8_t* record, const KvRecord& shape, int lane, const KvCodes& key, const KvCodes& value) {
-  uint8_t *keys = record + lane, *values = value_codes(record, shape, lane);
-  if (shape.bits() == 8) {
-    for (int d = 0; d < shape.head_dim; d++) keys[d * kKvTile] = key.codes[d];
-    std::memcpy(values, value.codes, static_cast<size_t>(shape.head_dim));
-  } else {
-    for (int d = 0; d < shape.head_dim; d += 2) keys[d / 2 * kKvTile] = static_cast<uint8_t>(key.codes[d] | key.codes[d + 1] << 4);
-    for (int d = 0; d < shape.head_dim; d += 32)
-      for (int i = 0; i < 16; i++) {
-        const int high = d + 16 + i < shape.head_dim ? value.codes[d + 16 + i] : 0;
-        values[d / 2 + i] = static_cast<uint8_t>((d + i < shape.head_dim ? value.codes[d + i] : 0) | high << 4);
-      }
-  }
-  const bool finite = value.is_finite();
-  const uint16_t scales[] = {key.step, finite ? key.least : kNotFiniteBf16, value.step, finite ? value.least : uint16_t{0}};
-  for (int part = 0; part < 4; part++) *scale_number(record, shape, part, lane) = scales[part];
+void write_codes(uint8_t* record, const KvRecord& shape, int lane, const KvCodes& key, const KvCodes* value) {
+  uint8_t* keys = record + lane;
+  if (shape.bits() == 8)
+    for (int d = 0; d < shape.key_dim; d++) keys[d * kKvTile] = key.codes[d];
+  else
+    for (int d = 0; d < shape.key_dim; d += 2) keys[d / 2 * kKvTile] = static_cast<uint8_t>(key.codes[d] | key.codes[d + 1] << 4);
+  const bool finite = !value || value->is_finite();
+  const uint16_t scales[] = {key.step, finite ? key.least : kNotFiniteBf16};
+  for (int part = 0; part < 2; part++) *scale_number(record, shape, part, lane) = scales[part];
+  if (value) write_value_codes(record, shape, lane, *value);
 }
 
 void copy_token(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const KvRecord& shape) {

@@ -37,6 +37,7 @@ class KvCache {
 
 // What is not finite is kept in the key, as NaN, and never in a value, where even a weight of zero would let it through: to rows that do
 // not see the token, and to a later owner of the block. So a token with a number that is not finite makes NaN of all rows that see it.
+// Values that are part of keys are made without such numbers (`values_of_keys`).
 
 // Numbers d .. d + n - 1 of the key or value of token `lane`; d and n are even for keys. Values say whether all of them are finite: where
 // they are not, `settle` must follow before anything reads the token.
@@ -44,8 +45,8 @@ void write_keys(uint8_t* record, const KvRecord& shape, int lane, int d, const f
 bool write_values(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n);
 // Zeros for a value with a number that is not finite, and NaN for its key.
 void settle(uint8_t* record, const KvRecord& shape, int lane);
-// A whole key and value, quantised.
-void write_codes(uint8_t* record, const KvRecord& shape, int lane, const KvCodes& key, const KvCodes& value);
+// A whole key and value, quantised; null where values are part of keys.
+void write_codes(uint8_t* record, const KvRecord& shape, int lane, const KvCodes& key, const KvCodes* value);
 // Key and value of one token from record to record.
 void copy_token(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const KvRecord& shape);
 

@@ -3,7 +3,9 @@
 // change a bit.
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
+#include <numbers>
 
 #include "attention_work.h"
 
@@ -13,7 +15,7 @@ namespace {
 // Working memory of a thread, the same for all layers.
 struct Scratch {
   std::vector<uint8_t> queries, blocks, expanded;
-  std::vector<float> query;
+  std::vector<float> query, slopes;
   SoftmaxStates split, total;
   std::vector<int> first, last;
 };
@@ -21,8 +23,7 @@ thread_local Scratch scratch;
 
 class Attention : public Op {
  public:
-  Attention(int out, int q, int layer, float scale, AttentionWork& work)
-      : Op("attention"), out_(out), q_(q), layer_(layer), scale_(scale), work_(work) {}
+  Attention(AttentionArgs args, AttentionWork& work) : Op("attention"), a_(std::move(args)), work_(work) {}
 
   int items(const Plan& plan, const Step& step) override {
     work_.prepare(plan, step);
@@ -47,26 +48,31 @@ class Attention : public Op {
  private:
   const KvCache& cache(const Plan& plan) const { return plan.kv(work_.group); }
   int num_queries(const AttentionItem& item) const { return item.rows() * work_.share; }
-  static size_t query_stride(const KvRecord& shape) { return (static_cast<size_t>(shape.head_dim) + 16) * 4; }
+  size_t query_stride() const { return (static_cast<size_t>(work_.shape.key_dim) + 16) * 4; }
+  int width() const { return work_.shape.value_columns(); }
 
   SplitRecords locate(const Plan& plan, const Step& step, const AttentionItem& item, int split) const {
     SplitRecords records;
     const KvRows& kv = step.kv[work_.group];
     const int first = split * kSplitBlocks;
     for (; records.blocks < kSplitBlocks && (first + records.blocks) * kKvTile < item.context; records.blocks++)
-      records.at[records.blocks] =
-          cache(plan).record(layer_, item.head, kv.block_table[static_cast<size_t>(item.seq) * kv.max_blocks + first + records.blocks]);
+      put(plan, records, records.blocks,
+          cache(plan).record(a_.layer, item.head, kv.block_table[static_cast<size_t>(item.seq) * kv.max_blocks + first + records.blocks]));
     return records;
+  }
+
+  void put(const Plan& plan, SplitRecords& records, int i, const uint8_t* record) const {
+    records.at[i] = record;
+    records.values[i] = record + cache(plan).shape().value_offset();
   }
 
   // `records` are those of the first split; when it is done, those of the next item.
   void run_item(const Plan& plan, const Step& step, const AttentionItem& item, const AttentionItem* next_item, SplitRecords& records,
                 Scratch& s) const {
-    const KvRecord& shape = cache(plan).shape();
-    const int queries = num_queries(item), width = shape.padded_dim();
-    s.blocks.resize(std::max(s.blocks.size(), kSplitBlocks * shape.bytes()));
+    const int queries = num_queries(item);
+    s.blocks.resize(std::max(s.blocks.size(), kSplitBlocks * cache(plan).shape().bytes()));
     s.first.resize(queries), s.last.resize(queries);
-    s.total.resize(queries, width), s.split.resize(queries, width);
+    s.total.resize(queries, width()), s.split.resize(queries, width());
     pack_queries(plan, item, queries, s);
     for (int split = item.first_split; split < item.last_split; split++) {
       SoftmaxStates& states = split == item.first_split ? s.total : s.split;
@@ -80,30 +86,32 @@ class Attention : public Op {
     if (item.partial < 0) return finish(plan, item, s.total, 0);
     std::copy(s.total.max.begin(), s.total.max.end(), work_.partial.max.begin() + item.partial);
     std::copy(s.total.sum.begin(), s.total.sum.end(), work_.partial.sum.begin() + item.partial);
-    std::copy(s.total.out.begin(), s.total.out.end(), work_.partial.out.begin() + static_cast<size_t>(item.partial) * width);
+    std::copy(s.total.out.begin(), s.total.out.end(), work_.partial.out.begin() + static_cast<size_t>(item.partial) * width());
   }
 
   void pack_queries(const Plan& plan, const AttentionItem& item, int queries, Scratch& s) const {
     const KvRecord& shape = cache(plan).shape();
     const int group = work_.share;
-    s.queries.resize(std::max(s.queries.size(), queries * query_stride(shape)));
-    s.query.resize(shape.head_dim);
+    s.queries.resize(std::max(s.queries.size(), queries * query_stride()));
+    s.query.resize(shape.key_dim);
+    s.slopes.resize(queries);
     for (int n = 0; n < queries; n++) {
-      const float* q = plan.buffer(q_).row(item.first_row + n / group) + (item.head * group + n % group) * shape.head_dim;
+      const int head = item.head * group + n % group;
+      if (!a_.slopes.empty()) s.slopes[n] = a_.slopes[head];
+      const float* q = plan.buffer(a_.q).row(item.first_row + n / group) + head * shape.key_dim;
       if (is_quantised(shape.type)) {  // turned as the keys are
-        std::copy(q, q + shape.head_dim, s.query.begin());
-        plan.kernels().rotate_head(s.query.data(), shape.head_dim);
+        std::copy(q, q + shape.key_dim, s.query.begin());
+        plan.kernels().rotate_head(s.query.data(), shape.key_dim, shape.key_turn());
         q = s.query.data();
       }
-      plan.kernels().pack_query[static_cast<int>(shape.computed().type)](q, shape.head_dim, s.queries.data() + n * query_stride(shape));
+      plan.kernels().pack_query[static_cast<int>(work_.shape.type)](q, shape.key_dim, s.queries.data() + n * query_stride());
     }
   }
 
   void merge_states(const Plan& plan, SoftmaxStates& to, int first, const SoftmaxStates& from, int first_from, int queries) const {
-    const int width = cache(plan).shape().padded_dim();
     for (int n = 0; n < queries; n++) {
       const size_t a = first + n, b = first_from + n;
-      plan.kernels().merge(&to.max[a], &to.sum[a], &to.out[a * width], from.max[b], from.sum[b], &from.out[b * width], width);
+      plan.kernels().merge(&to.max[a], &to.sum[a], &to.out[a * width()], from.max[b], from.sum[b], &from.out[b * width()], width());
     }
   }
 
@@ -126,22 +134,27 @@ class Attention : public Op {
     for (; row < item.last_row; row++) {
       SplitRecords gathered = records;
       for (int i = 0; i < records.blocks; i++)
-        gathered.at[i] = gather(plan, step, item, row, split * kSplitBlocks + i, records.at[i], &s.blocks[i * cache(plan).shape().bytes()]);
+        put(plan, gathered, i,
+            gather(plan, step, item, row, split * kSplitBlocks + i, records.at[i], &s.blocks[i * cache(plan).shape().bytes()]));
       expand(plan, gathered, gathered, gathered, s);
       attend(plan, gathered, nullptr, (row - item.first_row) * group, (row + 1 - item.first_row) * group, states, s);
     }
   }
 
-  // Quantised records in the form that attention computes with; those of `next` are fetched meanwhile.
+  // Quantised records, and values that are part of keys, in the form that attention computes with; records of `next` are fetched meanwhile.
   void expand(const Plan& plan, const SplitRecords& records, const SplitRecords& next, SplitRecords& expanded, Scratch& s) const {
     const KvRecord& shape = cache(plan).shape();
-    if (!is_quantised(shape.type)) return;
-    const size_t bytes = shape.computed().bytes();
+    if (!is_quantised(shape.type) && shape.value_dim) return;
+    const size_t bytes = work_.shape.bytes();
     s.expanded.resize(std::max(s.expanded.size(), kSplitBlocks * bytes));
     for (int i = 0; i < records.blocks; i++) {
-      uint8_t* to = s.expanded.data() + i * bytes;
-      plan.kernels().expand_kv(records.at[i], shape, next.at[std::min(i, next.blocks - 1)], to);
-      expanded.at[i] = to;
+      uint8_t *to = s.expanded.data() + i * bytes, *values = to + work_.shape.value_offset();
+      if (is_quantised(shape.type)) {
+        plan.kernels().expand_kv(records.at[i], shape, next.at[std::min(i, next.blocks - 1)], to);
+        expanded.at[i] = to;
+      }
+      if (!shape.value_dim) plan.kernels().values_of_keys(expanded.at[i], work_.shape, values);
+      expanded.values[i] = values;
     }
   }
 
@@ -157,7 +170,7 @@ class Attention : public Op {
       for (uint64_t bits = step.ancestors[static_cast<size_t>(row) * step.ancestor_words + word]; bits; bits &= bits - 1, position++) {
         if (position / kKvTile != t) continue;
         const int slot = step.kv[work_.group].slots[step.row_start[b] + step.scheduled_len[b] + 64 * word + std::countr_zero(bits)];
-        copy_token(copy, position % kKvTile, cache(plan).record(layer_, item.head, slot / kKvTile), slot % kKvTile, shape);
+        copy_token(copy, position % kKvTile, cache(plan).record(a_.layer, item.head, slot / kKvTile), slot % kKvTile, shape);
       }
     return copy;
   }
@@ -165,34 +178,44 @@ class Attention : public Op {
   // Query vectors [begin, end) of the item. `next` is fetched ahead by the first of them, for which nothing is in the caches.
   void attend(const Plan& plan, const SplitRecords& records, const SplitRecords* next, int begin, int end, SoftmaxStates& states,
               Scratch& s) const {
-    const KvRecord shape = cache(plan).shape().computed();
+    const KvRecord& shape = work_.shape;
     const Blocks chunks(end - begin, plan.kernels().max_queries);
     if (is_quantised(cache(plan).shape().type)) next = nullptr;  // fetched already
     for (int c = 0; c < chunks.count; c++) {
       const int n = begin + chunks.first(c);
-      plan.kernels().attend[static_cast<int>(shape.type)](
-          {records, c ? nullptr : next, shape, scale_, chunks.rows(c), s.queries.data() + n * query_stride(shape), query_stride(shape),
-           &s.first[n], &s.last[n], &states.max[n], &states.sum[n], &states.out[static_cast<size_t>(n) * shape.padded_dim()]});
+      plan.kernels().attend[static_cast<int>(shape.type)]({records, c ? nullptr : next, shape, a_.scale, a_.softcap,
+                                                           a_.slopes.empty() ? nullptr : &s.slopes[n], chunks.rows(c),
+                                                           s.queries.data() + n * query_stride(), query_stride(), &s.first[n], &s.last[n],
+                                                           &states.max[n], &states.sum[n], &states.out[static_cast<size_t>(n) * width()]});
     }
+  }
+
+  // What the weights are divided by: their sum, and the weight of the head's sink.
+  float total_weight(const Plan& plan, int head, float max, float sum) const {
+    if (a_.sinks < 0) return sum;
+    return static_cast<float>(sum + std::exp2(plan.vector(a_.sinks)[head] * std::numbers::log2e - max));
   }
 
   void finish(const Plan& plan, const AttentionItem& item, SoftmaxStates& states, int first) const {
     const KvRecord& shape = cache(plan).shape();
-    const Buffer& out = plan.buffer(out_);
-    const int group = work_.share;
-    const int width = shape.padded_dim(), column = item.head * group * shape.head_dim;
-    float* values = &states.out[static_cast<size_t>(first) * width];
+    const Buffer& out = plan.buffer(a_.out);
+    const int group = work_.share, column = item.head * group * a_.value_dim;
+    float* values = &states.out[static_cast<size_t>(first) * width()];
     for (int n = 0; n < num_queries(item); n++) {
-      float* to = out.packed ? values + n * width : out.row(item.first_row + n / group) + column + n % group * shape.head_dim;
-      plan.kernels().scale(values + n * width, 1.0f / states.sum[first + n], to, shape.head_dim);
-      if (is_quantised(shape.type)) plan.kernels().rotate_head(to, shape.head_dim);
+      float* y = values + n * width();
+      const float total = total_weight(plan, item.head * group + n % group, states.max[first + n], states.sum[first + n]);
+      plan.kernels().scale(y, 1.0f / total, y, work_.shape.value_dim);
+      if (is_quantised(shape.type)) plan.kernels().rotate_head(y, work_.shape.value_dim, shape.value_turn());
+      if (!out.packed) std::copy_n(y, a_.value_dim, out.row(item.first_row + n / group) + column + n % group * a_.value_dim);
     }
-    // What is packed here has no padding between heads: head_dim is a multiple of the group.
-    if (out.packed) plan.pack_columns(out, item.first_row, item.rows(), column, values, group * width, group * shape.head_dim);
+    if (!out.packed) return;
+    const int heads = width() == a_.value_dim ? group : 1;  // without padding between them
+    for (int g = 0; g < group; g += heads)
+      plan.pack_columns(out, item.first_row, item.rows(), column + g * a_.value_dim, values + g * width(), group * width(),
+                        heads * a_.value_dim);
   }
 
-  const int out_, q_, layer_;
-  const float scale_;
+  const AttentionArgs a_;
   AttentionWork& work_;
 };
 
@@ -210,8 +233,8 @@ class AttentionMerge : public Op {
 
 }  // namespace
 
-std::array<std::unique_ptr<Op>, 2> make_attention(int out, int q, int layer, float scale, AttentionWork& work) {
-  auto attention = std::make_unique<Attention>(out, q, layer, scale, work);
+std::array<std::unique_ptr<Op>, 2> make_attention(AttentionArgs args, AttentionWork& work) {
+  auto attention = std::make_unique<Attention>(std::move(args), work);
   auto merge = std::make_unique<AttentionMerge>(attention.get());
   return {std::move(attention), std::move(merge)};
 }

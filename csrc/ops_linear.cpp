@@ -75,36 +75,37 @@ class Linear : public Op {
   const bool offset_;
 };
 
-// Two tiles of gate and up make one 32-column group of the packed result.
-class GluLinear : public Op {
+// An op that computes tiles of 16 columns of its output by themselves; two of them make one 32-column group of a packed one.
+class TiledOp : public Op {
  public:
-  GluLinear(int out, int x, int gate, int up, int gate_bias, int up_bias)
-      : Op("glu_linear"), out_(out), x_(x), gate_(gate), up_(up), gate_bias_(gate_bias), up_bias_(up_bias) {}
+  TiledOp(std::string kind, int out, int x) : Op(std::move(kind)), out_(out), x_(x) {}
 
   int items(const Plan& plan, const Step&) override { return work(plan).count(); }
 
   void run(const Plan& plan, const Step&, int begin, int end, int) override {
-    const Buffer& x = plan.buffer(x_);
+    const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
     const Blocks& blocks = plan.blocks_of(x);
-    alignas(64) float rows[kMaxBlockRows * kGroup];
+    alignas(64) float rows[kMaxBlockRows * kGroup];  // zeros beyond the width
     work(plan).each(begin, end, [&](int pair, int b) {
-      compute(plan, x, blocks, b, pair, rows);
+      for (int half = 0; half < 2; half++) {
+        const int t = 2 * pair + half;
+        if (16 * t < out.width)
+          compute(plan, x, blocks, b, t, rows + 16 * half);
+        else
+          for (int m = 0; m < blocks.rows(b); m++) std::fill_n(rows + kGroup * m + 16 * half, 16, 0.0f);
+      }
       write(plan, blocks, b, pair, rows);
     });
   }
+
+ protected:
+  // Tile t of the output for block b: rows[m][16], kGroup apart.
+  virtual void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t, float* rows) const = 0;
 
  private:
   TileItems work(const Plan& plan) const {
     const Buffer& out = plan.buffer(out_);
     return {plan, plan.blocks_of(plan.buffer(x_)), ((out.packed ? out.columns : out.width) + kGroup - 1) / kGroup};
-  }
-
-  // rows[m][32]: columns 32 pair .. of the gated product; zeros beyond the width.
-  void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int pair, float* rows) const {
-    const Weight &gate = plan.weight(gate_), &up = plan.weight(up_);
-    const GatedUnit unit{gate, up, plan.vector(gate_bias_), plan.vector(up_bias_)};
-    gated_group(plan, unit, pair, block_for(plan, x, false, blocks, b, gate), block_for(plan, x, false, blocks, b, up), blocks.rows(b),
-                plan.kernels().silu_mul_tile, rows);
   }
 
   void write(const Plan& plan, const Blocks& blocks, int b, int pair, const float* rows) const {
@@ -114,10 +115,44 @@ class GluLinear : public Op {
     for (int m = 0; m < blocks.rows(b); m++) std::memcpy(out.row(row + m) + first, rows + kGroup * m, static_cast<size_t>(n) * 4);
   }
 
-  const int out_, x_, gate_, up_, gate_bias_, up_bias_;
+  const int out_, x_;
 };
 
-// q, k and v of the same rows. Queries and keys are rotated in place, keys and values go straight to the KV cache unless it is quantised.
+class GluLinear : public TiledOp {
+ public:
+  GluLinear(int out, int x, int gate, int up, int gate_bias, int up_bias, Activation activation)
+      : TiledOp("glu_linear", out, x), gate_(gate), up_(up), gate_bias_(gate_bias), up_bias_(up_bias), activation_(activation) {}
+
+ private:
+  void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t, float* rows) const override {
+    alignas(64) float g[kMaxBlockRows * 16], u[kMaxBlockRows * 16];
+    multiply(plan, x, false, blocks, b, plan.weight(gate_), t, plan.vector(gate_bias_), g);
+    multiply(plan, x, false, blocks, b, plan.weight(up_), t, plan.vector(up_bias_), u);
+    plan.kernels().glu_tile[static_cast<int>(activation_)](g, u, blocks.rows(b), rows, kGroup);
+  }
+
+  const int gate_, up_, gate_bias_, up_bias_;
+  const Activation activation_;
+};
+
+class LinearActivate : public TiledOp {
+ public:
+  LinearActivate(int out, int x, int weight, int bias, Activation activation)
+      : TiledOp("linear_activate", out, x), weight_(weight), bias_(bias), activation_(activation) {}
+
+ private:
+  void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t, float* rows) const override {
+    alignas(64) float tile[kMaxBlockRows * 16];
+    multiply(plan, x, false, blocks, b, plan.weight(weight_), t, plan.vector(bias_), tile);
+    plan.kernels().activate_tile[static_cast<int>(activation_)](tile, blocks.rows(b), rows, kGroup);
+  }
+
+  const int weight_, bias_;
+  const Activation activation_;
+};
+
+// q, k and v of the same rows, where keys are as long as values. Queries and keys are rotated in place, keys and values go straight to the
+// KV cache unless it is quantised.
 class QkvRopeWrite : public Op {
  public:
   explicit QkvRopeWrite(const QkvArgs& args) : Op("qkv_rope_write"), a_(args) {}
@@ -133,7 +168,7 @@ class QkvRopeWrite : public Op {
       while (t >= plan.weight(a_.weights[part]).tiles()) t -= plan.weight(a_.weights[part++]).tiles();
       const Weight& w = plan.weight(a_.weights[part]);
       multiply(plan, x, true, blocks, b, w, t, plan.vector(a_.biases[part]), tile);
-      const int n = std::min(16, w.rows - 16 * t), row = blocks.first(b), head_dim = plan.kv(a_.layer.group).shape().head_dim;
+      const int n = std::min(16, w.rows - 16 * t), row = blocks.first(b), head_dim = plan.kv(a_.layer.group).shape().key_dim;
       if (part < 2) {
         const Buffer& angles = plan.buffer(a_.angles);
         const float* cos = angles.row(row) + 16 * t % head_dim;
@@ -168,7 +203,7 @@ class QkvRopeWrite : public Op {
     const KvRows& rows = step.kv[a_.layer.group];
     const int slot = rows.slots[row], lane = slot % kKvTile;
     for (int i = 0; i < n;) {  // a tile of a small head reaches into the next
-      const int head = (first + i) / shape.head_dim, d = (first + i) % shape.head_dim, run = std::min(n - i, shape.head_dim - d);
+      const int head = (first + i) / shape.key_dim, d = (first + i) % shape.key_dim, run = std::min(n - i, shape.key_dim - d);
       uint8_t* record = cache.record(a_.layer.layer, head, slot / kKvTile);
       if (part == 1)
         write_keys(record, shape, lane, d, y + i, run);
@@ -208,8 +243,11 @@ class SettleValues : public Op {
 std::unique_ptr<Op> make_linear(int out, int x, int weight, int bias, int residual, bool offset) {
   return std::make_unique<Linear>(out, x, weight, bias, residual, offset);
 }
-std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias) {
-  return std::make_unique<GluLinear>(out, x, gate, up, gate_bias, up_bias);
+std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias, Activation activation) {
+  return std::make_unique<GluLinear>(out, x, gate, up, gate_bias, up_bias, activation);
+}
+std::unique_ptr<Op> make_linear_activate(int out, int x, int weight, int bias, Activation activation) {
+  return std::make_unique<LinearActivate>(out, x, weight, bias, activation);
 }
 std::array<std::unique_ptr<Op>, 2> make_qkv_rope_write(const QkvArgs& args) {
   auto write = std::make_unique<QkvRopeWrite>(args);

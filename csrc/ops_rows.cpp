@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "plan.h"
 
@@ -31,26 +32,56 @@ class RowOp : public Op {
   const int out_;
 };
 
-class Embed : public RowOp {
+// Computes a row as float32, and packs it where the buffer is packed.
+class RowWriter : public RowOp {
  public:
-  Embed(int out, int weight) : RowOp("embed", out), weight_(weight) {}
+  using RowOp::RowOp;
 
  protected:
+  virtual void compute(const Plan& plan, const Step& step, int row, float* y) = 0;
+
+ private:
   void run_row(const Plan& plan, const Step& step, int row) override {
-    unpack_row(plan.weight(weight_), step.tokens[row], plan.buffer(out_).row(row));
+    const Buffer& out = plan.buffer(out_);
+    if (!out.packed) return compute(plan, step, row, out.row(row));
+    thread_local std::vector<float> scratch;
+    scratch.resize(out.width);
+    compute(plan, step, row, scratch.data());
+    plan.pack_columns(out, row, 1, 0, scratch.data(), out.width, out.width);
   }
+};
+
+class Embed : public RowWriter {
+ public:
+  Embed(int out, int weight) : RowWriter("embed", out), weight_(weight) {}
+
+ private:
+  void compute(const Plan& plan, const Step& step, int row, float* y) override { unpack_row(plan.weight(weight_), step.tokens[row], y); }
+
   const int weight_;
 };
 
-class Input : public RowOp {
+class EmbedPosition : public RowWriter {
  public:
-  explicit Input(int out) : RowOp("input", out) {}
+  EmbedPosition(int out, int weight) : RowWriter("embed_position", out), weight_(weight) {}
 
- protected:
-  void run_row(const Plan& plan, const Step& step, int row) override {
-    const Buffer& out = plan.buffer(out_);
-    const float* x = step.inputs + static_cast<size_t>(row) * out.width;
-    std::memcpy(out.row(row), x, static_cast<size_t>(out.width) * 4);
+ private:
+  void compute(const Plan& plan, const Step& step, int row, float* y) override {
+    const Weight& w = plan.weight(weight_);
+    unpack_row(w, std::min(step.positions[row], w.rows - 1), y);
+  }
+
+  const int weight_;
+};
+
+class Input : public RowWriter {
+ public:
+  explicit Input(int out) : RowWriter("input", out) {}
+
+ private:
+  void compute(const Plan& plan, const Step& step, int row, float* y) override {
+    const int width = plan.buffer(out_).width;
+    std::memcpy(y, step.inputs + static_cast<size_t>(row) * width, static_cast<size_t>(width) * 4);
   }
 };
 
@@ -77,34 +108,35 @@ class RopeAngles : public RowOp {
   const int head_dim_;
 };
 
-class Rope : public RowOp {
+class Rope : public RowWriter {
  public:
-  Rope(int out, int x, int angles, int head_dim) : RowOp("rope", out), x_(x), angles_(angles), head_dim_(head_dim) {}
+  Rope(int out, int x, int angles, int head_dim) : RowWriter("rope", out), x_(x), angles_(angles), head_dim_(head_dim) {}
 
- protected:
-  void run_row(const Plan& plan, const Step&, int row) override {
-    const Buffer &out = plan.buffer(out_), &angles = plan.buffer(angles_);
+ private:
+  void compute(const Plan& plan, const Step&, int row, float* y) override {
+    const Buffer &x = plan.buffer(x_), &angles = plan.buffer(angles_);
     const float* cos = angles.row(row);
-    plan.kernels().rotate_row(plan.buffer(x_).row(row), cos, cos + angles.width / 2, head_dim_, out.width, out.row(row));
+    plan.kernels().rotate_row(x.row(row), cos, cos + angles.width / 2, head_dim_, x.width, y);
   }
+
   const int x_, angles_, head_dim_;
 };
 
-class Norm : public RowOp {
+class Norm : public RowWriter {
  public:
-  Norm(int out, int x, int weight, float eps) : RowOp("norm", out), x_(x), weight_(weight), eps_(eps) {}
+  explicit Norm(const NormArgs& args) : RowWriter("norm", args.out), a_(args) {}
 
- protected:
-  void run_row(const Plan& plan, const Step&, int row) override {
-    const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
-    thread_local std::vector<float> scratch;
-    scratch.resize(x.width);
-    float* y = out.packed ? scratch.data() : out.row(row);
-    plan.kernels().norm(x.row(row), plan.vector(weight_), eps_, x.width, y);
-    if (out.packed) plan.pack_columns(out, row, 1, 0, y, x.width, x.width);
+ private:
+  void compute(const Plan& plan, const Step&, int row, float* y) override {
+    const Buffer& x = plan.buffer(a_.x);
+    const float *weight = plan.vector(a_.weight), *bias = plan.vector(a_.bias);
+    const int weight_step = plan.vector_length(a_.weight) == x.width ? a_.size : 0;  // else all groups of columns share one
+    const int bias_step = bias && plan.vector_length(a_.bias) == x.width ? a_.size : 0;
+    for (int first = 0; first < x.width; first += a_.size, weight += weight_step, bias += bias_step)
+      plan.kernels().norm[static_cast<int>(a_.kind)](x.row(row) + first, weight, bias, a_.eps, a_.size, y + first);
   }
-  const int x_, weight_;
-  const float eps_;
+
+  const NormArgs a_;
 };
 
 class Pack : public RowOp {
@@ -135,54 +167,102 @@ class GatherRows : public RowOp {
   const int x_;
 };
 
-class Add : public RowOp {
+class Add : public RowWriter {
  public:
-  Add(int out, int x, int y) : RowOp("add", out), x_(x), y_(y) {}
+  Add(int out, int x, int y) : RowWriter("add", out), x_(x), y_(y) {}
 
- protected:
-  void run_row(const Plan& plan, const Step&, int row) override {
-    plan.kernels().add(plan.buffer(x_).row(row), plan.buffer(y_).row(row), plan.buffer(out_).row(row), plan.buffer(out_).width);
+ private:
+  void compute(const Plan& plan, const Step&, int row, float* y) override {
+    plan.kernels().add(plan.buffer(x_).row(row), plan.buffer(y_).row(row), y, plan.buffer(out_).width);
   }
+
   const int x_, y_;
 };
 
-class Glu : public RowOp {
+class Glu : public RowWriter {
  public:
-  Glu(int out, int gate, int up) : RowOp("glu", out), gate_(gate), up_(up) {}
+  Glu(int out, int gate, int up, Activation activation) : RowWriter("glu", out), gate_(gate), up_(up), activation_(activation) {}
 
- protected:
-  void run_row(const Plan& plan, const Step&, int row) override {
-    plan.kernels().silu_mul(plan.buffer(gate_).row(row), plan.buffer(up_).row(row), plan.buffer(out_).row(row), plan.buffer(out_).width);
+ private:
+  void compute(const Plan& plan, const Step&, int row, float* y) override {
+    const auto glu = plan.kernels().glu[static_cast<int>(activation_)];
+    glu(plan.buffer(gate_).row(row), plan.buffer(up_).row(row), y, plan.buffer(out_).width);
   }
+
   const int gate_, up_;
+  const Activation activation_;
 };
 
-class Silu : public RowOp {
+class Activate : public RowWriter {
  public:
-  Silu(int out, int x) : RowOp("silu", out), x_(x) {}
+  Activate(int out, int x, Activation activation) : RowWriter("activate", out), x_(x), activation_(activation) {}
 
- protected:
-  void run_row(const Plan& plan, const Step&, int row) override {
-    thread_local std::vector<float> ones;  // so that it is the gated kernel, with an open gate
-    ones.resize(std::max(ones.size(), static_cast<size_t>(plan.buffer(x_).width)), 1.0f);
-    plan.kernels().silu_mul(plan.buffer(x_).row(row), ones.data(), plan.buffer(out_).row(row), plan.buffer(out_).width);
+ private:
+  void compute(const Plan& plan, const Step&, int row, float* y) override {
+    plan.kernels().activate[static_cast<int>(activation_)](plan.buffer(x_).row(row), y, plan.buffer(out_).width);
   }
+
   const int x_;
+  const Activation activation_;
+};
+
+class Scale : public RowWriter {
+ public:
+  Scale(int out, int x, float factor) : RowWriter("scale", out), x_(x), factor_(factor) {}
+
+ private:
+  void compute(const Plan& plan, const Step&, int row, float* y) override {
+    plan.kernels().scale(plan.buffer(x_).row(row), factor_, y, plan.buffer(out_).width);
+  }
+
+  const int x_;
+  const float factor_;
+};
+
+class SoftCap : public RowWriter {
+ public:
+  SoftCap(int out, int x, float cap) : RowWriter("soft_cap", out), x_(x), cap_(cap) {}
+
+ private:
+  void compute(const Plan& plan, const Step&, int row, float* y) override {
+    plan.kernels().soft_cap(plan.buffer(x_).row(row), cap_, y, plan.buffer(out_).width);
+  }
+
+  const int x_;
+  const float cap_;
+};
+
+class GateRows : public RowWriter {
+ public:
+  GateRows(int out, int x, int gate) : RowWriter("gate_rows", out), x_(x), gate_(gate) {}
+
+ private:
+  void compute(const Plan& plan, const Step&, int row, float* y) override {
+    const double gate = *plan.buffer(gate_).row(row);
+    const double open = std::isfinite(gate) ? 1 / (1 + std::exp(-gate)) : std::numeric_limits<double>::quiet_NaN();
+    plan.kernels().scale(plan.buffer(x_).row(row), static_cast<float>(open), y, plan.buffer(out_).width);
+  }
+
+  const int x_, gate_;
 };
 
 }  // namespace
 
 std::unique_ptr<Op> make_embed(int out, int weight) { return std::make_unique<Embed>(out, weight); }
+std::unique_ptr<Op> make_embed_position(int out, int weight) { return std::make_unique<EmbedPosition>(out, weight); }
 std::unique_ptr<Op> make_input(int out) { return std::make_unique<Input>(out); }
 std::unique_ptr<Op> make_rope_angles(int out, std::vector<double> inverse_frequencies, double scale, int head_dim) {
   return std::make_unique<RopeAngles>(out, std::move(inverse_frequencies), scale, head_dim);
 }
 std::unique_ptr<Op> make_rope(int out, int x, int angles, int head_dim) { return std::make_unique<Rope>(out, x, angles, head_dim); }
-std::unique_ptr<Op> make_norm(int out, int x, int weight, float eps) { return std::make_unique<Norm>(out, x, weight, eps); }
+std::unique_ptr<Op> make_norm(const NormArgs& args) { return std::make_unique<Norm>(args); }
 std::unique_ptr<Op> make_pack(int out, int x) { return std::make_unique<Pack>(out, x); }
 std::unique_ptr<Op> make_gather_rows(int out, int x) { return std::make_unique<GatherRows>(out, x); }
 std::unique_ptr<Op> make_add(int out, int x, int y) { return std::make_unique<Add>(out, x, y); }
-std::unique_ptr<Op> make_glu(int out, int gate, int up) { return std::make_unique<Glu>(out, gate, up); }
-std::unique_ptr<Op> make_silu(int out, int x) { return std::make_unique<Silu>(out, x); }
+std::unique_ptr<Op> make_glu(int out, int gate, int up, Activation activation) { return std::make_unique<Glu>(out, gate, up, activation); }
+std::unique_ptr<Op> make_activate(int out, int x, Activation activation) { return std::make_unique<Activate>(out, x, activation); }
+std::unique_ptr<Op> make_scale(int out, int x, float factor) { return std::make_unique<Scale>(out, x, factor); }
+std::unique_ptr<Op> make_soft_cap(int out, int x, float cap) { return std::make_unique<SoftCap>(out, x, cap); }
+std::unique_ptr<Op> make_gate_rows(int out, int x, int gate) { return std::make_unique<GateRows>(out, x, gate); }
 
 }  // namespace headrace

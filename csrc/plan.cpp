@@ -162,16 +162,18 @@ void Plan::pack_columns(const Buffer& buffer, int row, int count, int first, con
 std::array<int, 2> Plan::kv_buffers(int group) {
   const KvCache& cache = kv(group);
   if (!is_quantised(cache.shape().type)) return {-1, -1};
-  const int width = cache.heads() * cache.shape().head_dim;
+  const int width = cache.heads() * cache.shape().key_dim;
   const auto [at, is_new] = kv_buffers_.try_emplace(width);
   if (is_new)
     for (int& buffer : at->second) buffer = add_buffer(width, false, false);
   return at->second;
 }
 
-AttentionWork& Plan::attention_work(int group, int num_heads) {
-  auto& work = attention_work_[{group, num_heads}];
-  if (!work) work = std::make_unique<AttentionWork>(group, num_heads / kv(group).heads(), kv_[static_cast<size_t>(group)].window);
+AttentionWork& Plan::attention_work(int group, int num_heads, int value_dim) {
+  auto& work = attention_work_[{group, num_heads, value_dim}];
+  if (!work)
+    work = std::make_unique<AttentionWork>(group, num_heads / kv(group).heads(), kv_[static_cast<size_t>(group)].window,
+                                           kv(group).shape().computed(value_dim));
   return *work;
 }
 

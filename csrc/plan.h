@@ -173,8 +173,8 @@ class Plan {
   void pack_columns(const Buffer& buffer, int row, int count, int first, const float* x, size_t stride, int n) const;
   // The buffers for keys and for values that a group quantises; -1 where its cache takes them tile by tile.
   std::array<int, 2> kv_buffers(int group);
-  // The attention work of the running step, planned once for all layers of a group with so many heads.
-  AttentionWork& attention_work(int group, int num_heads);
+  // The attention work of the running step, planned once for all layers of a group with so many heads and such values.
+  AttentionWork& attention_work(int group, int num_heads, int value_dim);
   int64_t step_number() const { return step_number_; }
   // What the ops over experts of one shape share, one after the other.
   ExpertsWork& experts_work(const ExpertsShape& shape);
@@ -210,7 +210,7 @@ class Plan {
   OneCaller caller_;
   int capacity_rows_ = 0, capacity_logit_rows_ = 0;
   Deal deal_;
-  std::map<std::pair<int, int>, std::unique_ptr<AttentionWork>> attention_work_;  // by group and heads
+  std::map<std::array<int, 3>, std::unique_ptr<AttentionWork>> attention_work_;  // by group, heads and value_dim
   std::map<ExpertsShape, std::unique_ptr<ExpertsWork>> experts_work_;
   int64_t step_number_ = 0;
   bool profiling_ = false;
@@ -220,20 +220,32 @@ class Plan {
 
 // The ops. Buffers, weights and vectors by id; -1 is none.
 std::unique_ptr<Op> make_embed(int out, int weight);
+std::unique_ptr<Op> make_embed_position(int out, int weight);
 std::unique_ptr<Op> make_input(int out);
 // A row of angles has cosines, then signed sines, one for each dimension of a head and 16 more from the start: whatever dimension a
 // tile of 16 outputs begins with, its angles are 16 adjacent numbers.
 constexpr int angles_width(int head_dim) { return 2 * (head_dim + kTileRows); }
 std::unique_ptr<Op> make_rope_angles(int out, std::vector<double> inverse_frequencies, double scale, int head_dim);
 std::unique_ptr<Op> make_rope(int out, int x, int angles, int head_dim);
-std::unique_ptr<Op> make_norm(int out, int x, int weight, float eps);
+struct NormArgs {
+  int out, x, weight, bias;  // vectors of `size` numbers, or as wide as the buffers
+  NormKind kind;
+  int size;  // columns that are taken together
+  float eps;
+};
+std::unique_ptr<Op> make_norm(const NormArgs& args);
 std::unique_ptr<Op> make_pack(int out, int x);
 std::unique_ptr<Op> make_gather_rows(int out, int x);
 std::unique_ptr<Op> make_add(int out, int x, int y);
-std::unique_ptr<Op> make_glu(int out, int gate, int up);
-std::unique_ptr<Op> make_silu(int out, int x);
+std::unique_ptr<Op> make_glu(int out, int gate, int up, Activation activation);
+std::unique_ptr<Op> make_activate(int out, int x, Activation activation);
+std::unique_ptr<Op> make_scale(int out, int x, float factor);
+std::unique_ptr<Op> make_soft_cap(int out, int x, float cap);
+// x / (1 + exp(-gate)), where a gate is one number for its row.
+std::unique_ptr<Op> make_gate_rows(int out, int x, int gate);
 std::unique_ptr<Op> make_linear(int out, int x, int weight, int bias, int residual, bool offset);
-std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias);
+std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias, Activation activation);
+std::unique_ptr<Op> make_linear_activate(int out, int x, int weight, int bias, Activation activation);
 struct QkvArgs {
   int out, x, angles;
   std::array<int, 3> weights, biases;
@@ -242,9 +254,17 @@ struct QkvArgs {
 };
 // And the op after it, which puts the keys and values of those buffers into the KV cache, or settles values that are not finite.
 std::array<std::unique_ptr<Op>, 2> make_qkv_rope_write(const QkvArgs& args);
-// Keys and values from two buffers to the KV cache, in its number format. Its time is booked on `kind`.
+// Keys and values from two buffers to the KV cache, in its number format; v is -1 where values are part of the keys. Its time is booked
+// on `kind`.
 std::unique_ptr<Op> make_kv_write(std::string kind, int k, int v, KvLayer layer);
+struct AttentionArgs {
+  int out, q, layer, value_dim;  // value_dim: numbers of a head that are written
+  float scale, softcap;          // a cap of 0 is none
+  std::vector<float> slopes;     // of each head, or empty
+  int sinks;                     // vector of a score for each head; -1: none
+};
 // Attention, and the op after it that merges contexts split over threads.
+std::array<std::unique_ptr<Op>, 2> make_attention(AttentionArgs args, AttentionWork& work);
 std::array<std::unique_ptr<Op>, 2> make_attention(int out, int q, int layer, float scale, AttentionWork& work);
 struct RouteArgs {
   int out, x, top_k;
@@ -257,7 +277,7 @@ std::unique_ptr<Op> make_route(const RouteArgs& args);
 struct ExpertsArgs {
   int out, x, routing;
   std::vector<int> gate, up, down, gate_bias, up_bias, down_bias;
-  Kernels::GatedTile activate;
+  Kernels::GluTile activate;
 };
 // The regions of an op over experts.
 std::vector<std::unique_ptr<Op>> make_experts(ExpertsArgs args, ExpertsWork& work);

@@ -25,7 +25,7 @@ struct GatedUnit {
 // Columns 32 group .. of a gated unit: out[rows][32], with zeros beyond the width. `gate_block` and `up_block` are the same rows, each
 // in the form that its weight is multiplied with; `activate` makes a tile of what comes of gate and up.
 inline void gated_group(const Plan& plan, const GatedUnit& unit, int group, const uint8_t* gate_block, const uint8_t* up_block, int rows,
-                        Kernels::GatedTile activate, float* out) {
+                        Kernels::GluTile activate, float* out) {
   alignas(64) float gate[kMaxBlockRows * 16], up[kMaxBlockRows * 16];
   for (int half = 0; half < 2; half++) {
     const int t = 2 * group + half;

@@ -256,11 +256,13 @@ void check_stored(const Stored& stored) {
   check_shape(stored.rows, stored.cols);
   const auto rows = static_cast<size_t>(stored.rows);
   const bool row_scaled = source.format == Format::kI8Row;
-  require(stored.cols % source.block_columns == 0 && row_bytes(stored, source) * rows == stored.bytes,
+  require(stored.cols % source.block_columns == 0 && stored.bytes % row_bytes(stored, source) == 0,
           "a weight's bytes do not match its shape and format");
-  require(stored.row_order.empty() || stored.row_order.size() == rows, "a weight's row order has the wrong length");
-  for (const int64_t row : stored.row_order) require(row >= 0 && row < stored.rows, "a weight's row order names a row that is not there");
-  require(stored.row_scales.size() == (row_scaled ? rows : 0), "a weight needs a scale for each row, or none at all in this format");
+  const size_t there = stored.bytes / row_bytes(stored, source);  // of which a row order may take some
+  require(stored.row_order.empty() ? there == rows : stored.row_order.size() == rows, "a weight has other rows than those that are stored");
+  for (const int64_t row : stored.row_order)
+    require(row >= 0 && static_cast<size_t>(row) < there, "a weight's row order names a row that is not there");
+  require(stored.row_scales.size() == (row_scaled ? there : 0), "a weight needs a scale for each row that is stored, or none at all in this format");
   require(!row_scaled || stored.cols <= kMaxRowColumns, "int8 with one scale a row has at most 131,072 columns: more may overflow a sum");
 }
 

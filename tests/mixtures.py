@@ -1,6 +1,5 @@
 """Programs of one mixture of experts, for tests."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -8,7 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.batch import RaggedBatch, ints
-from headrace.model.spec import ModelSpec
 from headrace.program.op import Value, Weight
 from headrace.program.trace import Program, Tracer, trace
 from headrace.quant.formats import StoredTensor
@@ -98,19 +96,3 @@ def rows_batch(x: Rows) -> RaggedBatch:
     n = len(x)
     zeros, order = ints([0] * n), ints(list(range(n)))
     return RaggedBatch(zeros, zeros, ints(list(range(n + 1))), zeros, zeros + 1, (), None, order, order, None, x)
-
-
-def experts_for_mlp(num_experts: int, top_k: int) -> Callable[[Tracer, ModelSpec, int, Value], Value]:
-    """What may stand in for the MLP of `headrace.model.llama`, to make a family with experts of it."""
-
-    def mlp(g: Tracer, spec: ModelSpec, layer: int, x: Value) -> Value:
-        name, sizes = (
-            f"layers.{layer}",
-            {"gate": (spec.ffn_dim, spec.dim), "up": (spec.ffn_dim, spec.dim), "down": (spec.dim, spec.ffn_dim)},
-        )
-        x = g.norm(x, g.vector(f"{name}.mlp_norm", spec.dim), spec.norm_eps)
-        routing = g.route(g.linear(x, g.weight(f"{name}.router", num_experts, spec.dim)), top_k, "softmax", normalised=True)
-        parts = (tuple(g.weight(f"{name}.experts.{e}.{part}", *size) for e in range(num_experts)) for part, size in sizes.items())
-        return g.experts(x, routing, *parts)
-
-    return mlp

@@ -37,12 +37,17 @@ def tiny_model(
     window: int | tuple[int, ...] = 0,
     format: str = "F32",
     context: int = 128,
+    architecture: str = "llama",
+    **constants: Any,
 ) -> tuple[ModelSpec, Tensors]:
-    """A random Llama with matrices in any stored format, and norms in F32; several windows take turns, layer by layer."""
+    """A random Llama with matrices in any stored format, and norms in F32; several windows take turns, layer by layer.
+
+    Of another `architecture` where its equations take such a specification, which has these `constants` besides.
+    """
     head_dim = dim // heads
     turns = (window,) if isinstance(window, int) else window
     spec = ModelSpec(
-        architecture="llama",
+        architecture=architecture,
         name=f"tiny-{seed}",
         num_layers=layers,
         dim=dim,
@@ -56,6 +61,7 @@ def tiny_model(
         rope=RopeSpec(head_dim),
         windows=tuple(turns[layer % len(turns)] for layer in range(layers)) if any(turns) else (),
     )
+    spec = replace(spec, **constants)
     rng = np.random.default_rng(seed)
     tensors, shapes = {}, tensor_shapes(spec)
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in shapes))

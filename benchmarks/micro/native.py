@@ -127,7 +127,7 @@ class AttentionPlan:
     def __init__(self, threads: int, heads: int, kv_heads: int, head_dim: int, num_blocks: int, kv_dtype: str) -> None:
         rng = np.random.default_rng(2)
         self.plan = plan = _native.Plan("", threads)
-        plan.add_kv_group(1, kv_heads, head_dim, 0, num_blocks, kv_dtype)
+        plan.add_kv_group(1, kv_heads, head_dim, head_dim, 0, num_blocks, kv_dtype)
         x = embedded(plan, rng.standard_normal((VOCAB, BLOCK_SIZE), np.float32))
         packed = plan.add_buffer(BLOCK_SIZE, False, True)
         plan.pack(packed, x)
@@ -135,7 +135,7 @@ class AttentionPlan:
         q, out = plan.add_buffer(heads * head_dim, False, False), plan.add_buffer(heads * head_dim, False, False)
         weights = [self._weight(rng, h * head_dim) for h in (heads, kv_heads, kv_heads)]
         plan.qkv_rope_write(q, packed, angles, weights, [-1, -1, -1], (0, 0))
-        plan.attention(out, q, (0, 0), heads, head_dim**-0.5)
+        plan.attention(out, q, (0, 0), heads, head_dim, head_dim**-0.5)
         for first in range(0, num_blocks, VOCAB):
             blocks = np.arange(first, min(first + VOCAB, num_blocks), dtype=np.int32)
             run(plan, ragged([(0, BLOCK_SIZE)] * len(blocks), blocks[:, None], VOCAB, False))

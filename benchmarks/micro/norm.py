@@ -51,7 +51,7 @@ class Norms:
         packed, out = plan.add_buffer(width, False, True), plan.add_buffer(16, False, False)
         vector = plan.add_vector(rng.uniform(0.5, 1.5, width).astype(np.float32))
         for _ in range(OPS):
-            plan.norm(packed, x, vector, 1e-5)
+            plan.norm(packed, x, vector, -1, "rms", width, 1e-5)
         reader = random_stored(format_name, 16, width, seed=0)
         plan.linear(out, packed, plan.add_weight(format_name, 16, width, reader.parts["codes"], None), -1, -1, offset)
 

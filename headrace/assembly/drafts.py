@@ -88,7 +88,7 @@ def _head_programs(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Iter
 
 def first_layers(target: Checkpoint, layers: int) -> Program:
     """The program of a model's first layers, its last norm and its head."""
-    return trace_model(replace(target.spec, num_layers=layers, windows=target.spec.windows[:layers]), target.tensors)
+    return trace_model(target.spec.first_layers(layers), target.tensors)
 
 
 def read_heads(path: Path, spec: ModelSpec) -> dict[str, StoredTensor]:

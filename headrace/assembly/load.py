@@ -51,6 +51,7 @@ def _assemble(model: str, config: EngineConfig, checkpoint: Checkpoint, renderer
     if config.max_model_len > spec.max_context:
         raise RequestError(f"max_model_len is {config.max_model_len:,}, and the model's context ends at {spec.max_context:,}")
     max_model_len = config.max_model_len or spec.max_context
+    checkpoint = replace(checkpoint, spec=replace(spec, context=max_model_len))  # which decides how far rotary frequencies are stretched
     tokenizer = checkpoint.load_tokenizer()
     draft_checkpoints = open_draft_checkpoints(config, checkpoint, tokenizer)
     program = target_program(config, checkpoint)

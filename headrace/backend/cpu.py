@@ -14,10 +14,9 @@ from headrace.backend import expert_table
 from headrace.backend.cpu_lowering import Lowering, named_in_errors
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
-from headrace.errors import RequestError, UnsupportedModelError
+from headrace.errors import RequestError
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program.fuse import fuse
-from headrace.program.kv import KvGroup
 from headrace.program.op import Weight
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
@@ -79,8 +78,9 @@ class CpuExecutable:
         try:
             self.plan = _native.Plan(isa, threads)
             for group, num_blocks in zip(self.kv_groups, kv.num_blocks, strict=True):
-                heads, size = group.layout.num_heads, _head_size(group)
-                self.plan.add_kv_group(len(group.layers), heads, size, group.window, num_blocks, kv.dtype)
+                layout = group.layout
+                sizes = layout.num_heads, layout.key_dim, layout.value_dim
+                self.plan.add_kv_group(len(group.layers), *sizes, group.window, num_blocks, kv.dtype)
         except ValueError as error:
             raise RequestError(str(error)) from None
         self._pool = self.plan.pool
@@ -154,11 +154,3 @@ class CpuExecutable:
 
     def close(self) -> None:
         del self.plan, self._pool, self._lowering, self._views, self._values
-
-
-def _head_size(group: KvGroup) -> int:
-    """Numbers of a key, and of a value. Raises UnsupportedModelError where they differ."""
-    layout = group.layout
-    if layout.key_dim != layout.value_dim:
-        raise UnsupportedModelError(f"the cpu backend keeps no keys of {layout.key_dim} beside values of {layout.value_dim} numbers")
-    return layout.key_dim

@@ -155,8 +155,8 @@ def _offset_products(program: Program) -> set[int]:
         if isinstance(op, ops.Attention):
             found.add(op.q.id)
         elif isinstance(op, ops.KvWrite):
-            found |= {op.k.id, op.v.id}
-        elif isinstance(op, ops.Norm | ops.Rope) and op.out.id in found:
+            found |= {value.id for value in (op.k, op.v) if value}
+        elif isinstance(op, ops.Norm | ops.Rope | ops.Scale | ops.SoftCap) and op.out.id in found:
             found.add(op.x.id)
     return found
 
@@ -171,11 +171,15 @@ def named_in_errors(tensor: str) -> Iterator[None]:
 
 
 def _embed(lo: Lowering, op: ops.Embed) -> None:
-    lo.write(op.out, lambda out: lo.plan.embed(out, lo.weight(op.weight)))
+    lo.plan.embed(lo.buffer(op.out), lo.weight(op.weight))
+
+
+def _embed_position(lo: Lowering, op: ops.EmbedPosition) -> None:
+    lo.plan.embed_position(lo.buffer(op.out), lo.weight(op.weight))
 
 
 def _input(lo: Lowering, op: ops.Input) -> None:
-    lo.write(op.out, lambda out: lo.plan.input(out))
+    lo.plan.input(lo.buffer(op.out))
 
 
 def _rope_angles(lo: Lowering, op: ops.RopeAngles) -> None:
@@ -185,7 +189,7 @@ def _rope_angles(lo: Lowering, op: ops.RopeAngles) -> None:
 
 
 def _norm(lo: Lowering, op: ops.Norm) -> None:
-    lo.plan.norm(lo.buffer(op.out), lo.buffer(op.x), lo.vector(op.weight), op.eps)
+    lo.plan.norm(lo.buffer(op.out), lo.buffer(op.x), lo.vector(op.weight), lo.vector(op.bias), op.kind, op.size, op.eps)
 
 
 def _linear(lo: Lowering, op: ops.Linear) -> None:
@@ -198,13 +202,17 @@ def _linear_add(lo: Lowering, op: ops.LinearAdd) -> None:
     lo.write(op.out, lambda out: lo.plan.linear(out, x, weight, bias, residual, False))
 
 
+def _linear_activate(lo: Lowering, op: ops.LinearActivate) -> None:
+    x, weight, bias = lo.packed_input(op.x), lo.weight(op.weight), lo.vector(op.bias)
+    lo.write(op.out, lambda out: lo.plan.linear_activate(out, x, weight, bias, op.activation), packs_groups=True)
+
+
 def _rope(lo: Lowering, op: ops.Rope) -> None:
-    angles = lo.angles[op.angles.id, op.head_dim]
-    lo.write(op.out, lambda out: lo.plan.rope(out, lo.buffer(op.x), angles, op.head_dim))
+    lo.plan.rope(lo.buffer(op.out), lo.buffer(op.x), lo.angles[op.angles.id, op.head_dim], op.head_dim)
 
 
 def _kv_write(lo: Lowering, op: ops.KvWrite) -> None:
-    lo.plan.kv_write(lo.buffer(op.k), lo.buffer(op.v), lo.places[op.layer])
+    lo.plan.kv_write(lo.buffer(op.k), lo.buffer(op.v) if op.v else -1, lo.places[op.layer])
 
 
 def _qkv_rope_write(lo: Lowering, op: ops.QkvRopeWrite) -> None:
@@ -217,14 +225,15 @@ def _qkv_rope_write(lo: Lowering, op: ops.QkvRopeWrite) -> None:
 def _glu_linear(lo: Lowering, op: ops.GluLinear) -> None:
     gate, up = lo.weight_pair(op.gate, op.up)
     x, gate_bias, up_bias = lo.packed_input(op.x), lo.vector(op.gate_bias), lo.vector(op.up_bias)
-    lo.write(op.out, lambda out: lo.plan.glu_linear(out, x, gate, up, gate_bias, up_bias), packs_groups=True)
+    lo.write(op.out, lambda out: lo.plan.glu_linear(out, x, gate, up, gate_bias, up_bias, op.activation), packs_groups=True)
 
 
 def _attention(lo: Lowering, op: ops.Attention) -> None:
     def lower(out: int) -> None:
-        lo.plan.attention(out, lo.buffer(op.q), lo.places[op.layer], op.num_heads, op.scale)
+        q, place, sinks = lo.buffer(op.q), lo.places[op.layer], lo.vector(op.sinks)
+        lo.plan.attention(out, q, place, op.num_heads, op.value_dim, op.scale, op.softcap, op.slopes, sinks)
 
-    lo.write(op.out, lower, packs_groups=op.head_dim % GROUP == 0)  # a head is then whole groups
+    lo.write(op.out, lower, packs_groups=op.value_dim % GROUP == 0)  # a head is then whole groups
 
 
 def _gather_rows(lo: Lowering, op: ops.GatherRows) -> None:
@@ -232,15 +241,27 @@ def _gather_rows(lo: Lowering, op: ops.GatherRows) -> None:
 
 
 def _add(lo: Lowering, op: ops.Add) -> None:
-    lo.write(op.out, lambda out: lo.plan.add(out, lo.buffer(op.x), lo.buffer(op.y)))
+    lo.plan.add(lo.buffer(op.out), lo.buffer(op.x), lo.buffer(op.y))
 
 
 def _glu(lo: Lowering, op: ops.Glu) -> None:
-    lo.write(op.out, lambda out: lo.plan.glu(out, lo.buffer(op.gate), lo.buffer(op.up)))
+    lo.plan.glu(lo.buffer(op.out), lo.buffer(op.gate), lo.buffer(op.up), op.activation)
 
 
 def _activate(lo: Lowering, op: ops.Activate) -> None:
-    lo.write(op.out, lambda out: lo.plan.silu(out, lo.buffer(op.x)))
+    lo.plan.activate(lo.buffer(op.out), lo.buffer(op.x), op.activation)
+
+
+def _scale(lo: Lowering, op: ops.Scale) -> None:
+    lo.plan.scale(lo.buffer(op.out), lo.buffer(op.x), op.factor)
+
+
+def _soft_cap(lo: Lowering, op: ops.SoftCap) -> None:
+    lo.plan.soft_cap(lo.buffer(op.out), lo.buffer(op.x), op.cap)
+
+
+def _gate_rows(lo: Lowering, op: ops.GateRows) -> None:
+    lo.plan.gate_rows(lo.buffer(op.out), lo.buffer(op.x), lo.buffer(op.gate))
 
 
 def _route(lo: Lowering, op: ops.Route) -> None:
@@ -259,10 +280,12 @@ def _experts(lo: Lowering, op: ops.Experts) -> None:
 
 LOWER: dict[type[Op], Callable[[Lowering, Any], None]] = {
     ops.Embed: _embed,
+    ops.EmbedPosition: _embed_position,
     ops.Input: _input,
     ops.RopeAngles: _rope_angles,
     ops.Norm: _norm,
     ops.Linear: _linear,
+    ops.LinearActivate: _linear_activate,
     ops.LinearAdd: _linear_add,
     ops.Rope: _rope,
     ops.KvWrite: _kv_write,
@@ -273,6 +296,9 @@ LOWER: dict[type[Op], Callable[[Lowering, Any], None]] = {
     ops.Add: _add,
     ops.Glu: _glu,
     ops.Activate: _activate,
+    ops.Scale: _scale,
+    ops.SoftCap: _soft_cap,
+    ops.GateRows: _gate_rows,
     ops.Route: _route,
     ops.Experts: _experts,
 }

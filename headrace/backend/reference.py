@@ -198,6 +198,10 @@ def _linear(s: _Step, op: ops.Linear) -> Floats:
     return s.matmul(op.x, op.weight, op.bias)
 
 
+def _linear_activate(s: _Step, op: ops.LinearActivate) -> Floats:
+    return _activated(s.matmul(op.x, op.weight, op.bias), op.activation)
+
+
 def _linear_add(s: _Step, op: ops.LinearAdd) -> Floats:
     return s.x(op.residual) + s.matmul(op.x, op.weight, op.bias)
 
@@ -261,28 +265,31 @@ def _attention(s: _Step, op: ops.Attention) -> Floats:
     return out.reshape(len(q), -1)
 
 
-_erf = np.frompyfunc(math.erf, 1, 1)
+_erfc = np.frompyfunc(math.erfc, 1, 1)
 
 
 def _activated(x: Floats, activation: ops.Activation) -> Floats:
+    y: Floats
     match activation:
         case "silu":
-            return x / (1 + np.exp(-x))
+            y = x / (1 + np.exp(-x))
         case "gelu":
-            return x * (0.5 * (1 + _erf(x * 0.5**0.5).astype(_DTYPE)))
+            y = x * (0.5 * _erfc(x * -(0.5**0.5)).astype(_DTYPE))
         case "gelu_tanh":  # 1 + tanh(u) is 2 / (1 + exp(-2u))
-            return x / (1 + np.exp(x * (-2 * (2 / np.pi) ** 0.5 + x * x * (-0.08943 * (2 / np.pi) ** 0.5))))
+            y = x / (1 + np.exp(x * (-2 * (2 / np.pi) ** 0.5 + x * x * (-0.08943 * (2 / np.pi) ** 0.5))))
         case "relu":
-            return np.maximum(x, 0)
+            y = np.maximum(x, 0)
         case "clamped_swiglu":
             raise AssertionError("it takes a gate and what is gated")
+    return y
 
 
 def _gated(gate: Floats, up: Floats, activation: ops.Activation) -> Floats:
     if activation != "clamped_swiglu":
         return _activated(gate, activation) * up
     gate, up = np.minimum(gate, 7), np.maximum(np.minimum(up, 7), -7)
-    return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+    y: Floats = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+    return y
 
 
 def _activate(s: _Step, op: ops.Activate) -> Floats:
@@ -343,7 +350,8 @@ def _experts(s: _Step, op: ops.Experts) -> Floats:
 
 
 def _gate_rows(s: _Step, op: ops.GateRows) -> Floats:
-    return s.x(op.x) / (1 + np.exp(-s.x(op.gate)))
+    y: Floats = s.x(op.x) / (1 + np.exp(-s.x(op.gate)))
+    return y
 
 
 def _add(s: _Step, op: ops.Add) -> Floats:
@@ -361,6 +369,7 @@ _RUN: dict[type[Op], Callable[[_Step, Any], Floats | None]] = {
     ops.RopeAngles: _rope_angles,
     ops.Norm: _norm,
     ops.Linear: _linear,
+    ops.LinearActivate: _linear_activate,
     ops.LinearAdd: _linear_add,
     ops.Rope: _rope,
     ops.KvWrite: _kv_write,

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.checkpoint.architecture import layout_of
 from headrace.checkpoint.files import find, member, read_file, read_json
 from headrace.checkpoint.quantisation import method_of
 from headrace.checkpoint.safetensors import read_folder
 from headrace.errors import FormatError
 from headrace.model import FAMILIES
-from headrace.model.family import ConfigLayout, layout_for
+from headrace.model.family import ConfigLayout
 from headrace.model.fields import JsonFields
 from headrace.model.spec import ModelSpec
 from headrace.quant.formats import StoredTensor
@@ -37,10 +38,10 @@ class Folder:
 def open_folder(path: Path) -> Folder:
     """Read `config.json`. Raises UnsupportedModelError naming the field, FormatError for a missing or malformed one."""
     config = JsonFields(read_json(member(path, "config.json")), "config.json")
-    layout = layout_for(_family_name(config), (family.config for family in FAMILIES.values()), config.where)
+    layout = layout_of(_family_name(config), (family.config for family in FAMILIES.values()), config.where, lambda: read_folder(path))
     if (quantisation := config.get(_QUANTISATION)) is not None:
         method_of(quantisation)
-    return Folder(path, config, layout, layout.spec(config))
+    return Folder(path, config, layout, layout.spec(config.named(layout.fields)))
 
 
 def chat_template(folder: Path) -> str | None:

@@ -2,25 +2,26 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.checkpoint.architecture import layout_of
 from headrace.checkpoint.assemble import assemble
 from headrace.checkpoint.files import find, list_names
 from headrace.checkpoint.folder import chat_template, model_name, open_folder
 from headrace.checkpoint.gguf import Metadata, read_gguf
 from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from headrace.model import FAMILIES
-from headrace.model.family import layout_for
-from headrace.model.spec import ModelSpec
+from headrace.model.spec import ExpertSpec, ModelSpec, RopeSpec
 from headrace.quant.formats import StoredTensor
 
 if TYPE_CHECKING:
     from headrace.checkpoint.tokenizer import Tokenizer
 
 _MAX_LAYERS = 4096
+_MAX_EXPERTS = 4096
 _MAX_SIZE = 2**31 - 1
 _MAX_WIDTH = 1 << 20
 """Most query columns: what we build per column stays small whatever a file claims."""
@@ -62,7 +63,12 @@ def _open_gguf(path: Path) -> Checkpoint:
     if path.suffix == ".safetensors":
         raise FormatError(f"{path.name}: name the folder that holds it together with config.json")
     file = read_gguf(path)
-    layout = layout_for(file.metadata.string("general.architecture"), (family.gguf for family in FAMILIES.values()), file.metadata.where)
+    layout = layout_of(
+        file.metadata.string("general.architecture"),
+        (family.gguf for family in FAMILIES.values()),
+        file.metadata.where,
+        lambda: file.tensors,
+    )
     if file.metadata.integer("split.count", 1) > 1:
         raise file.metadata.unsupported("split.count", ": one part of a split model; merge the parts first")
     spec = _checked(layout.spec(file.metadata, file.tensors), path.name)
@@ -98,14 +104,38 @@ def _checked(spec: ModelSpec, where: str) -> ModelSpec:
     require(spec.num_heads % spec.num_kv_heads == 0, f"{spec.num_heads} heads do not share {spec.num_kv_heads} KV heads evenly")
     require(0 <= spec.norm_eps < 1, f"the norm's epsilon is {spec.norm_eps}")
     require(all(0 <= window <= _MAX_SIZE for window in spec.windows), "a sliding window is negative")
-    rope = spec.rope
-    require(rope.dim % 2 == 0 and 0 < rope.dim <= spec.head_dim, f"{rope.dim} rotary dimensions in heads of {spec.head_dim}")
+    constants = [value for value in vars(spec).values() if isinstance(value, float)]
+    require(all(math.isfinite(value) for value in constants), "a constant is not finite")
+    require(spec.logit_softcap >= 0 and spec.attention_softcap >= 0, "a cap is negative")
+    require(len(spec.windows) in (0, spec.num_layers) and len(spec.rotated) in (0, spec.num_layers), "a layer has no window or rotation")
+    require(0 <= spec.learned_positions <= _MAX_SIZE, f"{spec.learned_positions} positions")
+    for rope in spec.ropes:
+        _check_rope(rope, spec.head_dim, require)
+    if spec.experts:
+        _check_experts(spec.experts, require)
+    return spec
+
+
+def _check_rope(rope: RopeSpec, head_dim: int, require: Callable[[bool, str], None]) -> None:
+    require(rope.dim % 2 == 0 and 0 < rope.dim <= head_dim, f"{rope.dim} rotary dimensions in heads of {head_dim}")
     require(rope.theta > 1, f"the rotary base is {rope.theta}")
     require(rope.factor > 0, f"the rotary factor is {rope.factor}")
     require(0 <= rope.original_context <= _MAX_SIZE, f"the original context is {rope.original_context}")
     require(rope.low_freq_factor < rope.high_freq_factor, "low_freq_factor is not below high_freq_factor")
     require(rope.beta_fast > 0 and rope.beta_slow > 0, "beta_fast and beta_slow must be positive")
-    require(len(rope.factors) in (0, rope.dim // 2), f"{len(rope.factors)} rotary factors for {rope.dim // 2} pairs")
-    require(all(math.isfinite(factor) and factor > 0 for factor in rope.factors), "a rotary factor is not a positive number")
+    require(rope.scaling != "dynamic" or rope.dim > 2, "dynamic scaling needs more than 2 rotary dimensions")
+    require(rope.scaling != "longrope" or len(rope.factors) == len(rope.long_factors) > 0, "longrope needs factors of both kinds")
+    for factors in (rope.factors, rope.long_factors):
+        require(len(factors) in (0, rope.dim // 2), f"{len(factors)} rotary factors for {rope.dim // 2} pairs")
+        require(all(math.isfinite(factor) and factor > 0 for factor in factors), "a rotary factor is not a positive number")
     require(all(math.isfinite(value) for value in astuple(rope) if isinstance(value, float)), "a rotary constant is not finite")
-    return spec
+
+
+def _check_experts(experts: ExpertSpec, require: Callable[[bool, str], None]) -> None:
+    require(0 < experts.num_experts <= _MAX_EXPERTS, f"{experts.num_experts:,} experts")
+    require(0 < experts.top_k <= experts.num_experts, f"a row goes to {experts.top_k} of {experts.num_experts} experts")
+    require(0 < experts.ffn_dim <= _MAX_SIZE, f"the width of an expert is {experts.ffn_dim}")
+    require(0 <= experts.shared_ffn_dim <= _MAX_SIZE, f"the width of the shared expert is {experts.shared_ffn_dim}")
+    groups, chosen = experts.groups, experts.top_groups
+    require(0 < chosen <= groups and experts.num_experts % groups == 0, f"{chosen} of {groups} groups of {experts.num_experts} experts")
+    require(experts.top_k <= experts.num_experts // groups * chosen, f"{chosen} groups have fewer than {experts.top_k} experts")

@@ -4,11 +4,30 @@ from collections.abc import Mapping
 from functools import partial
 
 from headrace.errors import UnsupportedModelError
+from headrace.model.bloom import BLOOM
+from headrace.model.cohere import COHERE, COHERE2
+from headrace.model.falcon import FALCON
 from headrace.model.family import Family
+from headrace.model.gemma import GEMMA2, GEMMA3
+from headrace.model.gpt2 import GPT2, GPT_BIGCODE
+from headrace.model.gpt_neox import GPT_NEOX
+from headrace.model.gptj import GPTJ
+from headrace.model.granite import GRANITE
 from headrace.model.llama import LLAMA
 from headrace.model.mistral import MISTRAL
+from headrace.model.mixtral import MIXTRAL
+from headrace.model.mpt import MPT
+from headrace.model.olmo2 import OLMO2
+from headrace.model.olmoe import OLMOE
+from headrace.model.phi2 import PHI2
+from headrace.model.phi3 import PHI3
 from headrace.model.qwen2 import QWEN2
+from headrace.model.qwen3 import QWEN3
+from headrace.model.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from headrace.model.smollm3 import SMOLLM3
 from headrace.model.spec import ModelSpec
+from headrace.model.stablelm import STABLELM
+from headrace.model.starcoder2 import STARCODER2
 from headrace.program.op import Weight
 from headrace.program.trace import Program, Tracer, trace
 from headrace.quant.formats import StoredTensor
@@ -16,9 +35,8 @@ from headrace.quant.formats import StoredTensor
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        LLAMA,
-        MISTRAL,
-        QWEN2,
+        *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, GEMMA2, GEMMA3, PHI2, PHI3, SMOLLM3, GRANITE, OLMO2, OLMOE),
+        *(COHERE, COHERE2, STABLELM, STARCODER2, GPT2, GPT_BIGCODE, GPTJ, GPT_NEOX, FALCON, BLOOM, MPT),
     )
 }
 

@@ -1,16 +1,14 @@
 """What a model family is: its equations, and how files of either kind describe and store it."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import TypeVar
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import UnsupportedModelError
-from headrace.model.fields import Fields
+from headrace.model.fields import Fields, JsonFields
 from headrace.model.spec import ModelSpec
 from headrace.program.op import Value
 from headrace.program.trace import Tracer
@@ -29,11 +27,14 @@ class Stored:
     """Where a file has one of our tensors.
 
     `name` is the file's, with `{}` for each number. `rows` says which stored row is row i of ours (or which entry, of a vector), where
-    that is not simply row i: in another order, or some of the rows of a tensor that holds several of ours.
+    that is not simply row i: in another order, or some of the rows of a tensor that holds several of ours (`model/places.py`). A matrix
+    that is `transposed` has our columns for rows, and `plus` is to be added to the numbers of a vector.
     """
 
     name: str
     rows: Callable[[ModelSpec, Numbers], Rows] | None = None
+    transposed: bool = False
+    plus: float = 0.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -42,12 +43,19 @@ class Layout:
 
     `architectures` are the names by which such files call it, the usual one first. `tensors` goes from our names, with `{}` for each
     number, to the file's; names that a model does not need may be among them. What ends in one of `ignored` is there without need: it
-    follows from the specification.
+    follows from the specification. Some files have other places for some of the tensors: `others` are such, each for the files that have
+    all of these in their first layer.
     """
 
     architectures: tuple[str, ...]
     tensors: Mapping[str, Stored]
+    others: tuple[Mapping[str, Stored], ...] = ()
     ignored: tuple[str, ...] = ()
+
+    def of(self, names: Collection[str]) -> Self:
+        """The layout of a file that has tensors of these names."""
+        there = [places for places in self.others if all(place.name.format(0) in names for place in places.values())]
+        return replace(self, tensors={name: place for places in (self.tensors, *there) for name, place in places.items()}, others=())
 
     def locate(self, name: str) -> tuple[Stored, Numbers]:
         """Where the tensor `name` of ours is, under the file's full name, and the numbers in its name."""
@@ -58,9 +66,14 @@ class Layout:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ConfigLayout(Layout):
-    """A Hugging Face folder: `config.json`, whose `architectures` or `model_type` name the family, and safetensors."""
+    """A Hugging Face folder: `config.json`, whose `architectures` or `model_type` name the family, and safetensors.
 
-    spec: Callable[[Fields], ModelSpec]
+    `fields` are those that it calls otherwise than most families do, from the usual name to its own.
+    """
+
+    spec: Callable[[JsonFields], ModelSpec]
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    fields: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,6 +81,7 @@ class GgufLayout(Layout):
     """A GGUF file: metadata, whose `general.architecture` names the family, and tensors, some of which the specification follows from."""
 
     spec: Callable[[Fields, Tensors], ModelSpec]
+    ignored: tuple[str, ...] = ("rope_freqs.weight", "attn_rot_embd.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,49 +105,3 @@ class Family:
     forward: Callable[[ModelSpec, Tracer], Value]
     config: ConfigLayout | None = None
     gguf: GgufLayout | None = None
-
-
-_Layout = TypeVar("_Layout", bound=Layout)
-
-
-def layout_for(name: str, layouts: Iterable[_Layout | None], where: str) -> _Layout:
-    """The layout of the files that call their family `name`. Raises UnsupportedModelError, which names those that there are."""
-    known = [layout for layout in layouts if layout]
-    for layout in known:
-        if name in layout.architectures:
-            return layout
-    names = ", ".join(layout.architectures[0] for layout in known)
-    raise UnsupportedModelError(f"{where}: unknown architecture {name[:80]!r}; known: {names}")
-
-
-def plain(names: Mapping[str, str]) -> dict[str, Stored]:
-    """Tensors that are stored as we need them, by our names."""
-    return {ours: Stored(theirs) for ours, theirs in names.items()}
-
-
-def half_split(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The same tensors, in a file that has the rotary pairs of queries and keys half-split."""
-    orders = {"q": _query_rows, "k": _key_rows}
-    kinds = {ours: ours.rpartition(".")[2].removesuffix("_bias") for ours in tensors}
-    return {ours: replace(stored, rows=orders.get(kinds[ours])) for ours, stored in tensors.items()}
-
-
-@lru_cache(maxsize=16)  # a model's layers share the array
-def interleaved_rows(head_dim: int, rope_dim: int, num_heads: int) -> Rows:
-    """Where each row of an interleaved query or key matrix lies in a half-split one, [num_heads * head_dim].
-
-    Rotary pairs are rows (2i, 2i + 1) of a head for us, (i, i + rope_dim / 2) in the file; rows beyond rope_dim stay.
-    """
-    head = np.arange(head_dim)
-    head[:rope_dim] = head[:rope_dim].reshape(2, -1).T.reshape(-1)
-    rows: Rows = (np.arange(num_heads)[:, None] * head_dim + head).reshape(-1)
-    rows.setflags(write=False)
-    return rows
-
-
-def _query_rows(spec: ModelSpec, numbers: Numbers) -> Rows:
-    return interleaved_rows(spec.head_dim, spec.rope.dim, spec.num_heads)
-
-
-def _key_rows(spec: ModelSpec, numbers: Numbers) -> Rows:
-    return interleaved_rows(spec.head_dim, spec.rope.dim, spec.num_kv_heads)

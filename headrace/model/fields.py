@@ -3,6 +3,7 @@
 import math
 import reprlib
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,13 @@ class Fields(Mapping[str, Any]):
             raise FormatError(f"{self.where}: {key} is {value}")
         return float(value)
 
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self.number(key, default)
+        if value < 1 / _MOST:
+            raise FormatError(f"{self.where}: {self.own_name(key)} is {value}, and must be positive")
+        return value
+
     def optional_number(self, key: str) -> float | None:
         return None if self.get(key) is None else self.number(key)
 
@@ -39,6 +47,13 @@ class Fields(Mapping[str, Any]):
     def string(self, key: str, default: str | None = None) -> str:
         value: str = self._get(key, default, str, "a string")
         return value
+
+    def number_list(self, key: str) -> tuple[float, ...]:
+        """A list of numbers; none where it is missing."""
+        values = self._get(key, [], list, "a list of numbers")
+        if not all(isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST for value in values):
+            raise FormatError(f"{self.where}: {key} must be a list of numbers")
+        return tuple(map(float, values))
 
     def section(self, key: str) -> "JsonFields":
         """The fields of the object `key`; none where it is missing."""
@@ -53,10 +68,15 @@ class Fields(Mapping[str, Any]):
 
     def unsupported(self, key: str, why: str = "") -> UnsupportedModelError:
         """The error that refuses the value of `key`."""
-        return UnsupportedModelError(f"{self.where}: {key} = {shown(self.get(key))} is not supported{why}")
+        return UnsupportedModelError(f"{self.where}: {self.own_name(key)} = {shown(self.get(key))} is not supported{why}")
+
+    def own_name(self, key: str) -> str:
+        """What the file itself calls the field `key`."""
+        return key
 
     def _get(self, key: str, default: Any, kind: type | tuple[type, ...], what: str) -> Any:
         value = self.get(key)
+        key = self.own_name(key)
         if value is None:
             if default is None:
                 raise FormatError(f"{self.where}: {key} is missing")
@@ -69,14 +89,26 @@ class Fields(Mapping[str, Any]):
 
 
 class JsonFields(Fields):
-    """The fields of a JSON object."""
+    """The fields of a JSON object, of which some may have `other_names` in it."""
 
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+    def __init__(self, values: Mapping[str, Any], where: str, other_names: Mapping[str, str] = MappingProxyType({})) -> None:
         self._values = values
+        self._other_names = other_names
         self.where = where
 
+    def named(self, other_names: Mapping[str, str]) -> "JsonFields":
+        """The same fields under names that most files have, from those names to the file's own."""
+        return JsonFields(self._values, self.where, other_names)
+
+    def own_name(self, key: str) -> str:
+        name = self._other_names.get(key, key)
+        return name if name in self._values else key
+
     def __getitem__(self, key: str) -> Any:
-        return self._values[key]
+        return self._values[self.own_name(key)]
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self.own_name(key) in self._values
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)

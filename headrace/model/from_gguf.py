@@ -1,19 +1,43 @@
 """What the metadata of a GGUF file says alike of most families (keys as in ggml, `docs/gguf.md`)."""
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from headrace.errors import FormatError, UnsupportedModelError
+from headrace.model.family import Tensors
 from headrace.model.fields import Fields
+from headrace.model.places import stacked, weights
 from headrace.model.rope import yarn_temperature
-from headrace.model.spec import ModelSpec, RopeSpec
+from headrace.model.spec import ExpertSpec, ModelSpec, RopeSpec
 from headrace.quant.formats import StoredTensor
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _MAX_ROPE_FACTORS = 1 << 16
-IGNORED = (_ROPE_FACTORS, "attn_rot_embd.weight")
+
+TENSORS = weights(
+    {
+        **{"embed": "token_embd", "embed_norm": "token_embd_norm", "positions": "position_embd"},
+        **{"head": "output", "norm": "output_norm"},
+    },
+    "blk.{}",
+    {
+        **{"attn_norm": "attn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"},
+        **{"q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "sinks": "attn_sinks", "attn_post_norm": "post_attention_norm"},
+        **{"mlp_norm": "ffn_norm", "mlp_post_norm": "post_ffw_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"},
+        **{"router": "ffn_gate_inp", "shared_router": "ffn_gate_inp_shexp"},
+        **{f"shared_{part}": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    },
+)
+"""Tensors of all families alike."""
+EXPERTS = {
+    name: place
+    for part in ("gate", "up", "down")
+    for kind, suffix in (("weight", ""), ("bias", "_bias"))
+    for name, place in stacked(f"{part}{suffix}", f"blk.{{}}.ffn_{part}_exps.{kind}").items()
+}
+"""Those of experts."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
@@ -25,6 +49,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (0.0,),
     "embedding_scale": (0.0, 1.0),
     "expert_count": (0,),
+    "expert_group_count": (0, 1),
     "final_logit_softcapping": (0.0,),
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
@@ -36,12 +61,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Keys that change the numbers in ways that a plain decoder does not compute, and the values that leave them alone."""
 
 
-def decoder(fields: Fields, tensors: Mapping[str, StoredTensor], architecture: str) -> ModelSpec:
+def decoder(fields: Fields, tensors: Tensors, architecture: str, *, computed: Collection[str] = ()) -> ModelSpec:
     """The specification of a plain decoder, whose keys begin with `architecture`; it has the biases that are there.
 
-    Raises UnsupportedModelError naming the key, FormatError for a missing or malformed one.
+    Keys in `computed` are the family's own affair. Raises UnsupportedModelError naming the key, FormatError for a missing or malformed
+    one.
     """
-    fields.require_neutral({f"{architecture}.{key}": values for key, values in NEUTRAL.items()})
+    neutral = {f"{architecture}.{key}": values for key, values in NEUTRAL.items() if key not in computed}
+    fields.require_neutral(neutral)
     dim = fields.integer(f"{architecture}.embedding_length")
     num_layers = fields.integer(f"{architecture}.block_count")
     num_heads = _same_in_every_layer(fields, f"{architecture}.attention.head_count")
@@ -50,6 +77,7 @@ def decoder(fields: Fields, tensors: Mapping[str, StoredTensor], architecture: s
         raise fields.unsupported(f"{architecture}.attention.value_length", ": it differs from key_length")
     window = fields.integer(f"{architecture}.attention.sliding_window", 0)
     embedding = tensors.get("token_embd.weight")
+    is_rms = f"{architecture}.attention.layer_norm_epsilon" not in fields
     return ModelSpec(
         architecture=architecture,
         num_layers=num_layers,
@@ -60,14 +88,53 @@ def decoder(fields: Fields, tensors: Mapping[str, StoredTensor], architecture: s
         ffn_dim=_same_in_every_layer(fields, f"{architecture}.feed_forward_length"),
         vocab_size=embedding.rows if embedding else 1,  # without an embedding the file is refused later, by that name
         max_context=fields.integer(f"{architecture}.context_length"),
-        norm_eps=fields.number(f"{architecture}.attention.layer_norm_rms_epsilon"),
+        norm_eps=fields.number(f"{architecture}.attention.layer_norm_{'rms_' if is_rms else ''}epsilon"),
+        norm="rms" if is_rms else "layer",
+        norm_bias="output_norm.bias" in tensors,
         rope=rope(fields, tensors, architecture, head_dim),
         windows=(window,) * min(num_layers, 1 << 16) if window else (),
         tied_embeddings="output.weight" not in tensors,
-        qkv_bias=any(f"blk.0.attn_{name}.bias" in tensors for name in "qkv"),
+        qkv_bias=any(f"blk.0.attn_{name}.bias" in tensors for name in ("q", "k", "v", "qkv")),
         output_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias=any(f"blk.0.ffn_{name}.bias" in tensors for name in ("gate", "up", "down")),
+        head_bias="output.bias" in tensors,
+        gated_mlp=any(".ffn_gate" in name and "_inp" not in name for name in tensors),
     )
+
+
+def experts(fields: Fields, tensors: Tensors, architecture: str, spec: ModelSpec) -> ExpertSpec:
+    """The experts of a model, whose scores are the softmax of logits, and add up to 1 among those of a row."""
+    return ExpertSpec(
+        fields.integer(f"{architecture}.expert_count"),
+        fields.integer(f"{architecture}.expert_used_count"),
+        fields.integer(f"{architecture}.expert_feed_forward_length", spec.ffn_dim),
+        dense_layers=tuple(i for i in range(min(spec.num_layers, 1 << 16)) if f"blk.{i}.ffn_gate_inp.weight" not in tensors),
+    )
+
+
+def longrope(fields: Fields, tensors: Tensors, architecture: str, spec: ModelSpec) -> RopeSpec | None:
+    """The rotary embedding of a model that has factors for short texts and for long ones, or for none."""
+    short, long = (tensors.get(f"rope_factors_{length}.weight") for length in ("short", "long"))
+    if not (spec.rope and short and long):
+        return spec.rope
+    prefix = f"{architecture}.rope.scaling"
+    original = fields.integer(f"{prefix}.original_context_length", spec.max_context)
+    temperature = fields.positive(f"{prefix}.attn_factor", 1.0)
+    return RopeSpec(
+        spec.rope.dim,
+        spec.rope.theta,
+        "longrope",
+        original_context=original,
+        attention_factor=temperature,
+        factors=_factors(fields, short),
+        long_factors=_factors(fields, long),
+    )
+
+
+def _factors(fields: Fields, stored: StoredTensor) -> tuple[float, ...]:
+    if stored.rows * stored.cols > _MAX_ROPE_FACTORS:
+        raise FormatError(f"{fields.where}: tensor {stored.name} has shape {list(stored.shape)}: too many factors")
+    return tuple(stored.dequantise().reshape(-1).tolist())
 
 
 def _same_in_every_layer(fields: Fields, key: str, default: int | None = None) -> int:
@@ -81,7 +148,7 @@ def _same_in_every_layer(fields: Fields, key: str, default: int | None = None) -
     return int(values[0])
 
 
-def rope(fields: Fields, tensors: Mapping[str, StoredTensor], architecture: str, head_dim: int) -> RopeSpec:
+def rope(fields: Fields, tensors: Tensors, architecture: str, head_dim: int) -> RopeSpec:
     """The rotary embedding, with the factors of its own that a file may have."""
     prefix = f"{architecture}.rope"
     dim = fields.integer(f"{prefix}.dimension_count", head_dim)
@@ -90,11 +157,9 @@ def rope(fields: Fields, tensors: Mapping[str, StoredTensor], architecture: str,
     factor = fields.number(f"{prefix}.scaling.factor", 0.0) or fields.number(f"{prefix}.scale_linear", 0.0) or 1.0
     scaling = fields.string(f"{prefix}.scaling.type", "linear" if factor != 1.0 else "none")
     stretch = fields.number(f"{prefix}.scaling.attn_factor", 1.0)
-    factors: tuple[float, ...] = ()
-    if stored := tensors.get(_ROPE_FACTORS):
-        if stored.rows * stored.cols > _MAX_ROPE_FACTORS:
-            raise FormatError(f"{fields.where}: tensor {_ROPE_FACTORS} has shape {list(stored.shape)}: too many factors")
-        factors = tuple(stored.dequantise().reshape(-1).tolist())
+    has_both = "rope_factors_long.weight" in tensors and "rope_factors_short.weight" in tensors
+    stored = tensors.get(_ROPE_FACTORS)
+    factors = _factors(fields, stored) if stored else ()
     if scaling == "yarn":
         return RopeSpec(
             dim,
@@ -107,7 +172,7 @@ def rope(fields: Fields, tensors: Mapping[str, StoredTensor], architecture: str,
             attention_factor=stretch * yarn_temperature(factor),
             factors=factors,
         )
-    if stretch != 1.0:
+    if stretch != 1.0 and not has_both:  # those of longrope come with one
         raise fields.unsupported(f"{prefix}.scaling.attn_factor", " without yarn")
     if scaling == "linear":
         return RopeSpec(dim, theta, "linear", factor, factors=factors)

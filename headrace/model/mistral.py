@@ -1,8 +1,9 @@
 """The Mistral family (Jiang et al. 2023): Llama with a sliding window. GGUF files call it llama."""
 
 from headrace.model import from_config, llama
-from headrace.model.family import ConfigLayout, Family, half_split
+from headrace.model.family import ConfigLayout, Family
 from headrace.model.fields import Fields
+from headrace.model.places import half_split
 from headrace.model.spec import ModelSpec
 
 
@@ -14,11 +15,6 @@ def _config_spec(config: Fields) -> ModelSpec:
 
 MISTRAL = Family(
     "mistral",
-    llama.forward,
-    config=ConfigLayout(
-        architectures=("MistralForCausalLM", "mistral"),
-        spec=_config_spec,
-        tensors=half_split(llama.CONFIG_TENSORS),
-        ignored=from_config.IGNORED,
-    ),
+    llama.LLAMA.forward,
+    config=ConfigLayout(architectures=("MistralForCausalLM", "mistral"), spec=_config_spec, tensors=half_split(from_config.TENSORS)),
 )

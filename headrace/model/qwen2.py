@@ -3,15 +3,18 @@
 from dataclasses import replace
 
 from headrace.model import from_config, from_gguf, llama
-from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors, half_split
+from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors
 from headrace.model.fields import Fields
+from headrace.model.places import half_split
 from headrace.model.spec import ModelSpec
 
 
-def _config_spec(config: Fields) -> ModelSpec:
+def config_spec(config: Fields, architecture: str = "qwen2", *computed: str) -> ModelSpec:
+    """The specification of a model with such biases and windows, of this or a related architecture."""
     window = config.integer("sliding_window", 4096) if config.flag("use_sliding_window", False) else 0
     windows = from_config.sliding_windows(config, window, config.integer("max_window_layers", 28), by_layer=True)
-    return replace(from_config.decoder(config, "qwen2", max_context=32_768, kv_heads=32, windows=windows), qkv_bias=True)
+    spec = from_config.decoder(config, architecture, max_context=32_768, kv_heads=32, windows=windows, computed=computed)
+    return replace(spec, qkv_bias=True)
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
@@ -21,12 +24,7 @@ def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
 
 QWEN2 = Family(
     "qwen2",
-    llama.forward,
-    config=ConfigLayout(
-        architectures=("Qwen2ForCausalLM", "qwen2"),
-        spec=_config_spec,
-        tensors=half_split(llama.CONFIG_TENSORS),
-        ignored=from_config.IGNORED,
-    ),
-    gguf=GgufLayout(architectures=("qwen2",), spec=_gguf_spec, tensors=half_split(llama.GGUF_TENSORS), ignored=from_gguf.IGNORED),
+    llama.LLAMA.forward,
+    config=ConfigLayout(architectures=("Qwen2ForCausalLM", "qwen2"), spec=config_spec, tensors=half_split(from_config.TENSORS)),
+    gguf=GgufLayout(architectures=("qwen2",), spec=_gguf_spec, tensors=half_split(from_gguf.TENSORS)),
 )

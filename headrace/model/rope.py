@@ -10,17 +10,20 @@ from headrace.model.spec import RopeSpec
 Frequencies = NDArray[np.float64]
 
 
-def inverse_frequencies(rope: RopeSpec, max_context: int) -> tuple[Frequencies, float]:
+def inverse_frequencies(rope: RopeSpec, max_context: int, context: int) -> tuple[Frequencies, float]:
     """Radians per position of each rotated pair, [dim / 2], and the factor on cosines and sines.
 
-    `max_context` stands in for the context length of the original training where the checkpoint does not give one.
+    `max_context` stands in for the context length of the original training where the checkpoint does not give one. Rules that go by the
+    length of a text take `context`, the most that any may have, so that no length that is reached changes a number.
     """
-    frequencies: Frequencies = rope.theta ** -(np.arange(0, rope.dim, 2) / rope.dim)
-    if rope.factors:
-        frequencies = frequencies / np.array(rope.factors)
     original_context = rope.original_context or max_context
+    is_long = rope.scaling == "longrope" and context > original_context
+    theta = _dynamic_theta(rope, original_context, context) if rope.scaling == "dynamic" else rope.theta
+    frequencies: Frequencies = theta ** -(np.arange(0, rope.dim, 2) / rope.dim)
+    if factors := rope.long_factors if is_long else rope.factors:
+        frequencies = frequencies / np.array(factors)
     match rope.scaling:
-        case "none":
+        case "none" | "dynamic":
             return frequencies, 1.0
         case "linear":
             return frequencies / rope.factor, 1.0
@@ -28,6 +31,21 @@ def inverse_frequencies(rope: RopeSpec, max_context: int) -> tuple[Frequencies, 
             return _llama3(frequencies, rope, original_context), 1.0
         case "yarn":
             return _yarn(frequencies, rope, original_context), _yarn_attention_factor(rope)
+        case "longrope":
+            return frequencies, _longrope_attention_factor(rope, original_context)
+
+
+def _dynamic_theta(rope: RopeSpec, original_context: int, context: int) -> float:
+    """A base with which the slowest pair turns as often over a text of `context` tokens as it did over the original ones."""
+    stretch = rope.factor * max(context, original_context) / original_context - (rope.factor - 1)
+    return float(rope.theta * stretch ** (rope.dim / (rope.dim - 2)))
+
+
+def _longrope_attention_factor(rope: RopeSpec, original_context: int) -> float:
+    """sqrt(1 + ln(factor) / ln(original context)), where the file has none (Ding et al. 2024)."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(original_context))
 
 
 def _llama3(frequencies: Frequencies, rope: RopeSpec, original_context: int) -> Frequencies:

@@ -10,9 +10,9 @@ from headrace.planner.fit import RUNTIME_BYTES
 _LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 
 
-def cpu_name() -> str:
+def cpu_name(root: Path = Path("/")) -> str:
     """The processor's own name, as far as the system tells it."""
-    for line in _text(Path("/proc/cpuinfo")).splitlines():
+    for line in _text(root / "proc/cpuinfo").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
@@ -66,9 +66,9 @@ def forget_peak_memory(root: Path = Path("/")) -> bool:
     return True
 
 
-def huge_pages() -> str:
+def huge_pages(root: Path = Path("/")) -> str:
     """State of transparent huge pages: `always`, `madvise`, `never`, or `unknown`."""
-    _, _, rest = _text(Path("/sys/kernel/mm/transparent_hugepage/enabled")).partition("[")
+    _, _, rest = _text(root / "sys/kernel/mm/transparent_hugepage/enabled").partition("[")
     return rest.partition("]")[0] or "unknown"
 
 

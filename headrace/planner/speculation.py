@@ -1,6 +1,5 @@
 """Expected gain of speculative decoding: tokens per step by the acceptance rate, and speedup by the costs of steps."""
 
-import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,19 +11,6 @@ def expected_tokens(acceptance: float, depth: int) -> float:
     et al. 2023, equation 1).
     """
     return float(depth + 1) if acceptance == 1 else (1 - acceptance ** (depth + 1)) / (1 - acceptance)
-
-
-def simulated_tokens(acceptance: Sequence[float], steps: int, seed: int = 0) -> float:
-    """Mean tokens of `steps` simulated steps; `acceptance[i]` is the probability that the draft at depth i is right."""
-    rng = random.Random(seed)
-    total = 0
-    for _ in range(steps):
-        total += 1
-        for probability in acceptance:
-            if rng.random() >= probability:
-                break
-            total += 1
-    return total / steps
 
 
 class Costs(NamedTuple):

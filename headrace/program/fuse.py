@@ -1,8 +1,8 @@
 """Rewrites neighbouring ops into fused ones. The result computes the same numbers up to rounding.
 
-Three rules join ops: linear x 3 + rope x 2 + kv_write -> QkvRopeWrite; linear x 2 + glu -> GluLinear; linear + add ->
-LinearAdd. Then every value that only linear ops read becomes packed, so that norm, attention and glu write what the next
-kernel reads.
+Four rules join ops: linear x 3 + rope x 2 + kv_write -> QkvRopeWrite; linear x 2 + glu -> GluLinear; linear + activate ->
+LinearActivate; linear + add -> LinearAdd. Then every value that only linear ops read becomes packed, so that norm, attention and glu
+write what the next kernel reads.
 """
 
 from collections import Counter
@@ -11,10 +11,22 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from headrace.program.op import Op, Value
-from headrace.program.ops import Add, Attention, Glu, GluLinear, KvWrite, Linear, LinearAdd, QkvRopeWrite, Rope
+from headrace.program.ops import (
+    Activate,
+    Add,
+    Attention,
+    Glu,
+    GluLinear,
+    KvWrite,
+    Linear,
+    LinearActivate,
+    LinearAdd,
+    QkvRopeWrite,
+    Rope,
+)
 from headrace.program.trace import Program
 
-LINEAR_OPS = (Linear, LinearAdd, QkvRopeWrite, GluLinear)
+LINEAR_OPS = (Linear, LinearActivate, LinearAdd, QkvRopeWrite, GluLinear)
 """Ops that read their `x` through weights only."""
 
 
@@ -29,7 +41,7 @@ class _Rewrite(NamedTuple):
 def fuse(program: Program) -> Program:
     """The same program in fewer, larger ops."""
     ops = list(program.ops)
-    for rule in (_qkv, _glu, _add):
+    for rule in (_qkv, _glu, _activate, _add):
         ops = _apply(ops, rule(ops, _Flow(ops)))
     return replace(program, ops=tuple(_pack(ops, {value.id for value in (program.logits, program.hidden) if value})))
 
@@ -72,7 +84,7 @@ def _qkv(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
             continue
         (q_rope, q_linear), (k_rope, k_linear) = q, k
         same_input = q_linear.x == k_linear.x == v.x and q_rope.angles == k_rope.angles
-        if same_input and q_rope.head_dim == k_rope.head_dim == reader.head_dim:
+        if same_input and q_rope.head_dim == k_rope.head_dim == reader.head_dim == reader.value_dim:
             weights = (q_linear.weight, k_linear.weight, v.weight, q_linear.bias, k_linear.bias, v.bias)
             fused = QkvRopeWrite(q_rope.out, v.x, q_rope.angles, *weights, write.layer, q_rope.head_dim)
             yield _Rewrite(write, fused, [*q, *k, v])
@@ -82,6 +94,12 @@ def _glu(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
     for op in ops:
         if isinstance(op, Glu) and (gate := flow.sole_linear(op.gate)) and (up := flow.sole_linear(op.up)) and gate.x == up.x:
             yield _Rewrite(op, GluLinear(op.out, gate.x, gate.weight, up.weight, op.activation, gate.bias, up.bias), [gate, up])
+
+
+def _activate(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
+    for op in ops:
+        if isinstance(op, Activate) and (linear := flow.sole_linear(op.x)):
+            yield _Rewrite(op, LinearActivate(op.out, linear.x, linear.weight, op.activation, linear.bias), [linear])
 
 
 def _add(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:

@@ -27,7 +27,7 @@ most 7 and an up of -7 to 7, gate / (1 + exp(-1.702 gate)) * (up + 1)."""
 NormKind = Literal["rms", "layer"]
 """RMSNorm (Zhang and Sennrich 2019) divides by the root of the mean square; LayerNorm (Ba et al. 2016) takes the mean off first."""
 
-_ACTIVATION_FLOPS: dict[Activation, int] = {"silu": 3, "gelu": 5, "gelu_tanh": 7, "relu": 1, "clamped_swiglu": 8}
+_ACTIVATION_FLOPS: dict[Activation, int] = {"silu": 3, "gelu": 4, "gelu_tanh": 7, "relu": 1, "clamped_swiglu": 8}
 
 
 def _matmul_flops(rows: int, *weights: Weight) -> int:
@@ -53,7 +53,9 @@ class EmbedPosition(Op):
     weight: Weight
 
     def bytes(self, load: Load) -> int:
-        return min(load.rows, self.weight.rows) * self.weight.nbytes // self.weight.rows
+        last = self.weight.rows - 1
+        positions = {min(context + row, last) for context, rows in load.seqs for row in range(rows)}
+        return len(positions) * self.weight.nbytes // self.weight.rows
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,20 @@ class LinearAdd(Op):
     x: Value
     residual: Value
     weight: Weight
+    bias: Weight | None = None
+
+    def flops(self, load: Load) -> int:
+        return _matmul_flops(self.x.num_rows(load), self.weight)
+
+
+@dataclass(frozen=True)
+class LinearActivate(Op):
+    """out = activation(x @ weight.T + bias)"""
+
+    out: Value
+    x: Value
+    weight: Weight
+    activation: Activation
     bias: Weight | None = None
 
     def flops(self, load: Load) -> int:

@@ -44,8 +44,11 @@ class Program:
 
     def keeping_hidden(self) -> "Program":
         """The same program, which also gives back the rows before its head. Not of one that was fused: there they are packed."""
-        head = next(op for op in self.ops if isinstance(op, Linear) and op.out == self.logits)
-        assert not head.x.packed, "a fused program has no such rows: ask for them before"
+        writer = {out.id: op for op in self.ops if (out := op.output())}
+        head = writer[self.logits.id]
+        while isinstance(head, Scale | SoftCap):
+            head = writer[head.x.id]
+        assert isinstance(head, Linear) and not head.x.packed, "a fused program has no such rows: ask for them before"
         return replace(self, hidden=head.x)
 
     @property

@@ -14,7 +14,7 @@ from headrace.proposer import ProposerTraits, SequenceView
 class JacobiProposer:
     """Drafts by Jacobi iteration; takes one argmax over the logits of each draft row."""
 
-    def __init__(self, max_nodes: int = 16) -> None:
+    def __init__(self, max_nodes: int) -> None:
         self.traits = ProposerTraits(max_nodes, in_engine_thread=True, time_limit=None, learns_from_rows=True, needs_logits=True)
         self._chains: WeakKeyDictionary[SequenceView, list[int]] = WeakKeyDictionary()
 
@@ -24,7 +24,7 @@ class JacobiProposer:
     def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
         assert result.logits is not None, "the traits ask for them"
         for commit in commits:
-            if commit.tokens and commit.draft.tokens:
+            if commit.draft.tokens:
                 # The rows up to the accepted path gave the new tokens. The next row is that of the first wrong draft token.
                 first, end = commit.row + 1 + len(commit.path), commit.row + 1 + len(commit.draft.tokens)
                 self._chains[seqs[commit.source]] = result.logits[first:end].argmax(axis=1).tolist()

@@ -27,7 +27,7 @@ _POOL = 2048
 class LookaheadProposer:
     """Drafts by Jacobi iteration, and n-grams that earlier iterations gave."""
 
-    def __init__(self, max_nodes: int = 16) -> None:
+    def __init__(self, max_nodes: int) -> None:
         self.traits = ProposerTraits(max_nodes, in_engine_thread=True, time_limit=None, learns_from_rows=True, needs_logits=True)
         self._states: WeakKeyDictionary[SequenceView, _State] = WeakKeyDictionary()
 

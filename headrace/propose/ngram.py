@@ -25,7 +25,7 @@ _MAX_RUNS = 1 << 16
 class NgramProposer:
     """Drafts repetitions of a sequence's own text. It takes microseconds for each sequence and each new token of it."""
 
-    def __init__(self, max_nodes: int = 16) -> None:
+    def __init__(self, max_nodes: int) -> None:
         self.traits = ProposerTraits(max_nodes, in_engine_thread=True, time_limit=None, acceptance=_ACCEPTANCE)
         # An entry is dropped with its sequence, however that ends.
         self._indices: WeakKeyDictionary[SequenceView, _Index] = WeakKeyDictionary()
@@ -97,8 +97,5 @@ def _match_length(known: list[int], place: int, size: int) -> int:
 
 def _continuation(known: list[int], start: int, length: int) -> list[int]:
     """The `length` tokens from `start` on, as if the text from there on repeated for ever."""
-    chain = known[start : start + length]
     period = len(known) - start
-    while len(chain) < length:
-        chain += chain[len(chain) - period : len(chain) - period + length - len(chain)]
-    return chain
+    return [known[start + i % period] for i in range(length)]

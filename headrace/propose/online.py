@@ -25,7 +25,7 @@ _FOLLOWERS = 2
 class OnlineProposer:
     """Drafts repetitions of earlier outputs. It keeps at most `max_runs` runs; the least recently used is dropped first."""
 
-    def __init__(self, max_nodes: int = 16, max_runs: int = 1 << 16) -> None:
+    def __init__(self, max_nodes: int, max_runs: int = 1 << 16) -> None:
         self.traits = ProposerTraits(max_nodes, in_engine_thread=True, time_limit=None, acceptance=_ACCEPTANCE)
         self._max_runs = max_runs
         self._followers: dict[tuple[Hashable, ...], list[int]] = {}  # in the order of last use

@@ -5,7 +5,6 @@ from numpy.typing import NDArray
 
 from headrace import _native
 from headrace.config import KvDtype
-from headrace.errors import UnsupportedModelError
 
 BLOCK_SIZE = 32
 """Tokens of a block in the native cache."""
@@ -18,15 +17,16 @@ Floats = NDArray[np.float64]
 def block_bytes(dtype: KvDtype, key_dim: int, value_dim: int) -> int:
     """Bytes of one block, its K and V, of one layer and KV head, with scales and padding (csrc/kernels.h, `KvRecord`).
 
-    Raises UnsupportedModelError where keys and values differ in size.
+    A `value_dim` of 0 stands for values that are part of the keys.
     """
-    if key_dim != value_dim:
-        raise UnsupportedModelError(f"keys of {key_dim:,} and values of {value_dim:,} numbers have no place in the KV cache")
-    return _native.kv_block_bytes(dtype, key_dim)
+    return _native.kv_block_bytes(dtype, key_dim, value_dim)
 
 
 def stored(x: Floats, dtype: KvDtype) -> Floats:
-    """Keys or values [..., head_dim] as attention reads them again: rounded to bf16, or rotated, quantised and rounded to bf16."""
+    """Keys or values [..., numbers of one] as attention reads them again: rounded to bf16, or rotated, quantised and rounded to bf16.
+
+    Values that are part of keys are the first numbers of what this gives for the keys.
+    """
     if dtype == "f32":
         return x
     if dtype == "bf16":

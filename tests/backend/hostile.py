@@ -110,37 +110,48 @@ WIDTH = mostly(1, 16, 32, 33, 64)
 FLAG = one_of(False, True)
 ID = mostly(*range(-1, 10))
 BIAS = mostly(-1, -1, -1, 0, 1, 2)
-LAYER = several(mostly(0, 1), mostly(0, 1))
+LAYER = several(mostly(0, 1, 2), mostly(0, 1))
 NUMBER = one_of(1e-5, 0.0, 0.25, -1.0, 1e300, float("nan"), float("inf"))
 HEAD_DIM = mostly(2, 16, 32)
+ACTIVATION = one_of("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu", "?")
 SCORING = one_of("softmax", "sigmoid", "?")
 PART = mostly(1, 2, 4, 32)
 EXPERTS = several(*[lambda rng: [ID(rng) for _ in range(rng.choice([0, 1, 1, 2, 9]))]] * 3)
 BUILDER: dict[str, Maker] = {
     "add_buffer": several(WIDTH, FLAG, FLAG),
-    "add_kv_group": several(mostly(1, 2), mostly(1, 2), HEAD_DIM, mostly(0, 5), mostly(1, 9), one_of("f32", "bf16", "int8", "int4", "?")),
+    "add_kv_group": several(
+        mostly(1, 2), mostly(1, 2), HEAD_DIM, mostly(0, 2, 16, 32), mostly(0, 5), mostly(1, 9), one_of("f32", "bf16", "int8", "int4", "?")
+    ),
     "add_program": several(),
     "add_vector": lambda rng: (spoilt(rng, np.ones(rng.choice([16, 32, 64]), np.float32)),),
     "add_weight": weight,
     "add_weight_pair": weight_pair,
     "reserve_weights": several(one_of(*SIZES)),
     "embed": near((0, 1), ID, ID),
+    "embed_position": near((0, 1), ID, ID),
     "input": near((0,), ID),
-    "norm": near((0, 6, 1, 1e-5), ID, ID, ID, NUMBER),
+    "norm": near((0, 6, 1, -1, "rms", 32, 1e-5), ID, ID, BIAS, BIAS, one_of("rms", "layer", "?"), mostly(16, 32, 1), NUMBER),
     "rope_angles": lambda rng: ([NUMBER(rng) for _ in range(rng.randrange(40))], NUMBER(rng), HEAD_DIM(rng)),
     "rope": near((0, 6, 5, 16), ID, ID, ID, HEAD_DIM),
     "pack": near((1, 0), ID, ID),
     "gather_rows": near((3, 0), ID, ID),
     "add": near((0, 0, 6), ID, ID, ID),
-    "glu": near((0, 0, 6), ID, ID, ID),
-    "silu": near((0, 6), ID, ID),
+    "glu": near((0, 0, 6, "silu"), ID, ID, ID, ACTIVATION),
+    "activate": near((0, 6, "gelu"), ID, ID, ACTIVATION),
+    "scale": near((0, 6, 0.5), ID, ID, NUMBER),
+    "soft_cap": near((0, 6, 30.0), ID, ID, NUMBER),
+    "gate_rows": near((0, 6, 7), ID, ID, ID),
     "linear": near((2, 1, 1, 2, -1, False), ID, ID, ID, BIAS, BIAS, FLAG),
-    "glu_linear": near((0, 1, 0, 0, -1, 1), ID, ID, ID, ID, BIAS, BIAS),
+    "linear_activate": near((0, 1, 0, 1, "relu"), ID, ID, ID, BIAS, ACTIVATION),
+    "glu_linear": near((0, 1, 0, 0, -1, 1, "gelu_tanh"), ID, ID, ID, ID, BIAS, BIAS, ACTIVATION),
     "qkv_rope_write": near((6, 1, 5, (0, 3, 3), (-1, 0, 0), (0, 0)), ID, ID, ID, several(ID, ID, ID), several(BIAS, BIAS, BIAS), LAYER),
-    "kv_write": near((0, 6, (1, 1)), ID, ID, LAYER),
-    "attention": near((0, 6, (0, 0), 2, 0.25), ID, ID, LAYER, mostly(1, 2, 3), NUMBER),
+    "kv_write": near((0, 6, (1, 1)), ID, BIAS, LAYER),
+    "attention": near(
+        (0, 6, (0, 0), 2, 16, 0.25, 30.0, [0.5, 0.25], 3),
+        *(ID, ID, LAYER, mostly(1, 2, 3), mostly(8, 16, 32), NUMBER, NUMBER, one_of([], [0.5], [float("nan")] * 2), BIAS),
+    ),
     "route": near((4, 0, 8, "softmax", True, 1.0, (4, 2), 1), *(ID, ID, mostly(1, 8)), SCORING, FLAG, NUMBER, several(PART, PART), BIAS),
-    "experts": near((0, 6, 4, ([1], [1], [2]), ([2], [], [1]), "silu"), ID, ID, ID, EXPERTS, EXPERTS, one_of("silu", "?")),
+    "experts": near((0, 6, 4, ([1], [1], [2]), ([2], [], [1]), "silu"), ID, ID, ID, EXPERTS, EXPERTS, ACTIVATION),
     "expert_loads": several(one_of(*[0] * 9, 1, *EXTREMES)),
     "floats": several(ID, one_of(*EXTREMES)),
     "set_profiling": several(FLAG),
@@ -149,7 +160,7 @@ BUILDER: dict[str, Maker] = {
 }
 """Calls of a plan, with what makes their arguments."""
 FUNCTIONS: dict[str, Maker] = {
-    "kv_block_bytes": several(one_of("f32", "int4", "?"), mostly(16)),
+    "kv_block_bytes": several(one_of("f32", "int4", "?"), mostly(16), mostly(0, 16)),
     "packed_bytes": several(one_of("Q4_0", "Q6_K", "F32", "?"), mostly(32), mostly(256)),
     "vector_bytes": several(mostly(16)),
     "read_bandwidth": several(one_of(-1, 0, 1, 2, 1025, 2**31 - 1), one_of(0, 1, 4095, 8192, *SIZES[-4:])),
@@ -165,24 +176,28 @@ def furnished(rng: Random | None) -> _native.Plan:
     """A plan with some of everything, so that ids are often right; without `rng`, one that runs."""
     plan = _native.Plan(rng.choice(_native.isas()) if rng else "", rng.choice([1, 2]) if rng else 1)
     for head_dim, window, kv_dtype in ((16, 0, rng.choice(["f32", "bf16", "int4"]) if rng else "f32"), (32, 5, "int8")):
-        plan.add_kv_group(2, 1, head_dim, window, 2, kv_dtype)
+        plan.add_kv_group(2, 1, head_dim, head_dim, window, 2, kv_dtype)
+    plan.add_kv_group(1, 1, 64, 0, 0, 2, rng.choice(["f32", "bf16", "int4"]) if rng else "bf16")
     for rows, cols, name in ((32, 32, "Q8_0"), (64, 32, "F32"), (32, 64, "Q4_1"), (16, 32, "BF16")):
         tensor = stored(name, rows, cols)
         plan.add_weight(name, rows, cols, tensor.parts["codes"], None, tensor.parts.get("row_scales"))
-    for width in (16, 32, 64):
+    for width in (16, 32, 64, 2):
         plan.add_vector(np.ones(width, np.float32))
     for width, logit, packed in ((32, False, False), (32, False, True), (64, False, False), (32, True, False), (16, False, False)):
         plan.add_buffer(width, logit, packed)
     if rng is None or rng.randrange(4):  # something that runs, for batches to try
         rows, packed, wide, logits, narrow = range(5)
-        angles, queries = plan.rope_angles([1.0, 0.1], 1.0, 16), plan.add_buffer(32, False, False)
+        angles, queries, gate = plan.rope_angles([1.0, 0.1], 1.0, 16), *(plan.add_buffer(n, False, False) for n in (32, 1))
         plan.embed(rows, 1)
-        plan.norm(rows, rows, 1, 1e-5)
+        plan.norm(rows, rows, 1, 0, "layer", 16, 1e-5)
+        plan.gate_rows(rows, rows, gate)
         plan.pack(packed, rows)
         plan.qkv_rope_write(queries, packed, angles, (0, 3, 3), (-1, 0, 0), (0, 0))
-        plan.attention(rows, queries, (0, 0), 2, 0.25)
+        plan.attention(rows, queries, (0, 0), 2, 16, 0.25)
         plan.kv_write(rows, queries, (1, 1))
-        plan.attention(queries, rows, (1, 1), 1, 0.2)
+        plan.attention(queries, rows, (1, 1), 1, 32, 0.2, 20.0, [0.1])
+        plan.kv_write(wide, -1, (2, 0))
+        plan.attention(queries, wide, (2, 0), 1, 32, 0.2)
         plan.linear(wide, packed, 1, 2, -1, False)
         plan.linear(narrow, packed, 3, 0, narrow, True)
         plan.route(narrow, rows, 8, "sigmoid", False, 1.0, (1, 1), 1)
@@ -201,7 +216,7 @@ def build(rng: Random, plan: _native.Plan) -> bool:
 def right_batch(rows: int, context: int) -> tuple[Any, ...]:
     """The arguments of a run that is accepted."""
     near = [[1] * rows, range(context, context + rows), [0, rows], [context], [rows]]
-    kv = ((np.arange(rows, dtype=np.int32), np.array([[0, 1]], np.int32)),) * 2
+    kv = ((np.arange(rows, dtype=np.int32), np.array([[0, 1]], np.int32)),) * 3
     return *(np.array(values, np.int32) for values in near), kv, None, np.array([rows - 1], np.int32), None, 0
 
 
@@ -210,7 +225,7 @@ def batch(rng: Random) -> tuple[Any, ...]:
     rows, context = rng.choice(ROWS)
     scheduled = rng.choice([rows, 1])
     near = [[1] * rows, list(range(context, context + rows)), [0, rows], [context], [scheduled]]
-    kv = tuple((ints(rng, list(range(rows))), _table(rng)) for _ in range(rng.choice([2] * 20 + [0, 1, 3])))
+    kv = tuple((ints(rng, list(range(rows))), _table(rng)) for _ in range(rng.choice([3] * 20 + [0, 1, 4])))
     inputs = rng.choice([None] * 8 + [np.ones((rows, 32), np.float32), np.ones((1, 1), np.float32)])
     program = rng.choice([0] * 150 + [1, *EXTREMES])
     return *(ints(rng, values) for values in near), kv, _ancestors(rng, rows), ints(rng, [rows - 1]), inputs, program

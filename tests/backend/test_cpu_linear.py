@@ -118,13 +118,13 @@ def test_what_is_written_in_pieces_has_no_scale_by_row() -> None:
         plan.add_weight(t.format.name, 32, 32, t.parts["codes"], None, t.parts.get("row_scales"))
         for t in (random_stored(f, 32, 32, 0) for f in ("I8_ROW", "Q8_0"))
     )
-    plan.glu_linear(y, x, by_group, by_group, -1, -1)
+    plan.glu_linear(y, x, by_group, by_group, -1, -1, "silu")
     with pytest.raises(ValueError, match="in pieces"):
         plan.linear(out, y, by_row, -1, -1, False)
     plan.linear(out, x, by_row, -1, -1, False)
-    plan.add_kv_group(1, 1, 32, 0, 1, "f32")
+    plan.add_kv_group(1, 1, 32, 32, 0, 1, "f32")
     with pytest.raises(ValueError, match="in pieces"):
-        plan.attention(x, out, (0, 0), 1, 1.0)
+        plan.attention(x, out, (0, 0), 1, 32, 1.0)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -172,7 +172,7 @@ def test_gates_of_any_size(isa: str) -> None:
     x, ones, out = (plan.add_buffer(16, False, False) for _ in range(3))
     for buffer, values in ((x, gates), (ones, np.ones_like(gates))):
         plan.embed(buffer, plan.add_weight("F32", 1, 16, values.view(np.uint8).reshape(-1), None))
-    plan.glu(out, x, ones)
+    plan.glu(out, x, ones, "silu")
     row = [np.array(ints, np.int32) for ints in ([0], [0], [0, 1], [0], [1])]
     plan.run(*row, (), None, np.zeros(1, np.int32))
     with np.errstate(over="ignore"):

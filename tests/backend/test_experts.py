@@ -10,13 +10,13 @@ from headrace.backend import Executable, cpu, forward, reference
 from headrace.config import KvConfig
 from headrace.errors import UnsupportedModelError
 from headrace.model import trace_model
-from headrace.model.spec import ModelSpec
+from headrace.model.spec import ExpertSpec, ModelSpec
 from headrace.program.trace import Program
 from headrace.request import SamplingParams
 from tests.backend.stored import random_stored
 from tests.backend.test_cpu_linear import run_rows
 from tests.backend.test_cpu_program import BLOCKS, random_steps
-from tests.mixtures import Mixture, Rows, experts_for_mlp, rows_batch
+from tests.mixtures import Mixture, Rows, rows_batch
 from tests.tiny import Tensors, run_all, tiny_engine, tiny_model
 
 ISAS = _native.isas()
@@ -323,11 +323,10 @@ def test_what_the_builder_refuses_of_a_routing(change: dict, message: str) -> No
         plan.route(*(right | change).values())
 
 
-@pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> tuple[ModelSpec, Tensors]:
-    """A Llama with six experts in each layer in place of its MLP, of which a row goes to two."""
-    monkeypatch.setattr("headrace.model.llama._mlp", experts_for_mlp(6, 2))
-    return tiny_model(5, dim=64, ffn=96)
+@pytest.fixture(scope="module")
+def model() -> tuple[ModelSpec, Tensors]:
+    """Six experts in each layer, of which a row goes to two."""
+    return tiny_model(5, dim=64, architecture="mixtral", experts=ExpertSpec(6, 2, 96))
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -126,7 +126,7 @@ plan = _native.Plan("", 2)
 rows, packed = plan.add_buffer(WIDTH, False, False), plan.add_buffer(WIDTH, False, True)
 plan.embed(rows, plan.add_weight("F32", 1, WIDTH, np.ones(WIDTH, np.float32).view(np.uint8), None))
 program = plan.add_program()
-plan.norm(packed, rows, plan.add_vector(np.ones(WIDTH, np.float32)), 1e-5)
+plan.norm(packed, rows, plan.add_vector(np.ones(WIDTH, np.float32)), -1, "rms", WIDTH, 1e-5)
 plan.run(*arrays(32))
 before = plan.floats(rows, 32)
 plan.run(*arrays(1), program=program)  # the caller's thread has its memory now, and the other none
@@ -196,7 +196,7 @@ def test_a_step_of_very_many_rows() -> None:
 
 
 @pytest.mark.parametrize(("call", "arguments"), [
-    ("add_kv_group", (2**31 - 1, 2**20, 16, 0, 2**25, "f32")),
+    ("add_kv_group", (2**31 - 1, 2**20, 16, 16, 0, 2**25, "f32")),
     ("reserve_weights", (2**64 - 1,)),
     ("reserve_weights", (2**63,)),
 ])  # fmt: skip
@@ -217,7 +217,7 @@ def test_measurements_that_overflow() -> None:
         with pytest.raises(ValueError):
             function(*arguments)
     for n in (-1, 0, 2**31 - 1):
-        assert not attempt(_native.vector_bytes, n) and not attempt(_native.kv_block_bytes, "f32", n)
+        assert not attempt(_native.vector_bytes, n) and not attempt(_native.kv_block_bytes, "f32", n, 16)
         assert not attempt(_native.packed_bytes, "F32", n, 32) and not attempt(_native.packed_bytes, "F32", 32, n)
 
 

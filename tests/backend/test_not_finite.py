@@ -49,7 +49,7 @@ def test_a_norm(isa: str, wide: int) -> None:
         plan = _native.Plan(isa, 1)
         loose, out = (plan.add_buffer(wide, False, False) for _ in range(2))
         plan.embed(loose, plan.add_weight("F32", 2, wide, x.view(np.uint8).reshape(-1), None))
-        plan.norm(out, loose, plan.add_vector(np.ones(wide, np.float32)), 1e-5)
+        plan.norm(out, loose, plan.add_vector(np.ones(wide, np.float32)), -1, "rms", wide, 1e-5)
         numbers = [np.array(one, np.int32) for one in ([0, 1], [0, 0], [0, 1, 2], [0, 0], [1, 1])]
         plan.run(*numbers, (), None, np.zeros(0, np.int32))
         rows = plan.floats(out, 2)

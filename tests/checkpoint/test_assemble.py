@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from headrace.checkpoint.assemble import assemble
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.model import FAMILIES, tensor_shapes
-from headrace.model.family import ConfigLayout, Family, Numbers, Stored, interleaved_rows
-from headrace.model.llama import CONFIG_TENSORS, LLAMA, forward
+from headrace.model.family import ConfigLayout, Family, Numbers, Stored
+from headrace.model.from_config import TENSORS
+from headrace.model.llama import LLAMA
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.program.op import Value
 from headrace.program.trace import Tracer
@@ -35,17 +36,22 @@ SPEC = ModelSpec(
 Arrays = dict[str, NDArray[Any]]
 
 
-def family_of(tensors: dict[str, Stored], equations: Any = forward) -> Family:
-    layout = ConfigLayout(architectures=("Test",), spec=lambda config: SPEC, tensors=CONFIG_TENSORS | tensors, ignored=(".mask",))
+def family_of(tensors: dict[str, Stored], equations: Any = LLAMA.forward) -> Family:
+    layout = ConfigLayout(architectures=("Test",), spec=lambda config: SPEC, tensors=TENSORS | tensors, ignored=(".mask",))
     return Family("test", equations, config=layout)
 
 
+def pairs(heads: int) -> NDArray[np.int64]:
+    """Rows of heads whose rotary pairs are half-split, in the order of ours."""
+    return np.arange(heads * SPEC.head_dim).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
+
+
 def queries(spec: ModelSpec, numbers: Numbers) -> NDArray[np.int64]:
-    return interleaved_rows(spec.head_dim, spec.rope.dim, spec.num_heads)
+    return pairs(spec.num_heads)
 
 
 def keys(spec: ModelSpec, numbers: Numbers) -> NDArray[np.int64]:
-    return spec.num_heads * spec.head_dim + interleaved_rows(spec.head_dim, spec.rope.dim, spec.num_kv_heads)
+    return spec.num_heads * spec.head_dim + pairs(spec.num_kv_heads)
 
 
 def values(spec: ModelSpec, numbers: Numbers) -> NDArray[np.int64]:

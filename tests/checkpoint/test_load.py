@@ -74,7 +74,7 @@ class TestHuggingFace:
 
     def test_rotary_frequencies(self, family: tuple[Any, Checkpoint]) -> None:
         model, checkpoint = family
-        frequencies, scale = inverse_frequencies(checkpoint.spec.rope, checkpoint.spec.max_context)
+        frequencies, scale = inverse_frequencies(checkpoint.spec.rope, checkpoint.spec.max_context, checkpoint.spec.max_context)
         np.testing.assert_allclose(frequencies, model.model.rotary_emb.inv_freq.double().numpy(), rtol=2e-6)
         assert scale == pytest.approx(model.model.rotary_emb.attention_scaling)
 
@@ -104,7 +104,7 @@ class TestHuggingFace:
         spec = checkpoint.spec
         rng = np.random.default_rng(0)
         query, key = rng.normal(size=(2, spec.head_dim))
-        angle = 5 * inverse_frequencies(spec.rope, spec.max_context)[0]
+        angle = 5 * inverse_frequencies(spec.rope, spec.max_context, spec.max_context)[0]
         order = half_split_rows(spec, 1)
 
         def turn(x: NDArray[np.float64], first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -148,9 +148,10 @@ def spec_of(folder: Path, change: dict[str, Any]) -> ModelSpec:
     return open_folder(folder).spec
 
 
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 4}
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
-    ({"architectures": None, "model_type": "falcon"}, "falcon"),
+    ({"architectures": ["BertLMHeadModel"]}, "BertLMHeadModel.*LlamaForCausalLM"),
+    ({"architectures": None, "model_type": "rwkv"}, "rwkv"),
     ({"hidden_act": "gelu"}, "hidden_act"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -158,8 +159,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*gptq"),
     ({"num_local_experts": 8}, "num_local_experts"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope_type = dynamic"),
-    ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "short_factor"),
+    ({"rope_scaling": {"type": "proportional", "factor": 2.0}}, r"rope_type = proportional"),
     ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
     ({"layer_types": ["sliding_attention"] * 3}, "layer_types"),
@@ -192,6 +192,9 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "linear", "factor": 0}}, "rotary factor"),
     ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor"),
     ({"rope_scaling": YARN | {"beta_fast": -1}}, "beta_fast"),
+    ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8}}, "factors of both kinds"),
+    ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "1 rotary factors for 8 pairs"),
+    (MIXTRAL | {"num_local_experts": 2, "num_experts_per_tok": 3}, "3 of 2 experts"),
     ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4, "sliding_window": -5}, "sliding window"),
 ]
 
@@ -312,7 +315,7 @@ class TestGguf:
         parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
         config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters=parameters)
         expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
-        frequencies, scale = inverse_frequencies(rope, 256)
+        frequencies, scale = inverse_frequencies(rope, 256, 256)
         np.testing.assert_allclose(frequencies, expected.double().numpy(), rtol=2e-6)
         assert scale == pytest.approx(factor)
 
@@ -331,8 +334,8 @@ class TestGguf:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"general.architecture": "gpt2"}, "'gpt2'; known: llama, qwen2"),
-            ({"llama.expert_count": 8}, "llama.expert_count"),
+            ({"general.architecture": "rwkv"}, "'rwkv' is not known; the nearest that works is .*place for all"),
+            ({"llama.expert_group_count": 8}, "llama.expert_group_count"),
             ({"llama.attention.causal": False}, "attention.causal"),
             ({"llama.attn_logit_softcapping": 50.0}, "softcapping"),
             ({"llama.rope.scaling.type": "longrope"}, "longrope"),

@@ -14,11 +14,11 @@ from headrace.backend import lower_program
 from headrace.checkpoint.load import Checkpoint
 from headrace.cli.main import main
 from headrace.model import trace_model
+from headrace.model.spec import ExpertSpec
 from headrace.planner.fit import RUNTIME_BYTES
 from headrace.planner.hardware import READ_BYTES, Machine
 from headrace.planner.profile import phases
 from headrace.program.kv import token_bytes
-from tests.mixtures import experts_for_mlp
 from tests.tiny import tiny_model
 
 HERE = Machine("Zen 4", "avx512", 2, 36e9, {"int8": 940e9, "bf16": 470e9, "f32": 235e9})
@@ -126,8 +126,8 @@ class TestTiny:
 @pytest.fixture
 def mixture(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model `mixture` has six experts in each layer, of which a row goes to two."""
-    monkeypatch.setattr("headrace.model.llama._mlp", experts_for_mlp(6, 2))
-    checkpoint = Checkpoint(Path("mixture"), *tiny_model(5, dim=64, context=700), None, Path("mixture"))
+    made = tiny_model(5, dim=64, context=700, architecture="mixtral", experts=ExpertSpec(6, 2, 64))
+    checkpoint = Checkpoint(Path("mixture"), *made, None, Path("mixture"))
     monkeypatch.setattr("headrace.checkpoint.source.resolve", lambda model: Path(model))
     monkeypatch.setattr("headrace.checkpoint.load.open_checkpoint", lambda path: checkpoint)
     monkeypatch.setattr("headrace.planner.hardware.measure", lambda threads: replace(HERE, threads=threads or 2))

@@ -87,7 +87,7 @@ def test_the_results_are_those_of_the_naive_search(
 ) -> None:
     """The pool has `num_blocks` more than the largest request needs by itself."""
     needed = [blocks_alone(len(prompt), params, block_size) for prompt, params in requests]
-    engine = toy_engine(num_blocks=max(needed) + num_blocks, block_size=block_size, proposer=NgramProposer(), **config)
+    engine = toy_engine(num_blocks=max(needed) + num_blocks, block_size=block_size, proposer=NgramProposer(16), **config)
     ids, updates = [], []
     for prompt, params in requests:
         ids.append(engine.add_request(prompt, params))
@@ -221,7 +221,7 @@ def test_prompt_logprobs() -> None:
 def test_drafts_change_nothing() -> None:
     params = SamplingParams(beam_width=3, max_tokens=12)
     plain = SamplingParams(temperature=0, max_tokens=20)
-    engine = toy_engine(proposer=NgramProposer())
+    engine = toy_engine(proposer=NgramProposer(16))
     searched, _ = run_all(engine, [([1, 2] * 4, params), ([1, 2] * 4, plain)])
     agree(searched, toy_search([1, 2] * 4, params), params)
     assert engine.stats().drafted > 0

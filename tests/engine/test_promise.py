@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.config import KvDtype
 from headrace.engine.engine import Engine
-from headrace.model.spec import ModelSpec
+from headrace.model.spec import ExpertSpec, ModelSpec, RopeSpec
 from headrace.propose import NEEDS, PROPOSERS
 from headrace.request import Logprobs, RequestOutput, SamplingParams
 from tests.draft_engines import draft_engine
@@ -24,13 +24,23 @@ BACKENDS = ["cpu", "reference"]
 VOCAB = 61
 EOS = (60,)
 
+GEMMA: dict[str, Any] = {"qk_norm": "head", "activation": "gelu_tanh", "embedding_scale": 5.7, "attention_softcap": 5.0}
+BIASED: dict[str, Any] = {"norm": "layer", "norm_bias": True, "qkv_bias": True, "output_bias": True, "mlp_bias": True, "gated_mlp": False}
+
 MODELS: list[dict[str, Any]] = [
     {"seed": 0},
     {"seed": 1, "window": 6, "kv_heads": 4, "layers": 3},
     {"seed": 2, "kv_heads": 1, "format": "Q8_0"},
     {"seed": 3, "window": (6, 0), "layers": 3},
     {"seed": 4, "window": (9, 34), "layers": 4},
+    {"seed": 5, "architecture": "qwen3", "qk_norm": "head"},
+    {"seed": 6, "architecture": "gemma3", "window": (9, 9, 0), "layers": 4, "window_rope": RopeSpec(8, 100.0), **GEMMA},
+    {"seed": 7, "architecture": "gpt_neox", "block": "parallel_two_norms", "activation": "gelu", **BIASED},
+    {"seed": 8, "architecture": "bloom", "rope": None, "alibi_bias": 8.0, "embedding_norm": True, **BIASED},
+    {"seed": 9, "architecture": "qwen2_moe", "experts": ExpertSpec(8, 3, 32, normalised=False, shared_ffn_dim=32, shared_gate=True)},
+    {"seed": 10, "architecture": "mixtral", "kv_heads": 4, "window": 7, "format": "Q4_0", "experts": ExpertSpec(4, 2, 64)},
 ]
+"""Of Llama, and one each with norms of queries and keys, two rotary bases, a parallel block, ALiBi, and two kinds of experts."""
 
 REQUESTS: list[tuple[list[int], SamplingParams]] = [
     ([7, 8, 9, 7, 8, 9, 7, 8], SamplingParams(temperature=0, max_tokens=14, logprobs=3)),
@@ -122,7 +132,7 @@ def keeps_the_promise(engine: Engine, order: list[int], stagger: int, expected: 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     drafts=st.sampled_from([*(name for name in PROPOSERS if name not in NEEDS), "trees", "wide trees"]),
     seed=st.integers(0, 1000),

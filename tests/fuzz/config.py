@@ -1,11 +1,18 @@
-"""`config.json` of three families and of a quantised model, opened with weights that fit what it said, and traced."""
+"""`config.json` of every family and of a quantised model, opened with weights that fit what it said, and traced."""
 
+import json
 import random
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from headrace.checkpoint.load import open_checkpoint
-from headrace.model import trace_model
-from tests.fuzz.files import CONFIG, folder
+from headrace.model import FAMILIES, tensor_shapes, trace_model
+from headrace.model.fields import JsonFields
+from tests.families import VARIANTS, config_of
+from tests.fuzz.files import CONFIG, folder, save_file, scratch
 from tests.fuzz.mutate import mutate_json
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4, "beta_fast": 32, "beta_slow": 1}
@@ -22,15 +29,48 @@ ORIGINALS: list[dict[str, Any]] = [
     CONFIG | {"quantization_config": _QUANTISED},
 ]
 _EXTRA = ["linear", "dynamic", "longrope", "sliding_attention", {"rope_type": "linear", "factor": 2.0}, _YARN, "MistralForCausalLM", "gelu"]
+_VARIANT = b"variant "
+"""What a case begins with whose weights are those of a variant: its name follows, and then, in a line of its own, the configuration."""
 
 
 def case(rng: random.Random) -> bytes:
-    return mutate_json(rng, rng.choice(ORIGINALS), _EXTRA)
+    if rng.randrange(4) == 0:
+        return mutate_json(rng, rng.choice(ORIGINALS), _EXTRA)
+    name = rng.choice([*VARIANTS])
+    return _VARIANT + name.encode() + b"\n" + mutate_json(rng, _variant_config(name), _EXTRA)
 
 
 def run(case: bytes) -> None:
-    quantised = b"quantization_config" in case
-    path = folder("quantised" if quantised else "plain", quantised)
+    if case.startswith(_VARIANT):
+        first, _, case = case.partition(b"\n")
+        path = _variant_folder(first.removeprefix(_VARIANT).decode())
+    else:
+        quantised = b"quantization_config" in case
+        path = folder("quantised" if quantised else "plain", quantised)
     (path / "config.json").write_bytes(case)
     checkpoint = open_checkpoint(path)
     trace_model(checkpoint.spec, checkpoint.tensors)
+
+
+@cache
+def _variant_config(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(config_of(name).to_json_string(use_diff=False))
+    return config | {"architectures": [VARIANTS[name].model]}
+
+
+@cache
+def _variant_folder(name: str) -> Path:
+    """A folder with weights of a variant, all zero, as its layout names them."""
+    family = FAMILIES[VARIANTS[name].family]
+    assert family.config
+    spec = family.config.spec(JsonFields(_variant_config(name), name).named(family.config.fields))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for tensor, shape in tensor_shapes(spec).items():
+        place, _ = family.config.locate(tensor)
+        before = shapes.get(place.name, (0,) * len(shape))[-1 if place.transposed else 0]
+        rows = before + shape[0]
+        shapes[place.name] = (shape[1], rows) if place.transposed else (rows, *shape[1:])
+    path = scratch() / f"variant-{name}"
+    path.mkdir()
+    save_file({name: np.zeros(shape, np.float16) for name, shape in shapes.items()}, path / "model.safetensors")
+    return path

@@ -20,6 +20,29 @@ def test_reserve_takes_neighbours() -> None:
     pool.check([first, second])
 
 
+def test_a_table_begins_a_run_of_its_own_and_goes_on_to_its_end() -> None:
+    pool = BlockPool(24, 4)
+    single, long = Table(), Table()
+    pool.reserve(single, 0, 4)
+    pool.reserve(long, 0, 64)
+    assert list(single) == [0] and list(long) == list(range(8, 24))
+    pool = BlockPool(10, 4)  # the second run is short
+    single, other = Table(), Table()
+    for _ in range(2):
+        pool.reserve(single, 0, 4)
+        pool.reserve(other, 0, 8)
+        assert list(single) == [0] and list(other) == [8, 9]
+        pool.free(other)
+
+
+def test_copies_are_neighbours() -> None:
+    pool = BlockPool(24, 4)
+    table = Table()
+    pool.reserve(table, 0, 12)
+    assert pool.reserve(pool.fork(table), 0, 12) == [(0, 8), (1, 9), (2, 10)]
+    assert pool.reserve(pool.fork(table), 4, 8) == [(1, 16), (2, 17)]
+
+
 def test_blocks_that_sequences_with_a_common_beginning_need() -> None:
     pool = BlockPool(20, 4)
     assert [pool.needed(n) for n in (0, 1, 8, 9)] == [0, 1, 2, 3]
@@ -72,6 +95,14 @@ def test_a_shared_block_is_copied_before_it_is_written() -> None:
     assert made == (parent[1], child[1]) and child[0] == parent[0] and len(child) == 3
     assert pool.reserve(parent, 6, 1) == []  # the last owner writes in place
     pool.check([parent, child])
+
+
+def test_the_last_free_block_is_enough_for_a_copy() -> None:
+    pool = BlockPool(2, 4)
+    table = Table()
+    pool.reserve(table, 0, 3)
+    assert pool.reserve(pool.fork(table), 3, 1) == [(0, 1)]
+    assert pool.reserve(pool.fork(table), 3, 1) is None
 
 
 def test_no_copy_of_full_blocks() -> None:

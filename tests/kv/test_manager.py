@@ -107,14 +107,16 @@ def test_a_prompt_goes_on_in_what_it_releases() -> None:
 def test_in_a_window_each_table_pays_for_its_blocks(windows: tuple[int, ...]) -> None:
     kv = toy_kv(8, 2, windows, max_rows=3)
     pool = kv.pools[-1]
-    tables = kv.new_tables()
+    tables, alone = kv.new_tables(), kv.new_tables()
     kv.reserve(tables, 0, 6)
+    kv.reserve(alone, 0, 1)
     forks = [kv.fork(tables) for _ in range(2)]
-    assert pool.num_free == 5 and pool.num_available == 8 - 3 * 3 and kv.is_overdrawn
+    assert pool.num_free == 4 and pool.num_available == 8 - 3 * 3 - 1 and kv.is_overdrawn
     assert kv.reserve(forks[0], 6, 1) is None
+    assert kv.reserve(alone, 1, 1) == []  # there already
     kv.free(forks.pop())
     assert not kv.is_overdrawn and kv.reserve(forks[0], 5, 1) is not None  # a copy costs what the shared block did
-    kv.check([tables, *forks])
+    kv.check([tables, alone, *forks])
 
 
 @given(window=st.integers(1, 12), size=st.sampled_from([1, 2, 4]), windows=st.booleans(), computed=st.integers(0, 30))

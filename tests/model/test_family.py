@@ -1,17 +1,18 @@
 """What families promise the loader: names for every tensor of every model that they can describe."""
 
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
 
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.model import FAMILIES, tensor_shapes, trace_model
-from headrace.model.family import Family, Layout, Stored, half_split, interleaved_rows, plain
+from headrace.model.family import Family, Layout, Stored
 from headrace.model.fields import JsonFields, shown
+from headrace.model.places import QkvLayout, fused_qkv, half_split, weights
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.quant.formats import StoredTensor
+from tests.families import VARIANTS, config_of
 
 SPEC = ModelSpec(
     architecture="llama",
@@ -32,17 +33,22 @@ def layouts(family: Family) -> list[Layout]:
     return [layout for layout in (family.config, family.gguf) if layout]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_tensor_has_a_place_of_its_own_in_every_layout(name: str) -> None:
-    family = FAMILIES[name]
-    assert family.name == name and layouts(family)
-    for flags in product([False, True], repeat=4):
-        fields = ("tied_embeddings", "qkv_bias", "output_bias", "mlp_bias")
-        spec = replace(SPEC, architecture=name, **dict(zip(fields, flags, strict=True)))
-        for layout in layouts(family):
-            places = [layout.locate(tensor)[0].name for tensor in tensor_shapes(spec)]
-            assert len(places) == len(set(places))
-            assert not [place for place in places if "{" in place or place.endswith(layout.ignored or ("-",))]
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_tensor_has_a_place_in_every_layout(name: str) -> None:
+    """Its own, or a share of one: no two of ours have the same rows."""
+    family = FAMILIES[VARIANTS[name].family]
+    assert family.name == VARIANTS[name].family and family.config
+    fields = JsonFields(config_of(name).to_dict(), "config.json")
+    spec = family.config.spec(fields.named(family.config.fields))
+    assert spec.architecture == family.name
+    for layout in layouts(family):
+        taken = set()
+        for tensor in tensor_shapes(spec):
+            place, numbers = layout.locate(tensor)
+            first = int(place.rows(spec, numbers)[0]) if place.rows else 0
+            assert (place.name, first) not in taken
+            assert "{" not in place.name and not place.name.endswith(layout.ignored or ("-",))
+            taken.add((place.name, first))
 
 
 def test_no_two_families_claim_the_same_files() -> None:
@@ -72,20 +78,43 @@ def test_an_unknown_family_is_named() -> None:
 
 
 def test_places() -> None:
-    layout = Layout(
-        architectures=("x",),
-        tensors=plain({"embed": "wte", "layers.{}.experts.{}.up": "h.{}.mlp.{}.up", "layers.{}.experts.{}.down": "h.{}.down"}),
-    )
+    tensors = {
+        "embed": Stored("wte"),
+        "layers.{}.experts.{}.up": Stored("h.{}.mlp.{}.up"),
+        "layers.{}.experts.{}.down": Stored("h.{}.down"),
+    }
+    layout = Layout(architectures=("x",), tensors=tensors)
     assert layout.locate("embed") == (Stored("wte"), ())
     assert layout.locate("layers.3.experts.12.up") == (Stored("h.3.mlp.12.up"), (3, 12))
     assert layout.locate("layers.3.experts.12.down") == (Stored("h.3.down"), (3, 12))  # stacked: the rows go by the second number
 
 
 def test_half_split_pairs() -> None:
-    np.testing.assert_array_equal(interleaved_rows(6, 4, 2), [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11])
-    tensors = half_split(plain({f"layers.{{}}.{part}": part for part in ("q", "k", "v", "o", "q_bias", "k_bias", "v_bias")}))
-    orders = {name.removeprefix("layers.{}."): stored.rows(SPEC, (0,)) for name, stored in tensors.items() if stored.rows}
-    assert {part: len(rows) for part, rows in orders.items()} == {"q": 16, "q_bias": 16, "k": 8, "k_bias": 8}
+    parts = ("q", "k", "v", "o", "q_norm")
+    tensors = half_split(weights({}, "h.{}", {part: part for part in parts}))
+    spec = replace(SPEC, head_dim=6, qk_norm="head")
+    orders = {name.removeprefix("layers.{}."): stored.rows(spec, (0,)).tolist() for name, stored in tensors.items() if stored.rows}
+    head = [0, 2, 1, 3, 4, 5]  # of four rotated rows, and two that stay
+    assert orders == {
+        **{key: [6 * i + row for i in range(4) for row in head] for key in ("q", "q_bias")},
+        **{key: [6 * i + row for i in range(2) for row in head] for key in ("k", "k_bias")},
+        "q_norm": head,
+    }
+    own = tensors["layers.{}.q_norm"].rows
+    assert own and own(replace(spec, qk_norm="row"), (0,)).tolist() == orders["q"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "heads"),
+    [("blocks", {"q": [0, 1, 2, 3], "k": [4, 5], "v": [6, 7]}), ("groups", {"q": [0, 1, 4, 5], "k": [2, 6], "v": [3, 7]})],
+)
+@pytest.mark.parametrize("split", [False, True])
+def test_queries_keys_and_values_of_one_matrix(layout: QkvLayout, heads: dict[str, list[int]], split: bool) -> None:
+    tensors = fused_qkv("w", layout, split=split, bias="b")
+    for part, expected in heads.items():
+        within = [0, 2, 1, 3] if split and part != "v" else [0, 1, 2, 3]
+        for place in (tensors[f"layers.{{}}.{part}"], tensors[f"layers.{{}}.{part}_bias"]):
+            assert place.rows and place.rows(SPEC, (0,)).tolist() == [4 * head + row for head in expected for row in within]
 
 
 class TestFields:

@@ -44,32 +44,34 @@ def test_scaling_is_that_of_transformers(rope: RopeSpec, parameters: dict[str, A
         rope_parameters=parameters | {"rope_theta": rope.theta},
     )
     expected, factor = ROPE_INIT_FUNCTIONS[rope.scaling](config, "cpu")
-    frequencies, scale = inverse_frequencies(rope, 1 << 17)
+    frequencies, scale = inverse_frequencies(rope, 1 << 17, 1 << 17)
     assert frequencies.dtype == np.float64
     np.testing.assert_allclose(frequencies, expected.double().numpy(), rtol=2e-6)
     assert scale == pytest.approx(factor)
 
 
 def test_none() -> None:
-    frequencies, scale = inverse_frequencies(RopeSpec(8, 10000.0), 100)
+    frequencies, scale = inverse_frequencies(RopeSpec(8, 10000.0), 100, 100)
     np.testing.assert_allclose(frequencies, [1, 0.1, 0.01, 0.001])
     assert scale == 1.0
 
 
 def test_factors_divide() -> None:
-    frequencies, _ = inverse_frequencies(RopeSpec(8, 10000.0, factors=(1.0, 2.0, 4.0, 8.0)), 100)
+    frequencies, _ = inverse_frequencies(RopeSpec(8, 10000.0, factors=(1.0, 2.0, 4.0, 8.0)), 100, 100)
     np.testing.assert_allclose(frequencies, [1, 0.05, 0.0025, 0.000125])
 
 
 def test_llama3_as_factors_is_llama3() -> None:
     """GGUF files carry the llama3 rule as one factor for each pair."""
     rope = RopeSpec(64, 500000.0, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
-    scaled, _ = inverse_frequencies(rope, 131072)
-    plain, _ = inverse_frequencies(RopeSpec(64, 500000.0), 131072)
-    again, _ = inverse_frequencies(RopeSpec(64, 500000.0, factors=tuple((plain / scaled).tolist())), 131072)
+    scaled, _ = inverse_frequencies(rope, 131072, 131072)
+    plain, _ = inverse_frequencies(RopeSpec(64, 500000.0), 131072, 131072)
+    again, _ = inverse_frequencies(RopeSpec(64, 500000.0, factors=tuple((plain / scaled).tolist())), 131072, 131072)
     np.testing.assert_allclose(again, scaled)
 
 
 def test_the_context_of_training_defaults_to_the_longest() -> None:
     given = RopeSpec(64, 10000.0, "yarn", 4.0, 4096)
-    np.testing.assert_array_equal(inverse_frequencies(given, 1)[0], inverse_frequencies(RopeSpec(64, 10000.0, "yarn", 4.0), 4096)[0])
+    np.testing.assert_array_equal(
+        inverse_frequencies(given, 1, 1)[0], inverse_frequencies(RopeSpec(64, 10000.0, "yarn", 4.0), 4096, 4096)[0]
+    )

@@ -1,65 +1,59 @@
-"""Tiny random models of every family: the reference backend's logits against those of transformers in float32."""
+"""Tiny random models of every family: the logits of the reference backend against those of transformers in float32, and of cpu."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from numpy.typing import NDArray
 
 from headrace.backend import compile_program, forward
 from headrace.checkpoint.load import open_checkpoint
 from headrace.config import KvConfig
-from headrace.model import trace_model
+from headrace.model import FAMILIES, trace_model
 from tests.backend.batches import Sequence, batch_of
+from tests.families import VARIANTS, VOCAB, logits_of, save_model
 
-SIZE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "vocab_size": 101,
-    "max_position_embeddings": 256,
-}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-
-LLAMA, MISTRAL, QWEN2 = (LlamaConfig, LlamaForCausalLM), (MistralConfig, MistralForCausalLM), (Qwen2Config, Qwen2ForCausalLM)
-WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
-
-FAMILIES: dict[str, tuple[Any, int, dict[str, Any]]] = {  # config and model, KV heads, other options
-    "llama2-mha": (LLAMA, 4, {}),
-    "llama3-gqa": (LLAMA, 2, {"rope_scaling": LLAMA3 | {"rope_theta": 500000.0}}),
-    "llama-mqa": (LLAMA, 1, {"head_dim": 32}),
-    "llama-biases": (LLAMA, 2, {"attention_bias": True, "mlp_bias": True}),
-    "llama-linear": (LLAMA, 4, {"rope_scaling": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
-    "llama-yarn": (LLAMA, 4, {"rope_scaling": YARN | {"rope_theta": 1e4}}),
-    "smollm2": (LLAMA, 2, {"tie_word_embeddings": True}),
-    "mistral-window": (MISTRAL, 2, {"sliding_window": 9}),
-    "mistral-full": (MISTRAL, 2, {"sliding_window": None, "head_dim": 24}),
-    "qwen2": (QWEN2, 2, {}),
-    "qwen2-window": (QWEN2, 2, WINDOW),
-}
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, 120).tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_reference_equals_transformers(family: str, tmp_path: Path) -> None:
-    (make_config, make_model), kv_heads, options = FAMILIES[family]
-    torch.manual_seed(0)
-    model = make_model(make_config(**SIZE | options, num_key_value_heads=kv_heads, attn_implementation="eager")).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # the initialiser leaves biases and norms at 0 and 1
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(tmp_path)
-    tokens = np.random.default_rng(0).integers(0, SIZE["vocab_size"], 120).tolist()
-    with torch.no_grad():
-        want = model(torch.tensor([tokens])).logits[0].numpy()
+def our_logits(folder: Path, tokens: list[int], kv_groups: int, context: int, backend: str = "reference") -> NDArray[np.float32]:
+    checkpoint = open_checkpoint(folder)
+    program = trace_model(replace(checkpoint.spec, context=context), checkpoint.tensors)
+    assert len(program.kv_groups) == kv_groups
+    blocks = [*range(0, 10, 2), *range(9, 0, -2)]
+    executable = compile_program(backend, program, checkpoint.tensors, KvConfig((10,) * kv_groups, 32, "f32"), 1)
+    batch = batch_of([Sequence(blocks, 32)], [tokens], [([], [])], False, kv_groups)
+    logits: NDArray[np.float32] = forward(executable, batch).logits
+    return logits
 
-    checkpoint = open_checkpoint(tmp_path)
-    program = trace_model(checkpoint.spec, checkpoint.tensors)
-    num_groups = len(program.kv_groups)
-    assert num_groups == (2 if "max_window_layers" in options else 1)
-    executable = compile_program("reference", program, checkpoint.tensors, KvConfig((4,) * num_groups, 32, "f32"), 1)
-    got = forward(executable, batch_of([Sequence([2, 0, 3, 1], 32)], [tokens], [([], [])], False, num_groups)).logits
+
+def test_every_family_is_here() -> None:
+    assert {variant.family for variant in VARIANTS.values()} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    want = logits_of(save_model(name, tmp_path), TOKENS)
+    got = our_logits(tmp_path, TOKENS, VARIANTS[name].kv_groups, 256)
     assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
+    fast = our_logits(tmp_path, TOKENS, VARIANTS[name].kv_groups, 256, "cpu")
+    assert np.linalg.norm(fast - got) < 1e-4 * np.linalg.norm(got)
+
+
+@pytest.mark.parametrize(("context", "length"), [(64, 60), (256, 120)])
+def test_longrope_goes_by_the_longest_text_that_is_allowed(context: int, length: int, tmp_path: Path) -> None:
+    """Transformers goes by the text at hand: a short one has the short factors, a long one the long ones."""
+    want = logits_of(save_model("phi3-longrope", tmp_path), TOKENS[:length])
+    got = our_logits(tmp_path, TOKENS[:length], 1, context)
+    assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
+    other = our_logits(tmp_path, TOKENS[:length], 1, 320 - context)
+    assert np.linalg.norm(other - want) > 0.01 * np.linalg.norm(want)
+
+
+def test_a_dynamic_base_goes_by_the_longest_text_that_is_allowed(tmp_path: Path) -> None:
+    """Transformers goes by the text at hand, once it is longer than those of the training."""
+    want = logits_of(save_model("llama-dynamic", tmp_path), TOKENS * 2 + TOKENS[:60])
+    got = our_logits(tmp_path, TOKENS * 2 + TOKENS[:60], 1, 300)
+    assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
+    assert open_checkpoint(tmp_path).spec.max_context == 4 * 256

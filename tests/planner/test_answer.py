@@ -36,6 +36,7 @@ def test_drafts_make_fewer_steps_of_more_rows() -> None:
 
 
 def test_drafts_of_one_size() -> None:
+    assert decode_loads(answer(8, 6, ngram=DraftStats(1, 3, 2)), 2) == [(2, Load(((11, 1),), 1, 2)), (1, Load(((11, 4),), 4, 2))]
     assert decode_loads(answer(8, 11, ngram=DraftStats(2, 8, 6)), 2) == [(2, Load(((14, 1),), 1, 2)), (2, Load(((14, 5),), 5, 2))]
 
 

@@ -163,6 +163,11 @@ def test_a_broken_cache_is_measured_over(native: SimpleNamespace, tmp_path: Path
     assert hardware.remembered(2) is not None
 
 
+def test_the_cache_is_made_where_it_is_not(native: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "not" / "there"))
+    assert hardware.measure(2) == hardware.remembered(2)
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(native: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "file" / "below"))

@@ -1,3 +1,5 @@
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +61,22 @@ class TestMemory:
     def test_meminfo_alone(self, tmp_path: Path) -> None:
         assert host.available_memory(write(tmp_path, MEMINFO)) == 8_000_000 * 1024
 
+    def test_a_system_without_meminfo(self, tmp_path: Path) -> None:
+        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        assert host.available_memory(tmp_path) == whole
+        limits = "Max address space         700000000            unlimited            bytes     \n"
+        assert host.available_memory(write(tmp_path, {"proc/self/limits": limits})) == min(whole, 700_000_000)
+
+    def test_groups_of_any_name_and_of_all_lines_count(self, tmp_path: Path) -> None:
+        limit = {"memory.max": "3000000", "memory.current": "1000000"}
+        old = {"memory.limit_in_bytes": "2000000", "memory.usage_in_bytes": "500000"}
+        files = {f"sys/fs/cgroup/X:1/a::b/{name}": text for name, text in limit.items()}
+        files |= {f"sys/fs/cgroup/memory/box/{name}": text for name, text in old.items()}
+        write(tmp_path, MEMINFO | files | {"proc/self/cgroup": "0::/X:1/a::b\n"})
+        assert host.available_memory(tmp_path) == 2_000_000
+        write(tmp_path, {"proc/self/cgroup": "0::/X:1/a::b\n4:memory:/box\n"})
+        assert host.available_memory(tmp_path) == 1_500_000
+
     def test_limit_less_use_plus_page_cache(self, tmp_path: Path) -> None:
         group = "sys/fs/cgroup/box/"
         files = {
@@ -113,6 +131,17 @@ class TestMemory:
         assert host.available_memory(write(tmp_path, MEMINFO | {"proc/self/cgroup": "0::/\n"} | files)) == 0
 
 
+def test_the_processors_own_name(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/cpuinfo": "processor\t: 0\nmodel name\t: EPYC: 9R14 \nmodel name\t: another\n"})
+    assert host.cpu_name(tmp_path) == "EPYC: 9R14"
+    assert host.cpu_name(tmp_path / "elsewhere") == (platform.processor() or platform.machine())
+
+
+def test_the_state_of_huge_pages(tmp_path: Path) -> None:
+    assert host.huge_pages(tmp_path) == "unknown"
+    assert host.huge_pages(write(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n"})) == "madvise"
+
+
 def test_this_host() -> None:
     assert host.usable_cores() >= 1
     assert host.available_memory() > 0
@@ -140,6 +169,10 @@ class TestPeakMemory:
         before, full, after = map(int, figures)
         assert full - before > 48 << 20
         assert (full - after > 48 << 20) == (forgot == "True")
+
+    def test_how_a_system_is_told_to_forget(self, tmp_path: Path) -> None:
+        assert host.forget_peak_memory(write(tmp_path, {"proc/self/clear_refs": ""}))
+        assert (tmp_path / "proc/self/clear_refs").read_text() == "5"  # see proc(5)
 
     def test_a_system_that_does_not_say(self, tmp_path: Path) -> None:
         assert not host.forget_peak_memory(tmp_path)

@@ -17,7 +17,7 @@ from headrace.planner import roofline
 from headrace.planner.hardware import Machine
 from headrace.planner.picture import roofline_svg
 from headrace.planner.profile import OpProfile, PhaseProfile, account, decode_phase, phases, prefill_phase, typical
-from headrace.program.op import Op
+from headrace.program.op import Load, Op
 from headrace.program.trace import Program
 from tests.tiny import tiny_model
 
@@ -50,7 +50,7 @@ class TestPhases:
 
     def test_a_prefill_is_cut_as_the_limit_is(self) -> None:
         phase = prefill_phase(1030, 2)
-        assert [load.seqs for load in phase.steps] == [((0, 512),), ((512, 512),), ((1024, 6),)]
+        assert list(phase.steps) == [Load((chunk,), 1, 2) for chunk in ((0, 512), (512, 512), (1024, 6))]
         measured = account(phase, PROGRAM, HERE, [[times(PROGRAM, 1.0)] * 3])
         assert measured.limit == pytest.approx(roofline.prefill_limit(PROGRAM, HERE, 1030, 2))
 
@@ -69,6 +69,11 @@ class TestAccount:
             assert (op.calls, op.bytes) == (len(calls), sum(own.bytes(load) for own, load in calls))
             assert op.flops == sum(own.flops(load) for own, load in calls)
             assert op.floor == pytest.approx(sum(roofline.op_seconds(own, load, HERE) for own, load in calls))
+            assert op.memory_seconds == op.bytes / HERE.bandwidth
+            kinds = {roofline.op_kind(own, load) for own, load in calls}
+            if len(kinds) == 1:
+                assert {op.kind} == kinds
+                assert op.arithmetic_seconds == op.flops / HERE.rates[op.kind]
 
     def test_every_figure_is_a_median_and_a_phase_the_sum_of_its_steps(self) -> None:
         rounds = [[times(PROGRAM, seconds)] * 2 for seconds in (1.0, 2.0, 9.0)]

@@ -7,12 +7,17 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from headrace.backend.reference import _erfc
+
 COMPARISONS = {np.equal, np.not_equal, np.isfinite, np.invert, np.logical_and}
 FREE = {np.negative} | COMPARISONS
 MOVING = {np.argsort, np.concatenate, np.empty_like, np.nonzero, np.repeat, np.sort, np.take_along_axis, np.unique, np.where}
 """Functions that compare and move numbers, and compute none."""
-ELEMENTWISE = {np.add, np.subtract, np.multiply, np.true_divide, np.exp, np.sqrt, np.sin, np.cos, np.maximum}
-"""Each counts one for each number of its result, or of its operand where it reduces one."""
+ELEMENTWISE = {
+    *(np.add, np.subtract, np.multiply, np.true_divide, np.maximum, np.minimum),
+    *(np.exp, np.sqrt, np.sin, np.cos, np.tanh, _erfc),
+}
+"""Each counts one for each number of its result, or of its operand where it reduces one; not for whole numbers, which say where."""
 
 
 class Memory:
@@ -94,7 +99,7 @@ class Counted(np.ndarray):
             tally.multiply_adds += result.size * operands[0].shape[-1]
         elif ufunc in ELEMENTWISE:
             width = operands[0] if method == "reduce" else result
-            tally.single += width.size if width.ndim and width.shape[-1] > 1 else 0
+            tally.single += width.size if width.ndim and width.shape[-1] > 1 and result.dtype.kind != "i" else 0
         elif ufunc not in FREE:
             raise NotImplementedError(ufunc)
         return tally.counted(result)

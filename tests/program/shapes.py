@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headrace.model import trace_model
 from headrace.model.spec import RopeSpec
-from headrace.program.op import Value
+from headrace.program.op import Value, Weight
 from headrace.program.trace import Program, Tracer, trace
 from tests.backend.stored import random_stored
 from tests.mixtures import Mixture
@@ -55,6 +55,46 @@ def others(shape: dict[str, Any]) -> tuple[Program, Tensors]:
             x = g.add(x, g.attention(q, layer, shape["kv_heads"], shape["head_dim"]))
         x = g.add(x, linear(g.glu(linear(x, "gate"), linear(x, "up")), "down"))
         return linear(g.gather_rows(g.add(g.activate(x, "silu"), x)), "gate")
+
+    return trace(forward, tensors), tensors
+
+
+def families(shape: dict[str, Any]) -> tuple[Program, Tensors]:
+    """What models of other families have: learned positions, norms with a mean and by head, MLPs without gate, attention of all kinds."""
+    head_dim, heads = shape["head_dim"], shape["kv_heads"] * shape["groups"]
+    dim, kv_dim = heads * head_dim, shape["kv_heads"] * head_dim
+    shapes = {
+        **{"positions": (24, dim), "q": (dim, dim), "k": (kv_dim, dim), "v": (shape["kv_heads"] * 32, dim), "o": (dim, heads * 32)},
+        **{"latent.q": (2 * dim, dim), "latent.k": (2 * head_dim, dim), "up": (96, dim), "gate": (96, dim), "down": (dim, 96)},
+    }
+    tensors = {name: random_stored(shape["format"], *size, i, name, 0.01) for i, (name, size) in enumerate(shapes.items())}
+    tensors["row_gate"] = random_stored("F32", 1, dim, 5, "row_gate", 0.1)
+    vectors = {"norm": dim, "norm.bias": dim, "head_norm": head_dim, "sinks": heads, "up.bias": 96}
+    tensors |= {name: replace(random_stored("F32", 1, size, 9, name, 1.0), shape=(size,)) for name, size in vectors.items()}
+
+    def forward(g: Tracer) -> Value:
+        def linear(x: Value, name: str) -> Value:
+            return g.linear(x, g.weight(name, *shapes[name]))
+
+        def vector(name: str) -> Weight:
+            return g.vector(name, vectors[name])
+
+        x = g.scale(g.add(g.input(dim), g.embed_position(g.weight("positions", *shapes["positions"]))), 0.5)
+        y = g.norm(x, vector("norm"), 1e-5, "layer", bias=vector("norm.bias"))
+        q, k = (g.norm(linear(y, name), vector("head_norm"), 1e-5, size=head_dim) for name in "qk")
+        g.kv_write(k, linear(y, "v"), 0)
+        slopes = tuple(0.5**head for head in range(heads))
+        options: dict[str, Any] = {"softcap": 5.0, "slopes": slopes, "sinks": vector("sinks"), "value_dim": 32}
+        x = g.add(x, linear(g.attention(q, 0, shape["kv_heads"], head_dim, 7, **options), "o"))
+        g.kv_write(linear(x, "latent.k"), None, 1)
+        x = g.add(x, g.attention(linear(x, "latent.q"), 1, 1, 2 * head_dim, scale=0.3, value_dim=head_dim, latent=True))
+        hidden = g.linear(x, g.weight("up", *shapes["up"]), vector("up.bias"))
+        for activation in ("gelu", "gelu_tanh", "relu"):
+            hidden = g.add(hidden, g.activate(hidden, activation))
+        mlp = g.add(linear(g.activate(linear(x, "up"), "gelu"), "down"), linear(hidden, "down"))
+        mlp = g.add(mlp, linear(g.glu(linear(x, "gate"), linear(x, "up"), "clamped_swiglu"), "down"))
+        gated = g.gate_rows(mlp, g.linear(x, g.weight("row_gate", 1, dim)))
+        return g.soft_cap(linear(g.gather_rows(g.add(x, gated)), "gate"), 30.0)
 
     return trace(forward, tensors), tensors
 

@@ -16,10 +16,9 @@ from headrace.program import ops
 from headrace.program.kv import number_bytes
 from headrace.program.op import Load, Op, Value, Weight
 from headrace.program.trace import Program
-from headrace.quant import kv
 from tests.backend.batches import Sequence, batch_of
 from tests.program.counting import Memory, Tally
-from tests.program.shapes import SHAPES, VOCAB, decoder, mixtures, others
+from tests.program.shapes import SHAPES, VOCAB, decoder, families, mixtures, others
 from tests.tiny import Tensors
 
 BLOCK = 4
@@ -29,7 +28,7 @@ SEQUENCES = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12), st.intege
 
 def programs(shape: dict[str, Any]) -> list[tuple[Program, Tensors]]:
     """Each program as both backends run it: op by op, and fused."""
-    made = [decoder(shape), others(shape), *mixtures(shape)]
+    made = [decoder(shape), others(shape), families(shape), *mixtures(shape)]
     return [(lower_program(backend, program, tensors), tensors) for program, tensors in made for backend in ("reference", "cpu")]
 
 
@@ -97,12 +96,11 @@ def batch_and_load(seqs: Many[tuple[int, int, int]], num_logits: int) -> tuple[R
 @example({"kv_heads": 2, "groups": 2, "head_dim": 32, "rotated": 4, "window": (7, 0), "format": "Q4_0"}, "int8", [(20, 19, 3)] * 3, 4)
 def test_every_op_costs_what_it_says(shape: dict[str, Any], dtype: KvDtype, seqs: list[tuple[int, int, int]], num_logits: int) -> None:
     batch, load, num_blocks = batch_and_load(seqs, num_logits)
-    record = kv.block_bytes(dtype, shape["head_dim"], shape["head_dim"]) / kv.BLOCK_SIZE
     for program, tensors in programs(shape):
         load = load._replace(kv_bytes=number_bytes(program.kv_groups, dtype) if program.kv_groups else 0)
         step = Step(program, tensors, batch._replace(kv=batch.kv * len(program.kv_groups)), num_blocks)
         for op in program.ops:
-            flops, nbytes = step.run(op, record / (2 * shape["head_dim"]))
+            flops, nbytes = step.run(op, load.kv_bytes)
             assert isinstance(op.flops(load), int) and isinstance(op.bytes(load), int)
             assert op.flops(load) == flops, op
             read, share = op.weights(), 1.0

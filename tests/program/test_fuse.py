@@ -11,11 +11,11 @@ from headrace.backend import forward, reference
 from headrace.config import KvConfig
 from headrace.program.fuse import fuse
 from headrace.program.op import Op, Value
-from headrace.program.ops import GluLinear, KvWrite, Linear, LinearAdd, QkvRopeWrite, Rope
+from headrace.program.ops import Activate, GluLinear, KvWrite, Linear, LinearActivate, LinearAdd, QkvRopeWrite, Rope
 from headrace.program.trace import Tracer, trace
 from tests.backend.batches import Sequence, batch_of
 from tests.backend.stored import random_stored
-from tests.program.shapes import SHAPES, VOCAB, decoder, others
+from tests.program.shapes import SHAPES, VOCAB, decoder, families, others
 
 DIM, HEAD = 32, 16
 TENSORS = {name: random_stored("F32", DIM, DIM, i, name) for i, name in enumerate(("q", "k", "v", "o"))}
@@ -140,7 +140,7 @@ def test_a_fused_program_computes_the_same(shape: dict[str, Any]) -> None:
     sequence, rng = Sequence([1, 0, 2], 4), np.random.default_rng(0)
     batch = batch_of([sequence], [rng.integers(0, VOCAB, 9).tolist()], [([], [])], trees=False)
     inputs = rng.standard_normal((9, shape["kv_heads"] * shape["groups"] * shape["head_dim"])).astype(np.float32) / 4
-    for program, tensors in (decoder(shape), others(shape)):
+    for program, tensors in (decoder(shape), others(shape), families(shape)):
         batch = batch._replace(kv=batch.kv[:1] * len(program.kv_groups), inputs=inputs, logit_rows=batch.logit_rows[2:])
         kv, together = KvConfig((3,) * len(program.kv_groups), 4, "f32"), fuse(program)
         assert len(together.ops) < len(program.ops)
@@ -157,10 +157,10 @@ def test_a_layer_that_stays_apart_does_not_keep_the_next_one_so() -> None:
 @pytest.mark.parametrize("keeps_hidden", [False, True])
 def test_what_only_linear_ops_read_is_packed(keeps_hidden: bool) -> None:
     """But not what the program gives back."""
-    for make in (decoder, others):
+    for make in (decoder, others, families):
         program, _ = make({"kv_heads": 1, "groups": 2, "head_dim": 32, "rotated": 32, "window": 0, "format": "F32"})
         program = fuse(program.keeping_hidden() if keeps_hidden else program)
-        linear = {Linear, LinearAdd, QkvRopeWrite, GluLinear}
+        linear = {Linear, LinearActivate, LinearAdd, QkvRopeWrite, GluLinear}
         values = [(value, name == "x" and type(op) in linear) for op in program.ops for name, value in vars(op).items() if name != "out"]
         reads = [(value.id, as_x) for value, as_x in values if isinstance(value, Value)]
         results = {value.id for value in (program.logits, program.hidden) if value}
@@ -169,3 +169,19 @@ def test_what_only_linear_ops_read_is_packed(keeps_hidden: bool) -> None:
         for op in program.ops:
             for value in (*op.inputs(), *([op.output()] if op.output() else [])):
                 assert value.packed is (value.id in packed) and value.rows in ("step", "logit")
+
+
+def test_an_activation_after_a_linear_op_becomes_one() -> None:
+    """But not where the linear op has another reader, and not before the sum that it is added to."""
+
+    def kinds(reads_twice: bool) -> list[type[Op]]:
+        def forward(g: Tracer) -> Value:
+            x = g.input(DIM)
+            hidden = linear(g, x, "q")
+            y = linear(g, g.activate(hidden, "gelu"), "k")
+            return g.add(y, hidden if reads_twice else x)
+
+        return [type(op) for op in fuse(trace(forward, TENSORS)).ops][1:]
+
+    assert kinds(False) == [LinearActivate, LinearAdd]
+    assert kinds(True) == [Linear, Activate, LinearAdd]

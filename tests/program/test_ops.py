@@ -47,10 +47,10 @@ class TestWeights:
 
     def test_vectors_are_norms_and_biases(self) -> None:
         w, b = Weight("w", 1, 4, 16), Weight("b", 1, 4, 16)
-        assert (Norm(OUT, X, w, 0.0).matrices(), Norm(OUT, X, w, 0.0).vectors()) == ([], [w])
+        assert (Norm(OUT, X, w, 0.0, "rms", 4).matrices(), Norm(OUT, X, w, 0.0, "layer", 4, b).vectors()) == ([], [w, b])
         assert (Linear(OUT, X, w, b).matrices(), Linear(OUT, X, w, b).vectors()) == ([w], [b])
         assert Linear(OUT, X, w).weights() == [w] and Embed(OUT, w).matrices() == [w]
-        assert GluLinear(OUT, X, w, w, b, None).vectors() == [b]
+        assert GluLinear(OUT, X, w, w, "silu", b, None).vectors() == [b]
         assert QkvRopeWrite(OUT, X, X, w, w, w, b, b, None, 0, 4).vectors() == [b, b]
 
 

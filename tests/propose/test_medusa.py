@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace.backend import forward
-from headrace.batch import Commit
+from headrace.batch import NO_DRAFT, Commit, DraftTree
 from headrace.config import KvConfig
 from headrace.logit_ops import StepResult
 from headrace.model import trace_model
@@ -17,6 +17,7 @@ from headrace.proposer import ProposerTraits
 from headrace.quant.formats import StoredTensor
 from headrace.request import SamplingParams
 from tests.draft_engines import draft_engine, head_tensors, medusa_heads
+from tests.propose.test_ngram import View
 from tests.tiny import BLOCK_SIZE, run_all, tiny_engine, tiny_executable, tiny_model
 
 MODEL = tiny_model(4)
@@ -99,3 +100,23 @@ def test_there_is_no_draft_from_a_hidden_row_of_another_length() -> None:
     assert not proposer.propose([seq], [4])[0].tokens
     seq.known.pop()
     engine.close()
+
+
+def test_what_is_kept_is_the_row_of_the_last_token() -> None:
+    target = tiny_executable(MODEL, "cpu", KvConfig((2,), BLOCK_SIZE["cpu"], "f32"))
+    proposer = MedusaProposer(medusa_heads(target, SPEC, 2), 2, 2)
+    hidden = np.random.default_rng(0).normal(0, 1, (4, SPEC.dim)).astype(np.float32)
+
+    def drafts(*commits: Commit) -> list[DraftTree]:
+        views = [View([1, 2]), View([3])]
+        proposer.observe(views, list(commits), StepResult([], hidden=hidden))
+        return proposer.propose(views, [4, 4])
+
+    rows = [drafts(Commit(0, [], [2], [], row=row))[0] for row in range(4)]
+    assert all(len(draft.tokens) == 4 for draft in rows) and len({tuple(draft.tokens) for draft in rows}) == 4
+    assert drafts(Commit(0, [0], [5, 2], [], row=1), Commit(1, [], [3], [], row=3)) == [rows[2], rows[3]]
+    # The first of several continuations goes to the sequence itself, and inside a prompt nothing is drawn.
+    assert drafts(Commit(0, [], [2], [], row=1), Commit(0, [], [9], [], row=3), Commit(1, [], [], [])) == [rows[1], NO_DRAFT]
+    hidden[0] = np.nan
+    assert drafts(Commit(0, [], [2], [], row=0), Commit(1, [], [3], [], row=3)) == [NO_DRAFT, rows[3]]
+    assert drafts() == [NO_DRAFT, NO_DRAFT]

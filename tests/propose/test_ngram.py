@@ -18,7 +18,7 @@ class View:
 
 
 def draft(known: list[int], budget: int = 4) -> DraftTree:
-    (found,) = NgramProposer().propose([View(known)], [budget])
+    (found,) = NgramProposer(16).propose([View(known)], [budget])
     return found
 
 
@@ -35,6 +35,7 @@ def test_there_is_no_draft_without_a_match() -> None:
 
 def test_a_repetition_is_continued() -> None:
     assert draft([1, 2, 1, 2, 1, 2], 5)[:2] == ([1, 2, 1, 2, 1], [-1, 0, 1, 2, 3])
+    assert draft([1, 2, 3, 1, 2], 7).tokens == [3, 1, 2, 3, 1, 2, 3]  # from its very beginning
 
 
 def test_candidates_share_the_budget() -> None:
@@ -55,9 +56,23 @@ def test_much_shorter_matches_are_left_out() -> None:
     assert draft(known, 3).tokens == [50, 7, 18]
 
 
+def test_of_matches_of_sixteen_tokens_and_more_the_latest_comes_first() -> None:
+    text = list(range(100, 120))
+    known = [*text, 50, *text[4:], 60, *text]  # all twenty before 50, sixteen before 60
+    assert draft(known, 2)[:2] == ([60, 50], [-1, -1])
+    assert draft(known[1:], 2)[:2] == ([60, 50], [-1, -1])
+    assert draft([*text, 50, *text[5:], 60, *text], 2)[:2] == ([50, 60], [-1, -1])
+
+
+def test_the_latest_four_places_of_a_run_are_kept() -> None:
+    proposer, view = NgramProposer(16), View([1, 2] * 8)
+    proposer.propose([view], [1])
+    assert proposer._indices[view]._places[1, 2] == [8, 10, 12, 14]
+
+
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.propose.ngram._MAX_RUNS", 50)
-    proposer, view = NgramProposer(), View(list(range(1000)))
+    proposer, view = NgramProposer(16), View(list(range(1000)))
     proposer.propose([view], [4])
     assert len(proposer._indices[view]._places) == 50
     view.known += [1, 2] * 500
@@ -66,10 +81,14 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_index_grows_with_the_sequence_and_is_dropped_with_it() -> None:
-    proposer, view = NgramProposer(), View([1, 2, 3])
+    proposer, view = NgramProposer(16), View([1, 2, 3])
+    proposer.propose([view], [3])
+    index = proposer._indices[view]
     for token in [9, 1, 2, 3, 9, 1, 2]:
         view.known.append(token)
-        assert proposer.propose([view], [3]) == NgramProposer().propose([View(list(view.known))], [3])
+        fresh, other = NgramProposer(16), View(list(view.known))
+        assert proposer.propose([view], [3]) == fresh.propose([other], [3])
+        assert proposer._indices[view] is index and index._places == fresh._indices[other]._places
     assert proposer.propose([view], [2])[0].tokens == [3, 9]
     assert len(proposer._indices) == 1
     del view

@@ -1,5 +1,6 @@
 """Building and pruning draft trees."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,6 +40,14 @@ def test_pruning_keeps_paths(chains: list[list[int]], budget: int, data: st.Data
         if (parent < 0 or parent in kept) and data.draw(st.booleans()):
             kept.append(node)
     pruned = prune(draft, kept)
-    assert all(parent < node for node, parent in enumerate(pruned.parents))
+    assert all(-1 <= parent < node for node, parent in enumerate(pruned.parents))
     all_paths = paths(draft)
     assert len(paths(pruned)) == len(kept) and paths(pruned) <= all_paths
+
+
+def test_pruning_keeps_the_rest_of_a_draft() -> None:
+    probabilities = np.arange(6.0).reshape(3, 2)
+    pruned = prune(DraftTree([5, 6, 7], [-1, 0, 0], 2, True, probabilities), [0, 2])
+    assert pruned[:4] == ([5, 7], [-1, 0], 2, True)
+    assert pruned.probabilities is not None and pruned.probabilities.tolist() == [[0, 1], [4, 5]]
+    assert prune(DraftTree([5, 6], [-1, 0]), [0]) == DraftTree([5], [-1])

@@ -10,6 +10,8 @@ from headrace.quant.kv import block_bytes, hadamard, round_bf16, stored
 def test_bytes() -> None:
     """A head of 64 takes two bytes a number; one, and half of one, beside four bf16 numbers for a key and its value."""
     assert [block_bytes(dtype, 64, 64) for dtype in ("f32", "bf16", "int8", "int4")] == [32 * n for n in (512, 256, 136, 72)]
+    assert [block_bytes(dtype, 192, 128) for dtype in ("f32", "bf16", "int8", "int4")] == [32 * n for n in (1280, 640, 328, 168)]
+    assert [block_bytes(dtype, 576, 0) for dtype in ("f32", "bf16", "int8", "int4")] == [32 * n for n in (2304, 1152, 580, 292)]
     groups = (KvGroup((0, 1), KvLayout(3, 128, 128)),)
     assert number_bytes(groups, "int8") == 1 + 8 / 256
     assert number_bytes(groups, "int4") == 0.5 + 8 / 256

@@ -1,0 +1,108 @@
+"""The GPT-2 family: GPT-2 (Radford et al. 2019) and GPT-BigCode, of which StarCoder is one (Li et al. 2023).
+
+Learned positions, LayerNorm, an MLP without a gate, biases everywhere. GPT-2's files have the columns of a matrix first; GPT-BigCode has
+one KV head.
+"""
+
+from dataclasses import replace
+
+from headrace.model import from_config, from_gguf
+from headrace.model.decoder import decoder, sequential
+from headrace.model.family import ConfigLayout, Family, GgufLayout, Stored, Tensors
+from headrace.model.fields import Fields
+from headrace.model.places import QkvLayout, fused_qkv, weights
+from headrace.model.spec import ModelSpec
+
+FIELDS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "intermediate_size": "n_inner",
+    "hidden_act": "activation_function",
+    "layer_norm_eps": "layer_norm_epsilon",
+}
+_IGNORED = (".attn.bias", ".attn.masked_bias")
+"""Masks, which old files have among their weights."""
+
+
+def _config_spec(config: Fields, architecture: str, activation: str, kv_heads: int | None) -> ModelSpec:
+    config.require_neutral({"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)})
+    spec = from_config.decoder(
+        config, architecture, max_context=1024, eps="layer_norm_eps", default_eps=1e-5, tied=True, computed=("hidden_act",)
+    )
+    spec = replace(spec, num_kv_heads=kv_heads or spec.num_heads, activation=from_config.activation(config, "hidden_act", activation))
+    return _as_gpt2(spec)
+
+
+def _as_gpt2(spec: ModelSpec) -> ModelSpec:
+    return replace(
+        spec,
+        rope=None,
+        learned_positions=spec.max_context,
+        norm="layer",
+        gated_mlp=False,
+        norm_bias=True,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+    )
+
+
+def _gpt2_config(config: Fields) -> ModelSpec:
+    return _config_spec(config, "gpt2", "gelu_new", None)
+
+
+def _bigcode_config(config: Fields) -> ModelSpec:
+    config.require_neutral({"multi_query": (True,)})
+    return _config_spec(config, "gpt_bigcode", "gelu_pytorch_tanh", 1)
+
+
+def _gguf_spec(fields: Fields, tensors: Tensors, architecture: str) -> ModelSpec:
+    return _as_gpt2(replace(from_gguf.decoder(fields, tensors, architecture), activation="gelu_tanh"))
+
+
+def _gpt2_gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
+    return _gguf_spec(fields, tensors, "gpt2")
+
+
+def _starcoder_gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
+    return replace(_gguf_spec(fields, tensors, "starcoder"), architecture="gpt_bigcode")
+
+
+def _config_tensors(transposed: bool) -> dict[str, Stored]:
+    names = weights(
+        {"embed": "transformer.wte", "positions": "transformer.wpe", "head": "lm_head", "norm": "transformer.ln_f"},
+        "transformer.h.{}",
+        {"attn_norm": "ln_1", "o": "attn.c_proj", "mlp_norm": "ln_2", "up": "mlp.c_fc", "down": "mlp.c_proj"},
+    )
+    matrices = {f"layers.{{}}.{name}" for name in ("o", "up", "down")} if transposed else set()
+    names = {ours: replace(stored, transposed=ours in matrices) for ours, stored in names.items()}
+    attention = "transformer.h.{}.attn.c_attn"
+    return names | fused_qkv(f"{attention}.weight", "blocks", split=False, bias=f"{attention}.bias", transposed=transposed)
+
+
+def _gguf_tensors(layout: QkvLayout = "blocks") -> dict[str, Stored]:
+    return from_gguf.TENSORS | fused_qkv("blk.{}.attn_qkv.weight", layout, split=False, bias="blk.{}.attn_qkv.bias")
+
+
+GPT2 = Family(
+    "gpt2",
+    decoder(sequential),
+    config=ConfigLayout(
+        architectures=("GPT2LMHeadModel", "gpt2"), spec=_gpt2_config, tensors=_config_tensors(True), ignored=_IGNORED, fields=FIELDS
+    ),
+    gguf=GgufLayout(architectures=("gpt2",), spec=_gpt2_gguf, tensors=_gguf_tensors()),
+)
+GPT_BIGCODE = Family(
+    "gpt_bigcode",
+    decoder(sequential),
+    config=ConfigLayout(
+        architectures=("GPTBigCodeForCausalLM", "gpt_bigcode"),
+        spec=_bigcode_config,
+        tensors=_config_tensors(False),
+        ignored=_IGNORED,
+        fields=FIELDS,
+    ),
+    gguf=GgufLayout(architectures=("starcoder",), spec=_starcoder_gguf, tensors=_gguf_tensors()),
+)

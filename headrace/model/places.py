@@ -1,0 +1,108 @@
+"""Where files that fuse, stack or reorder matrices have the rows of ours: values of `Stored.rows`.
+
+A rotary pair is two neighbouring rows of a head here, (2i, 2i + 1). Most files have it half-split, (i, i + rotated / 2).
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Literal
+
+import numpy as np
+
+from headrace.model.family import Numbers, Rows, Stored
+from headrace.model.spec import ModelSpec
+
+QkvLayout = Literal["separate", "blocks", "groups"]
+"""How a file has queries, keys and values: apart; one behind the other; or those of each KV head together, its queries first."""
+
+_ROTATED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
+
+
+def weights(outside: Mapping[str, str], layers: str, inside: Mapping[str, str]) -> dict[str, Stored]:
+    """Weights, and their biases, that are stored as we need them: those outside of layers, and those inside, behind the prefix `layers`.
+
+    Names are without `.weight` and `.bias`.
+    """
+    names = {**outside, **{f"layers.{{}}.{ours}": f"{layers}.{theirs}" for ours, theirs in inside.items()}}
+    biases = {f"{ours}_bias": Stored(f"{theirs}.bias") for ours, theirs in names.items()}
+    return {ours: Stored(f"{theirs}.weight") for ours, theirs in names.items()} | biases
+
+
+def half_split(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The same tensors, in a file that has the rotary pairs of queries and keys half-split."""
+    return {ours: _split(ours.rpartition(".")[2], stored) for ours, stored in tensors.items()}
+
+
+def _split(part: str, stored: Stored) -> Stored:
+    return replace(stored, rows=partial(_head_rows, part, "separate", True)) if part in _ROTATED else stored
+
+
+def fused_qkv(name: str, layout: QkvLayout, *, split: bool = True, bias: str = "", transposed: bool = False) -> dict[str, Stored]:
+    """Queries, keys and values out of one matrix `name`, and their biases out of `bias`, where there are any.
+
+    `split`: rotary pairs are half-split.
+    """
+    tensors = {f"layers.{{}}.{p}": Stored(name, partial(_head_rows, p, layout, split), transposed=transposed) for p in "qkv"}
+    biases = {f"layers.{{}}.{p}_bias": Stored(bias, partial(_head_rows, p, layout, split)) for p in "qkv" if bias}
+    return tensors | biases
+
+
+def fused_gate_up(name: str) -> dict[str, Stored]:
+    """Gate and up out of one matrix, the gate first."""
+    return {f"layers.{{}}.{part}": Stored(name, partial(_half, part)) for part in ("gate", "up")}
+
+
+def stacked(part: str, name: str, rows: "partial[Rows] | None" = None) -> dict[str, Stored]:
+    """A matrix, or a bias, of all experts out of one tensor, expert after expert."""
+    return {f"layers.{{}}.experts.{{}}.{part}": Stored(name, rows or partial(_expert_rows, part.removesuffix("_bias")))}
+
+
+def interleaved_gate_up(name: str, bias: str) -> dict[str, Stored]:
+    """Gate and up of all experts out of one tensor whose rows take turns, and their biases; it has the columns first."""
+    tensors = {}
+    for i, part in enumerate(("gate", "up")):
+        rows = partial(_interleaved_rows, i)
+        tensors[f"layers.{{}}.experts.{{}}.{part}"] = Stored(name, rows, transposed=True)
+        tensors[f"layers.{{}}.experts.{{}}.{part}_bias"] = Stored(bias, rows)
+    return tensors
+
+
+@lru_cache(maxsize=64)  # a model's layers share the array
+def _rows_of_heads(part: str, layout: QkvLayout, num_heads: int, num_kv_heads: int, head_dim: int, rotated: int) -> Rows:
+    heads = np.arange(num_heads if part == "q" else num_kv_heads)
+    share = num_heads // num_kv_heads
+    match layout:
+        case "separate":
+            first = heads
+        case "blocks":
+            first = heads + {"q": 0, "k": num_heads, "v": num_heads + num_kv_heads}[part]
+        case "groups":
+            first = heads // share * (share + 2) + heads % share if part == "q" else heads * (share + 2) + share + (part == "v")
+    within = np.arange(head_dim)
+    within[:rotated] = within[:rotated].reshape(2, -1).T.reshape(-1)
+    rows: Rows = (first[:, None] * head_dim + within).reshape(-1)
+    rows.setflags(write=False)
+    return rows
+
+
+def _head_rows(part: str, layout: QkvLayout, split: bool, spec: ModelSpec, numbers: Numbers) -> Rows:
+    kind, _, of = part.partition("_")
+    num_heads, num_kv_heads = (1, 1) if of == "norm" and spec.qk_norm == "head" else (spec.num_heads, spec.num_kv_heads)
+    rotated = spec.rotary_dim if split and kind != "v" else 0
+    return _rows_of_heads(kind, layout, num_heads, num_kv_heads, spec.head_dim, rotated)
+
+
+def _half(part: str, spec: ModelSpec, numbers: Numbers) -> Rows:
+    return np.arange(spec.ffn_dim) + (spec.ffn_dim if part == "up" else 0)
+
+
+def _expert_rows(part: str, spec: ModelSpec, numbers: Numbers) -> Rows:
+    assert spec.experts
+    rows = spec.dim if part == "down" else spec.experts.ffn_dim
+    return np.arange(rows) + numbers[1] * rows
+
+
+def _interleaved_rows(which: int, spec: ModelSpec, numbers: Numbers) -> Rows:
+    assert spec.experts
+    return np.arange(spec.experts.ffn_dim) * 2 + which + 2 * spec.experts.ffn_dim * numbers[1]

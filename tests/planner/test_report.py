@@ -1,0 +1,83 @@
+"""What of a profile goes to JSON: raw numbers, and the shares that follow from them."""
+
+from dataclasses import replace
+
+from headrace.planner.hardware import Machine
+from headrace.planner.profile import OpProfile, PhaseProfile, decode_phase
+from headrace.planner.report import Report
+from tests.tiny import tiny_model
+
+MACHINE = Machine("Zen 4", "avx512", 2, 40e9, {"int8": 800e9, "bf16": 400e9, "f32": 200e9})
+BUSY = Machine("Zen 4", "avx512", 2, 30e9, {"int8": 700e9, "bf16": 400e9, "f32": 200e9})
+LINEAR = OpProfile("linear", 8, 0.004, 80_000_000, 800_000_000, "int8", 0.002, 0.001, 0.0025)
+UNTIMED = OpProfile("norm", 4, 0.0, 1000, 2000, "f32", 1e-6, 1e-6, 0.0015)
+
+
+def test_the_facts_of_a_report() -> None:
+    """Two steps of four sequences, three times: 5 ms at the median, of which the ops take 4; they could not take less than 4."""
+    once = decode_phase(100, 4, 2)
+    profile = PhaseProfile(replace(once, steps=once.steps * 2), (LINEAR, UNTIMED), (0.005, 0.004, 0.008), 0.001, 12)
+    report = Report("org/model", tiny_model(0, layers=3)[0], "int8", [MACHINE, BUSY], MACHINE, [profile], {"prefill 9": "too long"})
+    assert report.title == "tiny-0 on Zen 4, 2 threads"
+    linear = {
+        "op": "linear",
+        "calls": 8,
+        "seconds": 0.004,
+        "share": 0.8,
+        "bytes": 80_000_000,
+        "bytes_per_second": 20e9,
+        "share_of_bandwidth": 0.5,
+        "operations": 800_000_000,
+        "operations_per_second": 200e9,
+        "kind": "int8",
+        "share_of_rate": 0.25,
+        "floor": 0.0025,
+        "bound": "memory",
+    }
+    norm = {
+        "op": "norm",
+        "calls": 4,
+        "seconds": 0.0,
+        "share": 0.0,
+        "bytes": 1000,
+        "bytes_per_second": 0.0,
+        "share_of_bandwidth": 0.0,
+        "operations": 2000,
+        "operations_per_second": 0.0,
+        "kind": "f32",
+        "share_of_rate": 0.0,
+        "floor": 0.0015,
+        "bound": "unknown",
+    }
+    phase = {
+        "name": "decode, depth 100, batch 4",
+        "batch": 4,
+        "depth": 100,
+        "tokens": 4,
+        "steps": 2,
+        "rounds": 3,
+        "wall": {"median": 0.005, "min": 0.004, "max": 0.008},
+        "floor": 0.004,
+        "tokens_per_second": 800.0,
+        "limit": 1000.0,
+        "barriers": 12,
+        "barriers_per_layer": 2.0,
+        "outside_ops": 0.001,
+        "ops": [linear, norm],
+    }
+    assert report.facts() == {
+        "model": "org/model",
+        "name": "tiny-0",
+        "layers": 3,
+        "kv_dtype": "int8",
+        "cpu": "Zen 4",
+        "isa": "avx512",
+        "threads": 2,
+        "machine": {"bandwidth": 40e9, "rates": {"int8": 800e9, "bf16": 400e9, "f32": 200e9}},
+        "measurements": [
+            {"bandwidth": 40e9, "rates": {"int8": 800e9, "bf16": 400e9, "f32": 200e9}},
+            {"bandwidth": 30e9, "rates": {"int8": 700e9, "bf16": 400e9, "f32": 200e9}},
+        ],
+        "phases": [phase],
+        "skipped": {"prefill 9": "too long"},
+    }
