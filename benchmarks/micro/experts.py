@@ -131,7 +131,7 @@ class DensePlan:
         before, self.units, self.unit_bytes = plan.weight_bytes, 0, 0
         while self.units * self.unit_bytes < least_bytes:
             gate, up, down = add_unit(plan, shape.dim, width)
-            plan.glu_linear(hidden, x, gate, up, -1, -1)
+            plan.glu_linear(hidden, x, gate, up, -1, -1, "silu")
             plan.linear(out, hidden, down, -1, -1, False)
             self.units += 1
             self.unit_bytes = (plan.weight_bytes - before) // self.units

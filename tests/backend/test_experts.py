@@ -1,5 +1,7 @@
 """Mixtures of experts on the cpu backend, held to the reference: routing, experts, and what a row must not depend on."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from headrace.config import KvConfig
 from headrace.errors import UnsupportedModelError
 from headrace.model import trace_model
 from headrace.model.spec import ExpertSpec, ModelSpec
+from headrace.program.ops import Activation
 from headrace.program.trace import Program
 from headrace.request import SamplingParams
 from tests.backend.stored import random_stored
@@ -110,6 +113,15 @@ def test_down_has_a_format_of_its_own(isa: str, format: str, down: str) -> None:
     x = random_rows(21, 64, 5)
     want, got = outputs(reference.compile(*made, NO_KV, 1), x), outputs(on_cpu(made, isa, 2), x)
     assert np.linalg.norm(got - want) <= 0.03 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_experts_of_every_activation(isa: str, activation: Activation) -> None:
+    made = Mixture(activation=activation, has_biases=True).program()
+    x = 3 * random_rows(21, 64, 6)
+    want, got = outputs(reference.compile(*made, NO_KV, 1), x), outputs(on_cpu(made, isa, 2), x)
+    assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("isa", ISAS)
