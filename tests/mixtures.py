@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from headrace.batch import RaggedBatch, ints
 from headrace.program.op import Value, Weight
+from headrace.program.ops import Activation
 from headrace.program.trace import Program, Tracer, trace
 from headrace.quant.formats import StoredTensor
 from tests.backend.stored import random_stored
@@ -33,6 +34,7 @@ class Mixture:
     factor: float = 1.0
     groups: tuple[int, int] = (1, 1)
     has_route_bias: bool = False
+    activation: Activation = "silu"
     layers: int = 1
     """The same experts so many times, each over what came of the last."""
 
@@ -66,7 +68,7 @@ class Mixture:
             return tuple(g.vector(name, sizes[part][0]) for name in names)
 
         parts = ("gate", "up", "down")
-        return g.experts(x, routing, *map(weights, parts), "silu", (biases("gate"), biases("up"), biases("down")))
+        return g.experts(x, routing, *map(weights, parts), self.activation, (biases("gate"), biases("up"), biases("down")))
 
     def program(self) -> tuple[Program, Tensors]:
         """Input rows to what comes of their experts."""

@@ -80,7 +80,7 @@ class Shape(NamedTuple):
         """The op, for its costs."""
         heads = self.group * self.kv_heads
         value = Value(0, heads * self.head_dim, "step")
-        return ops.Attention(value, value, 0, heads, self.kv_heads, self.head_dim, self.head_dim**-0.5)
+        return ops.Attention(value, value, 0, heads, self.kv_heads, self.head_dim, self.head_dim, self.head_dim**-0.5)
 
     def load(self, case: Case) -> Load:
         """What a step of the case costs by."""

@@ -1,5 +1,7 @@
 """Mixtures of experts on the cpu backend, held to the reference: routing, experts, and what a row must not depend on."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from headrace.config import KvConfig
 from headrace.errors import UnsupportedModelError
 from headrace.model import trace_model
 from headrace.model.spec import ExpertSpec, ModelSpec
+from headrace.program.ops import Activation
 from headrace.program.trace import Program
 from headrace.request import SamplingParams
 from tests.backend.stored import random_stored
@@ -113,6 +116,15 @@ def test_down_has_a_format_of_its_own(isa: str, format: str, down: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_experts_of_every_activation(isa: str, activation: Activation) -> None:
+    made = Mixture(activation=activation, has_biases=True).program()
+    x = 3 * random_rows(21, 64, 6)
+    want, got = outputs(reference.compile(*made, NO_KV, 1), x), outputs(on_cpu(made, isa, 2), x)
+    assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_row_does_not_depend_on_its_neighbours(isa: str, format: str) -> None:
     """Promise 1: the same bits alone, in any order, in chunks, among others, on one thread or more."""
@@ -130,6 +142,15 @@ def test_a_row_does_not_depend_on_its_neighbours(isa: str, format: str) -> None:
             rows = rng.permutation(150)[:size]
             assert np.array_equal(outputs(executable, x[rows]), whole[rows])
         assert np.array_equal(np.concatenate([outputs(executable, part) for part in np.array_split(x, 7)]), whole)
+
+
+@pytest.mark.parametrize(("down", "regions"), [("Q4_0", 2), ("I8_ROW", 3)])
+def test_a_single_row_meets_few_barriers(down: str, regions: int) -> None:
+    """Gate with up, and down; the rest of it, the routing too, is one item and needs none."""
+    made = Mixture(format="Q4_0", down_format=down, layers=5).program()
+    executable = on_cpu(made, threads=2)
+    assert executable.profile(rows_batch(random_rows(1, 64, 0))).barriers == 5 * regions
+    assert executable.profile(rows_batch(random_rows(2, 64, 0))).barriers <= 5 * 7
 
 
 @pytest.mark.parametrize("isa", ISAS)
