@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 from bench import Bench, serve
+from numpy.typing import NDArray
 from workload import MOST_OUTPUT, MOST_PROMPT, NUM_REQUESTS, WORDS, trace
 
+from headrace.backend import expert_table
 from headrace.batch import Ints, RaggedBatch
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
@@ -36,6 +38,9 @@ class Nothing:
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         """There is nothing to move."""
+
+    def expert_loads(self) -> NDArray[np.int64]:
+        return expert_table([])
 
     def close(self) -> None:
         """There is nothing to close."""

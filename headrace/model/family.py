@@ -44,7 +44,7 @@ class Layout:
     `architectures` are the names by which such files call it, the usual one first. `tensors` goes from our names, with `{}` for each
     number, to the file's; names that a model does not need may be among them. What ends in one of `ignored` is there without need: it
     follows from the specification. Some files have other places for some of the tensors: `others` are such, each for the files that have
-    all of these in their first layer.
+    any of these outside of layers, or in the first.
     """
 
     architectures: tuple[str, ...]
@@ -54,7 +54,7 @@ class Layout:
 
     def of(self, names: Collection[str]) -> Self:
         """The layout of a file that has tensors of these names."""
-        there = [places for places in self.others if all(place.name.format(0) in names for place in places.values())]
+        there = [places for places in self.others if any(place.name.format(0) in names for place in places.values())]
         return replace(self, tensors={name: place for places in (self.tensors, *there) for name, place in places.items()}, others=())
 
     def locate(self, name: str) -> tuple[Stored, Numbers]:

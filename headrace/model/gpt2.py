@@ -10,7 +10,7 @@ from headrace.model import from_config, from_gguf
 from headrace.model.decoder import decoder, sequential
 from headrace.model.family import ConfigLayout, Family, GgufLayout, Stored, Tensors
 from headrace.model.fields import Fields
-from headrace.model.places import QkvLayout, fused_qkv, weights
+from headrace.model.places import fused_qkv, weights
 from headrace.model.spec import ModelSpec
 
 FIELDS = {
@@ -82,17 +82,26 @@ def _config_tensors(transposed: bool) -> dict[str, Stored]:
     return names | fused_qkv(f"{attention}.weight", "blocks", split=False, bias=f"{attention}.bias", transposed=transposed)
 
 
-def _gguf_tensors(layout: QkvLayout = "blocks") -> dict[str, Stored]:
-    return from_gguf.TENSORS | fused_qkv("blk.{}.attn_qkv.weight", layout, split=False, bias="blk.{}.attn_qkv.bias")
+def _as_first_published(tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """The names of OpenAI's own files, which say nothing of a transformer."""
+    return {ours: replace(stored, name=stored.name.removeprefix("transformer.")) for ours, stored in tensors.items() if ours != "head"}
 
+
+_GPT2_TENSORS = _config_tensors(transposed=True)
+_GGUF_TENSORS = from_gguf.TENSORS | fused_qkv("blk.{}.attn_qkv.weight", "blocks", split=False, bias="blk.{}.attn_qkv.bias")
 
 GPT2 = Family(
     "gpt2",
     decoder(sequential),
     config=ConfigLayout(
-        architectures=("GPT2LMHeadModel", "gpt2"), spec=_gpt2_config, tensors=_config_tensors(True), ignored=_IGNORED, fields=FIELDS
+        architectures=("GPT2LMHeadModel", "gpt2"),
+        spec=_gpt2_config,
+        tensors=_GPT2_TENSORS,
+        others=(_as_first_published(_GPT2_TENSORS),),
+        ignored=_IGNORED,
+        fields=FIELDS,
     ),
-    gguf=GgufLayout(architectures=("gpt2",), spec=_gpt2_gguf, tensors=_gguf_tensors()),
+    gguf=GgufLayout(architectures=("gpt2",), spec=_gpt2_gguf, tensors=_GGUF_TENSORS),
 )
 GPT_BIGCODE = Family(
     "gpt_bigcode",
@@ -100,9 +109,9 @@ GPT_BIGCODE = Family(
     config=ConfigLayout(
         architectures=("GPTBigCodeForCausalLM", "gpt_bigcode"),
         spec=_bigcode_config,
-        tensors=_config_tensors(False),
+        tensors=_config_tensors(transposed=False),
         ignored=_IGNORED,
         fields=FIELDS,
     ),
-    gguf=GgufLayout(architectures=("starcoder",), spec=_starcoder_gguf, tensors=_gguf_tensors()),
+    gguf=GgufLayout(architectures=("starcoder",), spec=_starcoder_gguf, tensors=_GGUF_TENSORS),
 )

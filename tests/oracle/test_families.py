@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
 from headrace.backend import compile_program, forward
 from headrace.checkpoint.load import open_checkpoint
@@ -39,6 +40,15 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
     fast = our_logits(tmp_path, TOKENS, VARIANTS[name].kv_groups, 256, "cpu")
     assert np.linalg.norm(fast - got) < 1e-4 * np.linalg.norm(got)
+
+
+def test_gpt2_as_it_was_first_published(tmp_path: Path) -> None:
+    """Names without a prefix, and masks among the weights."""
+    want = logits_of(save_model("gpt2", tmp_path), TOKENS)
+    tensors = {name.removeprefix("transformer."): values for name, values in load_file(tmp_path / "model.safetensors").items()}
+    save_file(tensors | {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.float32)}, tmp_path / "model.safetensors")
+    got = our_logits(tmp_path, TOKENS, 1, 256)
+    assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize(("context", "length"), [(64, 60), (256, 120)])
