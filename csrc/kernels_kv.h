@@ -134,23 +134,48 @@ void expand_kv(const uint8_t* record, const KvRecord& shape, const uint8_t* upco
   return shape.bits() == 8 ? expand<8>(record, shape, upcoming, out) : expand<4>(record, shape, upcoming, out);
 }
 
-// Two adjacent numbers of two adjacent tokens, where those of a token came first and those of a dimension are to; 0 for what is not finite.
-HR_INLINE uint64_t crossed(uint64_t x) {
+// Four words, each two adjacent numbers of two adjacent tokens.
+typedef uint64_t Words __attribute__((vector_size(32)));
+
+// The numbers of a token came first in each word, and those of a dimension are to; 0 for what is not finite.
+HR_INLINE Words crossed(Words x) {
   constexpr uint64_t each = 0x0001000100010001, middle = 0xffff0000;
-  const uint64_t bad = ((x & 0x7f80 * each) + 0x80 * each) & 0x8000 * each;  // an exponent of all ones carries into the sign
-  if (bad) x &= ~((bad >> 15) * 0xffff);
+  const Words bad = ((x & 0x7f80 * each) + 0x80 * each) & 0x8000 * each;  // an exponent of all ones carries into the sign
+  x &= ~((bad << 1) - (bad >> 15));
   return (x & ~(middle | middle << 16)) | (x & middle) << 16 | (x >> 16 & middle);
 }
 
-HR_INLINE void cross_bf16(const uint8_t* keys, int num_values, int width, uint8_t* out) {
-  for (int first = 0; first < num_values; first += 16)  // a line of a token pair at a time
-    for (int t = 0; t < kKvTile; t += 2)
-      for (int d = first; d < first + 16 && d < num_values; d += 2) {
-        uint64_t x;
-        memcpy(&x, keys + (d / 2 * kKvTile + t) * 4, 8);
-        x = crossed(x);
-        memcpy(out + (static_cast<size_t>(t / 2) * width + d) * 4, &x, 8);
-      }
+// Four words of each of four lines become four lines.
+HR_INLINE void cross_words(const uint8_t* from, size_t from_stride, uint8_t* to, size_t to_stride) {
+  const auto line = [&](int i) {
+    Words x;
+    memcpy(&x, from + i * from_stride, sizeof x);
+    return crossed(x);
+  };
+  const auto put = [&](int i, Words x) { memcpy(to + i * to_stride, &x, sizeof x); };
+  const Words x = line(0), y = line(1), z = line(2), w = line(3);
+  const Words a = __builtin_shufflevector(x, y, 0, 4, 2, 6), b = __builtin_shufflevector(x, y, 1, 5, 3, 7);
+  const Words c = __builtin_shufflevector(z, w, 0, 4, 2, 6), d = __builtin_shufflevector(z, w, 1, 5, 3, 7);
+  put(0, __builtin_shufflevector(a, c, 0, 1, 4, 5));
+  put(1, __builtin_shufflevector(b, d, 0, 1, 4, 5));
+  put(2, __builtin_shufflevector(a, c, 2, 3, 6, 7));
+  put(3, __builtin_shufflevector(b, d, 2, 3, 6, 7));
+}
+
+HR_INLINE void cross_bf16(const uint8_t* keys, const KvRecord& shape, uint8_t* out) {
+  const size_t key_stride = 4 * kKvTile, value_stride = static_cast<size_t>(shape.value_columns()) * 4;
+  int d = 0;
+  for (; d + 16 <= shape.value_dim; d += 16)  // a line at a time
+    for (int t = 0; t < kKvTile; t += 8)
+      for (int e = d; e < d + 16; e += 8)
+        cross_words(keys + e / 2 * key_stride + 4 * t, key_stride, out + t / 2 * value_stride + 4 * e, value_stride);
+  for (; d < shape.value_dim; d += 2)
+    for (int t = 0; t < kKvTile; t += 2) {
+      Words x{};
+      memcpy(&x, keys + d / 2 * key_stride + 4 * t, 8);
+      x = crossed(x);
+      memcpy(out + t / 2 * value_stride + 4 * d, &x, 8);
+    }
 }
 
 HR_INLINE void cross_f32(const float* keys, int num_values, int width, float* out) {
@@ -166,5 +191,5 @@ void values_of_keys(const uint8_t* keys, const KvRecord& shape, uint8_t* out) {
   if (shape.type == KvType::kF32)
     cross_f32(reinterpret_cast<const float*>(keys), shape.value_dim, shape.value_columns(), reinterpret_cast<float*>(out));
   else
-    cross_bf16(keys, shape.value_dim, shape.value_columns(), out);
+    cross_bf16(keys, shape, out);
 }

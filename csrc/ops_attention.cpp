@@ -14,7 +14,8 @@ namespace {
 
 // Working memory of a thread, the same for all layers.
 struct Scratch {
-  std::vector<uint8_t> queries, blocks, expanded;
+  std::vector<uint8_t> queries, blocks;
+  Arena expanded;  // read in steps of a value, which may be as long as a page
   std::vector<float> query, slopes;
   SoftmaxStates split, total;
   std::vector<int> first, last;
@@ -146,7 +147,7 @@ class Attention : public Op {
     const KvRecord& shape = cache(plan).shape();
     if (!is_quantised(shape.type) && shape.value_dim) return;
     const size_t bytes = work_.shape.bytes();
-    s.expanded.resize(std::max(s.expanded.size(), kSplitBlocks * bytes));
+    if (s.expanded.size() < kSplitBlocks * bytes) s.expanded = Arena(kSplitBlocks * bytes);
     for (int i = 0; i < records.blocks; i++) {
       uint8_t *to = s.expanded.data() + i * bytes, *values = to + work_.shape.value_offset();
       if (is_quantised(shape.type)) {

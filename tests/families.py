@@ -8,6 +8,10 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from headrace.model import FAMILIES
+from headrace.model.fields import JsonFields
+from headrace.model.spec import ModelSpec
+
 VOCAB = 101
 CONTEXT = 256
 SIZE = {
@@ -110,6 +114,13 @@ VARIANTS: dict[str, Variant] = {
     "bloom": Variant("bloom", "BloomForCausalLM", {"hidden_size": 64, "n_layer": 3, "n_head": 4, "vocab_size": VOCAB}),
     "mpt": Variant("mpt", "MptForCausalLM", {"d_model": 48, "n_layers": 3, "n_heads": 3, "vocab_size": VOCAB, "max_seq_len": CONTEXT}),
 }
+
+
+def spec_of(name: str) -> ModelSpec:
+    """What our family reads out of the configuration of a variant."""
+    layout = FAMILIES[VARIANTS[name].family].config
+    assert layout
+    return layout.spec(JsonFields(config_of(name).to_dict(), "config.json").named(layout.fields))
 
 
 def config_of(name: str) -> Any:

@@ -62,6 +62,11 @@ def tiny_model(
         windows=tuple(turns[layer % len(turns)] for layer in range(layers)) if any(turns) else (),
     )
     spec = replace(spec, **constants)
+    return spec, random_tensors(spec, seed, format)
+
+
+def random_tensors(spec: ModelSpec, seed: int, format: str = "F32") -> Tensors:
+    """Random tensors for a model: matrices in any stored format, and vectors, which are all near 1, in F32."""
     rng = np.random.default_rng(seed)
     tensors, shapes = {}, tensor_shapes(spec)
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in shapes))
@@ -74,7 +79,7 @@ def tiny_model(
             gain = {"embed": shape[1] ** 0.5, "head": 3.0}.get(name, 1.5)  # logits neither flat nor certain
             scale = gain / shape[1] ** 0.5
             tensors[name] = random_stored(format, *shape, seed=int(rng.integers(2**32)), name=name, scale=scale)
-    return spec, tensors
+    return tensors
 
 
 class TinyVocabulary:

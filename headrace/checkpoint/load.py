@@ -71,7 +71,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     )
     if file.metadata.integer("split.count", 1) > 1:
         raise file.metadata.unsupported("split.count", ": one part of a split model; merge the parts first")
-    spec = _checked(layout.spec(file.metadata, file.tensors), path.name)
+    spec = checked(layout.spec(file.metadata, file.tensors), path.name)
     tensors = assemble(spec, layout, file.tensors, path.name)
     template = file.metadata.string("tokenizer.chat_template", "") or None
     name = file.metadata.string("general.name", path.stem)
@@ -84,13 +84,13 @@ def _open_folder(path: Path) -> Checkpoint:
         hint = f"; name a file in it, such as {files[0]}" if files else ""
         raise ModelNotFoundError(f"{path}: no config.json{hint}")
     folder = open_folder(path)
-    spec = _checked(folder.spec, path.name)
+    spec = checked(folder.spec, path.name)
     tensors = assemble(spec, folder.layout, folder.tensors(), path.name)
     return Checkpoint(path, replace(spec, name=model_name(path)), tensors, chat_template(path), path)
 
 
-def _checked(spec: ModelSpec, where: str) -> ModelSpec:
-    """Refuse sizes and constants with which the equations cannot be computed."""
+def checked(spec: ModelSpec, where: str) -> ModelSpec:
+    """The same specification. Raises FormatError for sizes and constants with which the equations cannot be computed."""
 
     def require(condition: bool, what: str) -> None:
         if not condition:

@@ -10,9 +10,12 @@ from headrace.config import EngineConfig, KvConfig, KvDtype
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.model.spec import ModelSpec
     from headrace.program.kv import KvGroup
     from headrace.program.trace import Program
 
+_FORMATS = ("BF16", "Q8_0", "Q6_K", "Q4_K", "Q4_0")
+"""Formats whose size is told where there are no weights."""
 _DEPTHS = (0, 2048)
 
 
@@ -37,14 +40,17 @@ def run(args: argparse.Namespace) -> int:
 def describe(model: str) -> dict[str, Any]:
     """All facts, as they go to JSON: bytes, counts and tokens per second."""
     from headrace.backend import lower_program
+    from headrace.checkpoint.imagined import imagined_tensors, is_bare, open_config
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
     from headrace.model import trace_model
     from headrace.planner import host
     from headrace.planner.fit import Fit
     from headrace.program.kv import token_bytes
+    from headrace.quant.formats import FORMATS
 
-    checkpoint = open_checkpoint(resolve(model))
+    path = resolve(model)
+    checkpoint = open_config(path) if is_bare(path) else open_checkpoint(path)
     spec, tensors = checkpoint.spec, checkpoint.tensors.values()
     program = lower_program(EngineConfig.backend, trace_model(spec, checkpoint.tensors), checkpoint.tensors)
     formats: Counter[str] = Counter()
@@ -59,7 +65,9 @@ def describe(model: str) -> dict[str, Any]:
         "path": str(checkpoint.path),
         "name": spec.name,
         "architecture": spec.architecture,
+        "has_weights": not is_bare(path),
         "parameters": sum(tensor.rows * tensor.cols for tensor in tensors),
+        **_experts(program, spec),
         "layers": spec.num_layers,
         "width": spec.dim,
         "heads": spec.num_heads,
@@ -72,6 +80,7 @@ def describe(model: str) -> dict[str, Any]:
         "bytes_by_type": dict(formats.most_common()),
         "bytes": formats.total(),
         "bytes_in_memory": weights,
+        "bytes_in_format": {name: sum(t.nbytes for t in imagined_tensors(spec, FORMATS[name]).values()) for name in _FORMATS},
         "kv_bytes_per_token": kv,
         "kv_groups": [
             {
@@ -85,6 +94,19 @@ def describe(model: str) -> dict[str, Any]:
         "fits": {dtype: {"tokens": fit.tokens, "full_sequences": fit.sequences} for dtype, fit in fits.items()},
         "limits": _limits(program),
     }
+
+
+def _experts(program: "Program", spec: "ModelSpec") -> dict[str, int]:
+    """The experts of a model that has any, and the parameters that a token goes through."""
+    from headrace.program.ops import Experts
+
+    if not spec.experts:
+        return {}
+    ops = [op for op in program.ops if isinstance(op, Experts)]
+    idle = sum((len(op.gate) - op.top_k) * sum(w.rows * w.cols for w in (op.gate[0], op.up[0], op.down[0])) for op in ops)
+    parameters = sum(weight.rows * weight.cols for weight in program.weights.values())
+    experts = {"experts": spec.experts.num_experts, "experts_per_token": spec.experts.top_k, "layers_with_experts": len(ops)}
+    return experts | {"active_parameters": parameters - idle}
 
 
 def _sequence_bytes(groups: "Sequence[KvGroup]", dtype: KvDtype, context: int) -> int:
@@ -123,6 +145,22 @@ def _group_sizes(groups: list[dict[str, Any]]) -> dict[str, str]:
     return lines
 
 
+def _weight_sizes(facts: dict[str, Any]) -> dict[str, str]:
+    from headrace.cli.table import size
+
+    if not facts["has_weights"]:
+        return {"weights": "none are there; they would be " + ", ".join(f"{size(b)} in {n}" for n, b in facts["bytes_in_format"].items())}
+    by_type = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in facts["bytes_by_type"].items())
+    return {"weights": f"{size(facts['bytes'])}: {by_type}", "weights in memory": size(facts["bytes_in_memory"])}
+
+
+def _expert_line(facts: dict[str, Any]) -> dict[str, str]:
+    if "experts" not in facts:
+        return {}
+    chosen = f"{facts['experts']} in {facts['layers_with_experts']} layers, {facts['experts_per_token']} of them for a token"
+    return {"experts": f"{chosen}: {facts['active_parameters'] / 1e6:,.1f} M active parameters"}
+
+
 def _print(facts: dict[str, Any]) -> None:
     from headrace.cli.table import print_figures, size
 
@@ -132,13 +170,13 @@ def _print(facts: dict[str, Any]) -> None:
             "file": facts["path"],
             "architecture": facts["architecture"],
             "parameters": f"{facts['parameters'] / 1e6:,.1f} M",
+            **_expert_line(facts),
             "layers": f"{facts['layers']} of width {facts['width']:,}, feed-forward {facts['ffn_width']:,}",
             "heads": f"{facts['heads']} of {facts['head_dim']}, over {facts['kv_heads']} KV heads",
             "vocabulary": f"{facts['vocabulary']:,}",
             "context": f"{facts['context']:,} tokens",
             "chat template": "yes" if facts["chat_template"] else "no",
-            "weights": size(facts["bytes"]) + ": " + ", ".join(f"{n} {size(b)}" for n, b in facts["bytes_by_type"].items()),
-            "weights in memory": size(facts["bytes_in_memory"]),
+            **_weight_sizes(facts),
             "KV per token": _token_sizes(facts["kv_bytes_per_token"]),
             **_group_sizes(facts["kv_groups"]),
         },

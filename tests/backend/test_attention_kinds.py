@@ -122,6 +122,7 @@ def kv_of(program: Program, dtype: KvDtype, blocks: int = BLOCKS) -> KvConfig:
 @settings(max_examples=6, deadline=None)
 @example([ALL[0], ALL[1]], True, 2, 1)
 @example([ALL[2], ALL[3]], True, 1, 2)
+@example([Kind(1, 2, 48, 32, latent=True), Kind(1, 4, 48, 16, latent=True)], False, 2, 3)  # one group, of which they read differently much
 @given(kinds=st.lists(KINDS, min_size=1, max_size=2), trees=st.booleans(), threads=st.sampled_from([1, 2]), seed=st.integers(0, 2**16))
 def test_attention_equals_reference_and_fused(isa: str, dtype: KvDtype, kinds: list[Kind], trees: bool, threads: int, seed: int) -> None:
     program, tensors = model(*kinds, seed=seed)

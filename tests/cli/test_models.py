@@ -4,6 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,3 +99,50 @@ class TestDoctor:
         monkeypatch.setattr(selftest, "_step", lambda executable, start, rows: right(executable, start, rows) * (1 + 0.1 * (rows == 40)))
         assert main(["doctor"]) == 1
         assert "FAILED" in capsys.readouterr().out
+
+
+MIXTRAL_8X7B = {
+    **{"architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 32768},
+    **{"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "torch_dtype": "bfloat16"},
+}
+
+
+class TestShowOfAConfiguration:
+    """Without weights: what a model would be, of a `config.json` alone or in a folder."""
+
+    def facts_of(self, path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any]) -> dict[str, Any]:
+        (path / "config.json").write_text(json.dumps(config))
+        assert main(["show", str(path), "--json"]) == 0
+        facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return facts
+
+    def test_a_mixture_of_experts(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """The published numbers are 46.7 and 12.9 billion."""
+        facts = self.facts_of(tmp_path, capsys, MIXTRAL_8X7B)
+        assert (facts["parameters"], facts["active_parameters"]) == (46_702_792_704, 12_879_925_248)
+        assert (facts["experts"], facts["experts_per_token"], facts["layers_with_experts"]) == (8, 2, 32)
+        vectors = (2 * 32 + 1) * 4096
+        assert facts["bytes"] == 2 * (facts["parameters"] - vectors) + 4 * vectors
+        assert facts["bytes_in_format"]["Q8_0"] == (facts["parameters"] - vectors) // 32 * 34 + 4 * vectors
+        assert facts["kv_bytes_per_token"]["bf16"] == 2 * 2 * 32 * 8 * 128
+        assert not facts["has_weights"] and facts["name"] == tmp_path.name
+
+    def test_windows(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        facts = self.facts_of(
+            tmp_path, capsys, MIXTRAL_8X7B | {"architectures": ["MistralForCausalLM"], "num_local_experts": 0, "sliding_window": 4096}
+        )
+        (group,) = facts["kv_groups"]
+        assert (group["layers"], group["window"]) == (32, 4096) and "experts" not in facts
+
+    def test_as_text(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
+        assert main(["show", str(tmp_path / "config.json")]) == 0
+        text = capsys.readouterr().out
+        assert "none are there; they would be 93.4 GB in BF16, 49.6 GB in Q8_0" in text
+        assert "8 in 32 layers, 2 of them for a token: 12,879.9 M active parameters" in text
+
+    def test_nothing_runs_without_weights(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
+        assert main(["run", str(tmp_path), "hello"]) == 3
+        assert "no safetensors file" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from headrace.model.fields import JsonFields, shown
 from headrace.model.places import QkvLayout, fused_qkv, half_split, weights
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.quant.formats import StoredTensor
-from tests.families import VARIANTS, config_of
+from tests.families import VARIANTS, spec_of
 
 SPEC = ModelSpec(
     architecture="llama",
@@ -38,8 +38,7 @@ def test_every_tensor_has_a_place_in_every_layout(name: str) -> None:
     """Its own, or a share of one: no two of ours have the same rows."""
     family = FAMILIES[VARIANTS[name].family]
     assert family.name == VARIANTS[name].family and family.config
-    fields = JsonFields(config_of(name).to_dict(), "config.json")
-    spec = family.config.spec(fields.named(family.config.fields))
+    spec = spec_of(name)
     assert spec.architecture == family.name
     for layout in layouts(family):
         taken = set()
