@@ -326,7 +326,8 @@ void experts(Plan& p, int out, int x, int routing, const std::array<std::vector<
   check_experts(p, up, shape.hidden, shape.width);
   check_experts(p, down, shape.out, shape.hidden);
   for (int i = 0; i < 3; i++) check_biases(p, biases[i], gate.size(), i == 2 ? shape.out : shape.hidden);
-  ExpertsArgs args{out, x, routing, gate, up, down, biases[0], biases[1], biases[2], p.kernels().glu_tile[static_cast<int>(activation_of(activation))]};
+  const Kernels::GluTile activate = p.kernels().glu_tile[static_cast<int>(activation_of(activation))];
+  ExpertsArgs args{out, x, routing, gate, up, down, biases[0], biases[1], biases[2], activate};
   ExpertsWork& work = p.experts_work(shape);
   for (const auto* read : {&gate, &up})
     for (const int w : *read) p.reads(work.packed, w, false);

@@ -262,7 +262,8 @@ void check_stored(const Stored& stored) {
   require(stored.row_order.empty() ? there == rows : stored.row_order.size() == rows, "a weight has other rows than those that are stored");
   for (const int64_t row : stored.row_order)
     require(row >= 0 && static_cast<size_t>(row) < there, "a weight's row order names a row that is not there");
-  require(stored.row_scales.size() == (row_scaled ? there : 0), "a weight needs a scale for each row that is stored, or none at all in this format");
+  require(stored.row_scales.size() == (row_scaled ? there : 0),
+          "a weight needs a scale for each row that is stored, or none at all in this format");
   require(!row_scaled || stored.cols <= kMaxRowColumns, "int8 with one scale a row has at most 131,072 columns: more may overflow a sum");
 }
 
