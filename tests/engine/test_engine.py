@@ -14,7 +14,8 @@ from headrace.errors import ClosedError, NonFiniteLogitsError, RequestError
 from headrace.propose import METHODS, NEEDS, DraftModel, DraftModels
 from headrace.proposer import ProposerTraits
 from headrace.request import RequestOutput, SamplingParams
-from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine, toy_kv
+from headrace.sampling.sampler import token_logprobs
+from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine, toy_kv, toy_logits
 from tests.tiny import drain, run_all
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -137,6 +138,17 @@ class TestAbort:
         assert result.outputs[0].token_ids == plain_decoding([1, 2, 3], GREEDY, 0)[3:6]
 
 
+def test_prompt_logprobs_are_those_of_the_tokens_that_came() -> None:
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    results = run_all(toy_engine(max_logit_rows=3), [(prompt, SamplingParams(prompt_logprobs=2, max_tokens=1)), ([7, 7], GREEDY)])
+    first, *others = results[0].prompt_logprobs or []
+    assert first is None and len(others) == 7 and results[1].prompt_logprobs is None
+    for i, described in enumerate(others, 1):
+        expected = token_logprobs(toy_logits(prompt[:i]), prompt[i], 2)
+        assert next(iter(described)) == prompt[i] and set(described) == {prompt[i], *expected.top_ids}
+        assert described[prompt[i]][:2] == (expected.logprob, expected.rank)
+
+
 class TestFailures:
     def test_a_request_fails_alone(self) -> None:
         engine = toy_engine(broken=5)
@@ -159,7 +171,8 @@ class TestFailures:
     def test_in_prompt_logprobs(self) -> None:
         engine = toy_engine(broken=5, max_logit_rows=1)
         (result,) = run_all(engine, [([1, 2, 5, 3], SamplingParams(prompt_logprobs=0))])
-        assert result.outputs[0].finish_reason == "error"
+        assert isinstance(result.error, NonFiniteLogitsError) and "non-finite logits" in str(result.error)
+        assert (result.outputs[0].finish_reason, result.outputs[0].stop_reason) == ("error", str(result.error))
         serves(engine)
 
     @pytest.mark.parametrize("where", ["propose", "observe"])
