@@ -138,6 +138,19 @@ class TestAbort:
         assert result.outputs[0].token_ids == plain_decoding([1, 2, 3], GREEDY, 0)[3:6]
 
 
+def test_updates_say_whose_they_are() -> None:
+    engine = toy_engine()
+    ids = [engine.add_request([token, 2], SamplingParams(n=2, seed=token, max_tokens=9)) for token in (1, 5)]
+    updates = drain(engine)
+    for request_id in ids:
+        (result,) = [update.result for update in updates if update.result and update.request_id == request_id]
+        for output in result.outputs:
+            own = [update for update in updates if (update.request_id, update.index) == (request_id, output.index)]
+            assert [token for update in own for token in update.token_ids] == output.token_ids
+            assert "".join(update.text for update in own) == output.text
+            assert [update.finish_reason for update in own if update.finish_reason] == [output.finish_reason]
+
+
 def test_prompt_logprobs_are_those_of_the_tokens_that_came() -> None:
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     results = run_all(toy_engine(max_logit_rows=3), [(prompt, SamplingParams(prompt_logprobs=2, max_tokens=1)), ([7, 7], GREEDY)])

@@ -142,7 +142,7 @@ def test_a_request_of_which_a_part_runs_ends_whole(monkeypatch: pytest.MonkeyPat
 def test_the_prefix_cache_begins_anew(monkeypatch: pytest.MonkeyPatch, prefix_cache: bool) -> None:
     engine = toy_engine(block_size=4, prefix_cache=prefix_cache)
     prompt = list(range(10))
-    run(engine, [(prompt, SAMPLED)])
+    assert [run(engine, [(prompt, SAMPLED)])[0].cached_tokens for _ in range(2)] == [0, 8 if prefix_cache else 0]
     with monkeypatch.context() as patch:
         patch.setattr(engine._loop.executable, "launch", Fault(1, RuntimeError()).before(engine._loop.executable.launch))
         assert run(engine, [(prompt, SAMPLED)])[0].error
