@@ -203,6 +203,9 @@ def test_prompt_logprobs_come_in_chunks() -> None:
 def test_more_sequences_than_may_run() -> None:
     engine = toy_engine(max_num_seqs=2)
     request_id = add(engine, 3, n=5, max_tokens=3, temperature=1.0, seed=1)
+    for _ in range(2):
+        step(engine)
+    assert [[seq.seq_id[1] for seq in queue] for queue in (engine._scheduler.running, engine._scheduler.waiting)] == [[0, 1], [2, 3, 4]]
     results = []
     while engine.has_work:
         assert len(step(engine)) <= 2
