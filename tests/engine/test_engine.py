@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -151,15 +152,24 @@ def test_updates_say_whose_they_are() -> None:
             assert [update.finish_reason for update in own if update.finish_reason] == [output.finish_reason]
 
 
-def test_prompt_logprobs_are_those_of_the_tokens_that_came() -> None:
-    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
-    results = run_all(toy_engine(max_logit_rows=3), [(prompt, SamplingParams(prompt_logprobs=2, max_tokens=1)), ([7, 7], GREEDY)])
-    first, *others = results[0].prompt_logprobs or []
-    assert first is None and len(others) == 7 and results[1].prompt_logprobs is None
-    for i, described in enumerate(others, 1):
-        expected = token_logprobs(toy_logits(prompt[:i]), prompt[i], 2)
-        assert next(iter(described)) == prompt[i] and set(described) == {prompt[i], *expected.top_ids}
-        assert described[prompt[i]][:2] == (expected.logprob, expected.rank)
+@pytest.mark.parametrize("late", [False, True])
+def test_prompt_logprobs_are_those_of_the_tokens_that_came(late: bool) -> None:
+    engine = toy_engine(max_logit_rows=9, late=late)
+    prompts = {0: [3, 1, 4, 1, 5, 9, 2, 6], 2: [2, 7, 1, 8]}  # by how many of the likeliest tokens are asked for
+    requests = [
+        ([7, 7], GREEDY),
+        *((prompt, SamplingParams(temperature=0, prompt_logprobs=n, max_tokens=4)) for n, prompt in prompts.items()),
+    ]
+    plain, *results = run_all(engine, requests)
+    assert plain.prompt_logprobs is None and [7, 7, *plain.outputs[0].token_ids] == plain_decoding([7, 7], GREEDY, 0)
+    for (num, prompt), result in zip(prompts.items(), results, strict=True):
+        first, *others = result.prompt_logprobs or []
+        assert first is None and len(others) == len(prompt) - 1
+        for i, described in enumerate(others, 1):
+            expected = token_logprobs(toy_logits(prompt[:i]), prompt[i], num)
+            assert next(iter(described)) == prompt[i] and set(described) == {prompt[i], *expected.top_ids}
+            assert described[prompt[i]][:2] == (expected.logprob, expected.rank)
+        assert [*prompt, *result.outputs[0].token_ids] == plain_decoding(prompt, replace(GREEDY, max_tokens=4), 0)
 
 
 class TestFailures:

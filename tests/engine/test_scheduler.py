@@ -3,7 +3,7 @@
 from typing import Any
 
 from headrace.engine.engine import Engine
-from headrace.engine.scheduled import ScheduledSequence, SchedulerOutput
+from headrace.engine.scheduled import RowBudget, ScheduledSequence, SchedulerOutput
 from headrace.kv.manager import Copy
 from headrace.request import SamplingParams
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine
@@ -189,6 +189,9 @@ def test_draft_budgets_go_to_those_that_want_them() -> None:
     items = output.scheduled
     engine._scheduler.grant_draft_budgets(output, {items[0]: 6, items[2]: 1, items[3]: 3})
     assert [item.draft_budget for item in items] == [4, 0, 1, 3]
+    output = engine._scheduler.schedule()._replace(left=RowBudget(0, 0, 9, 1.0))
+    engine._scheduler.grant_draft_budgets(output, dict.fromkeys(output.scheduled, 3))
+    assert [item.draft_budget for item in output.scheduled] == [0] * 4
 
 
 def test_prompt_logprobs_come_in_chunks() -> None:
