@@ -190,6 +190,7 @@ class TestFailures:
         (result,) = run_all(engine, [([4], SamplingParams(temperature=0, max_tokens=12))])
         (output,) = result.outputs
         assert (output.token_ids, output.finish_reason) == (drawn[: drawn.index(broken) + 1], "error")
+        assert "non-finite logits" in str(output.stop_reason)
 
     def test_in_prompt_logprobs(self) -> None:
         engine = toy_engine(broken=5, max_logit_rows=1)
