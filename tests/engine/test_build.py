@@ -1,5 +1,7 @@
 """From parts to a batch, on one example drawn by hand."""
 
+import numpy as np
+
 from headrace.batch import DraftTree
 from headrace.engine.build import build
 from headrace.engine.scheduled import ScheduledSequence
@@ -32,6 +34,17 @@ def test_chains() -> None:
     assert batch.logit_rows.tolist() == [0, 1, 2, 3, 4]
     assert batch.seq_of.tolist() == [0] * 5
     assert [item.first_score for item in made] == [0, 5]
+    assert batch.token_source is None
+
+
+def test_pending_tokens_are_those_of_the_launch_before() -> None:
+    first, second = (item.seq for item in parts([DraftTree([], [])] * 2))
+    first.computed, first.num_pending, first.last_op = 5, 1, 3
+    batch = build([ScheduledSequence(second, 2, True), ScheduledSequence(first, 1, True)], 4)
+    assert (batch.tokens.tolist(), batch.positions.tolist()) == ([6, 7, 0], [0, 1, 5])
+    assert batch.token_source is not None and batch.token_source.dtype == np.int32
+    assert batch.token_source.tolist() == [-1, -1, 3]  # the fourth op drew the token after 5
+    assert batch.kv[0].slots.tolist() == [20, 21, 37]
 
 
 def test_a_tree() -> None:

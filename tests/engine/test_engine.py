@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -14,7 +15,8 @@ from headrace.errors import ClosedError, NonFiniteLogitsError, RequestError
 from headrace.propose import METHODS, NEEDS, DraftModel, DraftModels
 from headrace.proposer import ProposerTraits
 from headrace.request import RequestOutput, SamplingParams
-from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine, toy_kv
+from headrace.sampling.sampler import token_logprobs
+from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine, toy_kv, toy_logits
 from tests.tiny import drain, run_all
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -137,6 +139,39 @@ class TestAbort:
         assert result.outputs[0].token_ids == plain_decoding([1, 2, 3], GREEDY, 0)[3:6]
 
 
+def test_updates_say_whose_they_are() -> None:
+    engine = toy_engine()
+    ids = [engine.add_request([token, 2], SamplingParams(n=2, seed=token, max_tokens=9)) for token in (1, 5)]
+    updates = drain(engine)
+    for request_id in ids:
+        (result,) = [update.result for update in updates if update.result and update.request_id == request_id]
+        for output in result.outputs:
+            own = [update for update in updates if (update.request_id, update.index) == (request_id, output.index)]
+            assert [token for update in own for token in update.token_ids] == output.token_ids
+            assert "".join(update.text for update in own) == output.text
+            assert [update.finish_reason for update in own if update.finish_reason] == [output.finish_reason]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_prompt_logprobs_are_those_of_the_tokens_that_came(late: bool) -> None:
+    engine = toy_engine(max_logit_rows=9, late=late)
+    prompts = {0: [3, 1, 4, 1, 5, 9, 2, 6], 2: [2, 7, 1, 8]}  # by how many of the likeliest tokens are asked for
+    requests = [
+        ([7, 7], GREEDY),
+        *((prompt, SamplingParams(temperature=0, prompt_logprobs=n, max_tokens=4)) for n, prompt in prompts.items()),
+    ]
+    plain, *results = run_all(engine, requests)
+    assert plain.prompt_logprobs is None and [7, 7, *plain.outputs[0].token_ids] == plain_decoding([7, 7], GREEDY, 0)
+    for (num, prompt), result in zip(prompts.items(), results, strict=True):
+        first, *others = result.prompt_logprobs or []
+        assert first is None and len(others) == len(prompt) - 1
+        for i, described in enumerate(others, 1):
+            expected = token_logprobs(toy_logits(prompt[:i]), prompt[i], num)
+            assert next(iter(described)) == prompt[i] and set(described) == {prompt[i], *expected.top_ids}
+            assert described[prompt[i]][:2] == (expected.logprob, expected.rank)
+        assert [*prompt, *result.outputs[0].token_ids] == plain_decoding(prompt, replace(GREEDY, max_tokens=4), 0)
+
+
 class TestFailures:
     def test_a_request_fails_alone(self) -> None:
         engine = toy_engine(broken=5)
@@ -155,11 +190,13 @@ class TestFailures:
         (result,) = run_all(engine, [([4], SamplingParams(temperature=0, max_tokens=12))])
         (output,) = result.outputs
         assert (output.token_ids, output.finish_reason) == (drawn[: drawn.index(broken) + 1], "error")
+        assert "non-finite logits" in str(output.stop_reason)
 
     def test_in_prompt_logprobs(self) -> None:
         engine = toy_engine(broken=5, max_logit_rows=1)
         (result,) = run_all(engine, [([1, 2, 5, 3], SamplingParams(prompt_logprobs=0))])
-        assert result.outputs[0].finish_reason == "error"
+        assert isinstance(result.error, NonFiniteLogitsError) and "non-finite logits" in str(result.error)
+        assert (result.outputs[0].finish_reason, result.outputs[0].stop_reason) == ("error", str(result.error))
         serves(engine)
 
     @pytest.mark.parametrize("where", ["propose", "observe"])

@@ -61,7 +61,9 @@ def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> lis
 def is_whole(engine: Engine) -> bool:
     """Whether all blocks are free, and the engine still serves as it should."""
     engine._kv.check([])
-    assert not engine._scheduler.running and not engine._scheduler.waiting and not engine._requests and not engine._deadlines._heap[16:]
+    scheduler = engine._scheduler
+    assert not scheduler.running and not scheduler.waiting and not scheduler._dropped and not engine._requests
+    assert not engine._deadlines._heap[16:]
     (result,) = run(engine, [([5, 6, 7, 8, 9], SAMPLED)])
     engine._kv.check([])
     return [5, 6, 7, 8, 9, *result.outputs[0].token_ids] == plain_decoding([5, 6, 7, 8, 9], SAMPLED, 0)
@@ -123,6 +125,28 @@ def test_those_that_wait_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(results[0].outputs[0].token_ids) == 2  # what it had before
     assert [[i, 2, 3, *results[i].outputs[0].token_ids] for i in (2, 3, 4)] == [plain_decoding([i, 2, 3], SAMPLED, 0) for i in (2, 3, 4)]
     assert is_whole(engine)
+
+
+def test_a_request_of_which_a_part_runs_ends_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two sequences waits until the first has ended; then only one of them has KV."""
+    engine = toy_engine(max_num_seqs=1)
+    fault = Fault(3, RuntimeError("the device is lost"))
+    monkeypatch.setattr(engine._loop.executable, "launch", fault.before(engine._loop.executable.launch))
+    (result,) = run(engine, [([1, 2, 3], SamplingParams(n=2, seed=3, max_tokens=9))])
+    assert [output.finish_reason for output in result.outputs] == ["error", "error"] and result.error is fault.error
+    assert [len(output.token_ids) for output in result.outputs] == [2, 1]
+    assert is_whole(engine)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_the_prefix_cache_begins_anew(monkeypatch: pytest.MonkeyPatch, prefix_cache: bool) -> None:
+    engine = toy_engine(block_size=4, prefix_cache=prefix_cache)
+    prompt = list(range(10))
+    assert [run(engine, [(prompt, SAMPLED)])[0].cached_tokens for _ in range(2)] == [0, 8 if prefix_cache else 0]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._loop.executable, "launch", Fault(1, RuntimeError()).before(engine._loop.executable.launch))
+        assert run(engine, [(prompt, SAMPLED)])[0].error
+    assert [run(engine, [(prompt, SAMPLED)])[0].cached_tokens for _ in range(2)] == [0, 8 if prefix_cache else 0]
 
 
 def test_a_step_that_always_fails_ends_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +215,14 @@ def test_closing_gets_over_a_step_that_failed() -> None:
     engine._loop.executable.inner.forward = lambda batch: 1 / 0  # type: ignore[attr-defined]
     engine.close()
     assert engine._loop.executable.inner.closed  # type: ignore[attr-defined]
+
+
+def test_a_deadline_is_the_moment_when_time_is_up() -> None:
+    now = [3.0]
+    engine = toy_engine(clock=lambda: now[0])
+    engine.add_request([1, 2], SamplingParams(max_tokens=20), timeout=2)
+    for now[0], ended in ((4.9, 0), (5.0, 1)):
+        assert sum(update.finish_reason == "timeout" for update in engine.step()) == ended
 
 
 def test_deadlines_of_ended_requests_are_forgotten() -> None:

@@ -7,10 +7,10 @@ import pytest
 from headrace.engine.engine import Engine
 from headrace.request import SamplingParams
 from tests.engine.test_promise import REQUESTS, same
-from tests.engine.toy import VOCAB, toy_engine
+from tests.engine.toy import VOCAB, plain_decoding, toy_engine
 from tests.late import LateExecutable
 from tests.random_trees import RandomTrees
-from tests.tiny import run_all, tiny_engine, tiny_model
+from tests.tiny import drain, run_all, tiny_engine, tiny_model
 
 
 def overlaps(engine: Engine) -> int:
@@ -53,6 +53,19 @@ def test_blocks_of_an_aborted_request_are_free_once_its_step_has_run() -> None:
     assert engine.has_work and engine.stats().blocks_free < engine.stats().blocks_total
     engine.step()
     assert not engine.has_work and engine.stats().blocks_free == engine.stats().blocks_total
+
+
+def test_an_abort_between_launch_and_finish_is_not_noticed_by_others() -> None:
+    engine, params = toy_engine(late=True), SamplingParams(temperature=0, max_tokens=9)
+    aborted, other = (engine.add_request(prompt, params) for prompt in ([1, 2, 3], [4, 5]))
+    for _ in range(3):
+        engine.step()
+    engine.abort(aborted)
+    assert engine.stats().running == 1
+    (result,) = [update.result for update in drain(engine) if update.result]
+    assert result.request_id == other and result.error is None
+    assert [4, 5, *result.outputs[0].token_ids] == plain_decoding([4, 5], params, 0)
+    assert engine.stats().blocks_free == engine.stats().blocks_total
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

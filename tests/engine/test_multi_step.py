@@ -70,6 +70,14 @@ def test_launches_end_when_no_block_is_free() -> None:
     assert engine.stats().blocks_free == 4
 
 
+def test_there_are_half_as_many_launches_until_blocks_are_enough() -> None:
+    """Two sequences with two tokens in KV share four blocks of four: there is room for six more tokens of each, and not for thirteen."""
+    engine = toy_engine(multi_step_ms=ALWAYS, num_blocks=4, block_size=4)
+    for token in (1, 2):
+        add(engine, [token, 3], max_tokens=14)
+    assert tokens_by_step(engine)[:2] == [2, 2 * 6]
+
+
 def test_a_new_request_waits_for_one_multi_step_at_most() -> None:
     engine = toy_engine(multi_step_ms=ALWAYS)
     add(engine, [1, 2])

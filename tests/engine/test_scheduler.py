@@ -3,7 +3,7 @@
 from typing import Any
 
 from headrace.engine.engine import Engine
-from headrace.engine.scheduled import ScheduledSequence, SchedulerOutput
+from headrace.engine.scheduled import RowBudget, ScheduledSequence, SchedulerOutput
 from headrace.kv.manager import Copy
 from headrace.request import SamplingParams
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine
@@ -85,6 +85,17 @@ def test_first_come_first_served() -> None:
     assert [item[0] for item in step(engine)] == [1]
 
 
+def test_who_comes_leaves_a_block_to_each_that_runs() -> None:
+    """Seven tokens and the next need two blocks. Eight sequences with 22 tokens in common need six, and one more for each but one."""
+    for needed, prompt_len, n in ((2, 7, 1), (13, 22, 8)):
+        for spare, starts in ((1, True), (0, False)):
+            engine = toy_engine(num_blocks=1 + needed + spare, block_size=4)
+            add(engine, 1, max_tokens=4)
+            step(engine)
+            add(engine, prompt_len, n=n, temperature=1.0, seed=1, max_tokens=2)
+            assert [item[0] for item in step(engine)] == [0] + [1] * starts
+
+
 def test_the_youngest_gives_way_and_is_the_next_to_come_back() -> None:
     engine = toy_engine(num_blocks=7, block_size=4)
     for prompt_len in (8, 8, 1):
@@ -96,6 +107,26 @@ def test_the_youngest_gives_way_and_is_the_next_to_come_back() -> None:
     while engine.has_work:
         engine.step()
     assert engine.stats().preemptions == 1  # it came back only when it could stay
+
+
+def test_who_has_drawn_gives_way_before_a_prompt_that_is_read() -> None:
+    """Of 11 blocks the prompt has 6. In step 7 the others need a third block each, and there is one."""
+    engine = toy_engine(num_blocks=11, block_size=4, max_num_batched_tokens=8, chunked_prefill_size=1)
+    for prompt_len in (3, 3, 24):
+        add(engine, prompt_len)
+    seen = [[item[:2] for item in step(engine)] for _ in range(7)]
+    assert seen == [[(0, 3), (1, 3), (2, 2)], *[[(0, 1), (1, 1), (2, 3)]] * 5, [(0, 1), (2, 3)]]
+    assert [seq.seq_id[0] for seq in engine._scheduler.waiting] == [1]
+
+
+def test_the_first_never_gives_way() -> None:
+    """Of 10 blocks the prompt has 7. In step 11 the first needs a fourth, and no other has drawn."""
+    engine = toy_engine(num_blocks=10, block_size=4, max_num_batched_tokens=8, chunked_prefill_size=1)
+    for prompt_len in (3, 28):
+        add(engine, prompt_len)
+    seen = [[item[:2] for item in step(engine)] for _ in range(11)]
+    assert seen == [[(0, 3), (1, 5)], *[[(0, 1), (1, 2)]] * 9, [(0, 1)]]
+    assert [seq.seq_id[0] for seq in engine._scheduler.waiting] == [1]
 
 
 def test_prompts_far_longer_than_their_windows_run_beside_each_other() -> None:
@@ -158,6 +189,9 @@ def test_draft_budgets_go_to_those_that_want_them() -> None:
     items = output.scheduled
     engine._scheduler.grant_draft_budgets(output, {items[0]: 6, items[2]: 1, items[3]: 3})
     assert [item.draft_budget for item in items] == [4, 0, 1, 3]
+    output = engine._scheduler.schedule()._replace(left=RowBudget(0, 0, 9, 1.0))
+    engine._scheduler.grant_draft_budgets(output, dict.fromkeys(output.scheduled, 3))
+    assert [item.draft_budget for item in output.scheduled] == [0] * 4
 
 
 def test_prompt_logprobs_come_in_chunks() -> None:
@@ -172,6 +206,9 @@ def test_prompt_logprobs_come_in_chunks() -> None:
 def test_more_sequences_than_may_run() -> None:
     engine = toy_engine(max_num_seqs=2)
     request_id = add(engine, 3, n=5, max_tokens=3, temperature=1.0, seed=1)
+    for _ in range(2):
+        step(engine)
+    assert [[seq.seq_id[1] for seq in queue] for queue in (engine._scheduler.running, engine._scheduler.waiting)] == [[0, 1], [2, 3, 4]]
     results = []
     while engine.has_work:
         assert len(step(engine)) <= 2

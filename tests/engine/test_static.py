@@ -47,22 +47,51 @@ def test_a_batch_begins_as_one_however_slow_steps_are() -> None:
 
 
 def test_a_batch_larger_than_a_step_starts_in_several() -> None:
-    engine = static_engine(max_num_seqs=4, max_num_batched_tokens=5)
+    engine = static_engine(max_num_seqs=4, max_num_batched_tokens=5, block_size=1)
     for _ in range(3):
         add(engine, 4, max_tokens=2)
     assert [item[0] for item in step(engine)] == [0, 1]
-    seen = [{item[0] for item in step(engine)} for _ in range(3)]
-    assert seen[-1] == {0, 1, 2}
+    assert {item[0] for item in step(engine)} == {0, 1, 2} and engine.stats().blocks_used == 3 * 5
+    assert {item[0] for item in step(engine)} == {0, 1, 2}
+
+
+def test_prompts_of_a_batch_are_not_slowed_for_its_members() -> None:
+    engine = static_engine(max_num_seqs=2, max_num_batched_tokens=40)
+    for _ in range(2):
+        add(engine, 30, max_tokens=2)
+    assert [step(engine) for _ in range(2)] == [[(0, 30, 0), (1, 10, 0)], [(0, 1, 0), (1, 20, 0)]]
+
+
+def test_padding_leaves_a_row_to_the_others() -> None:
+    engine = static_engine(max_num_seqs=3, max_num_batched_tokens=2)
+    add(engine, 1, max_tokens=1, n=2, temperature=1.0, seed=1)
+    add(engine, 1, max_tokens=3)
+    assert [step(engine) for _ in range(3)] == [[(0, 1, 0), (1, 1, 0)]] * 3  # one of the first two is forgotten
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("reason", ["abort", "timeout", "error"])
+def test_who_ends_in_another_way_is_no_padding(reason: str) -> None:
+    now = [0.0]
+    engine = static_engine(max_num_seqs=3, broken=9, clock=lambda: now[0])
+    for first in (1, 9 if reason == "error" else 2, 3):
+        engine.add_request([first, first], SamplingParams(max_tokens=9, seed=1), timeout=5 if first == 2 and reason == "timeout" else None)
+    step(engine)
+    now[0] = 6.0
+    if reason == "abort":
+        engine.abort("1")
+    assert step(engine) == [(0, 1, 0), (2, 1, 0)]
+    assert engine.stats().running == 2
 
 
 def test_memory_for_the_longest_is_reserved_at_the_start() -> None:
     engine = static_engine(block_size=4, num_blocks=11)
-    add(engine, 2, max_tokens=15)  # 16 slots, 4 blocks
+    add(engine, 2, max_tokens=16)  # 17 slots, 5 blocks
     add(engine, 2, max_tokens=1)
-    add(engine, 2, max_tokens=1)  # would be the third with 4 blocks
+    add(engine, 2, max_tokens=1)  # would be the third with 5 blocks
     assert [item[0] for item in step(engine)] == [0, 1]
     stats = engine.stats()
-    assert stats.blocks_used == 8 and stats.kv[0].slots_empty == 8 * 4 - 4
+    assert stats.blocks_used == 10 and stats.kv[0].slots_empty == 10 * 4 - 4
     inflight = toy_engine(block_size=4, num_blocks=11)
     add(inflight, 2, max_tokens=15)
     add(inflight, 2, max_tokens=2)
@@ -87,7 +116,7 @@ def test_padding_ends_with_a_beam_search() -> None:
     add(engine, 2, max_tokens=5, beam_width=2, temperature=1.0)
     add(engine, 2, max_tokens=1)
     results = [update.result for _ in range(20) for update in engine.step() if update.result]
-    assert len(results) == 3 and not engine.has_work
+    assert len(results) == 3 and not engine.has_work and not any(result.error for result in results)
     assert engine.stats().running == 0 and engine.stats().blocks_free == engine.stats().blocks_total
 
 
@@ -96,18 +125,32 @@ REQUEST = st.tuples(
     st.integers(1, 12),
     st.sampled_from([1, 1, 2, 4]),
     st.integers(0, 99),
+    st.sampled_from([(), tuple(range(0, VOCAB, 3))]),
 )
 
 
 @settings(max_examples=60, deadline=None)
-@given(requests=st.lists(REQUEST, min_size=1, max_size=7), num_running=st.integers(1, 5), rows=st.integers(1, 20), drafts=st.booleans())
-def test_tokens_are_those_of_plain_decoding(requests: list[Any], num_running: int, rows: int, drafts: bool) -> None:
+@given(
+    requests=st.lists(REQUEST, min_size=1, max_size=7),
+    num_running=st.integers(1, 5),
+    rows=st.integers(1, 20),
+    drafts=st.booleans(),
+    windows=st.sampled_from([(0,), (0, 5)]),
+)
+def test_tokens_are_those_of_plain_decoding(
+    requests: list[Any], num_running: int, rows: int, drafts: bool, windows: tuple[int, ...]
+) -> None:
     proposer = RandomTrees(0, VOCAB, {}, max_nodes=5) if drafts else None
-    engine = static_engine(num_blocks=24, max_num_seqs=num_running, max_num_batched_tokens=rows, proposer=proposer)
-    asked = [(prompt, SamplingParams(n=n, seed=seed, max_tokens=tokens)) for prompt, tokens, n, seed in requests]
+    engine = static_engine(num_blocks=24, max_num_seqs=num_running, max_num_batched_tokens=rows, proposer=proposer, windows=windows)
+    asked = [
+        (prompt, SamplingParams(n=n, seed=seed, max_tokens=tokens, stop_token_ids=list(stops)))
+        for prompt, tokens, n, seed, stops in requests
+    ]
     for (prompt, params), result in zip(asked, run_all(engine, asked), strict=True):
         for output in result.outputs:
-            assert prompt + output.token_ids == plain_decoding(prompt, params, output.index)
+            whole = plain_decoding(prompt, params, output.index)[len(prompt) :]
+            length = next((i for i, token in enumerate(whole, 1) if token in (params.stop_token_ids or ())), len(whole))
+            assert output.token_ids == whole[:length]
     engine._kv.check([])
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from headrace.engine import snapshot
 from headrace.engine.meter import HISTORY, WINDOW, Meter
 from headrace.errors import RequestError
-from headrace.stats import GroupMap
+from headrace.request import SamplingParams
+from headrace.stats import GroupMap, SequenceStats
 from tests.engine.test_scheduler import add, step
 from tests.engine.toy import VOCAB, toy_engine
 from tests.random_trees import RandomTrees
@@ -31,8 +32,9 @@ class TestCounts:
         assert (stats.waiting, stats.running, stats.rows_last, stats.tokens, stats.prompt_tokens) == (0, 4, 20, 4, 20)
         engine.abort(aborted)
         list(drain(engine))
+        engine.abort(add(engine, 5))
         stats = engine.stats()
-        assert (stats.finished, stats.aborted, stats.running, stats.tokens) == (3, 1, 0, 13)
+        assert (stats.finished, stats.aborted, stats.running, stats.tokens) == (3, 2, 0, 13)
         assert stats.rows == 20 + 3 * 3 and stats.rows_mean == stats.rows / stats.steps and stats.rows_last == 3
         assert stats.step_seconds > 0 and stats.tokens_per_second > 0
 
@@ -75,6 +77,26 @@ class TestMemory:
         step(engine)  # each has a last block of its own now
         stats = engine.stats()
         assert (stats.blocks_used, stats.kv[0].slots_empty) == (4, 3)
+
+    def test_the_map_of_two_groups(self) -> None:
+        """Nine tokens of four in a block; a window of five sees nothing of the first. What has ended is still cached."""
+        engine = toy_engine(block_size=4, num_blocks=20, windows=(0, 5))
+        add(engine, 4, max_tokens=1)
+        step(engine)
+        engine.add_request([9] * 8, SamplingParams(max_tokens=9, seed=1))
+        step(engine)
+        step(engine)
+        blocks = engine.block_map()
+        assert blocks.block_size == 4
+        (table, seen), (cached, also_cached) = (
+            [group.holdings[0].blocks for group in blocks.groups],
+            [group.cached for group in blocks.groups],
+        )
+        assert [group._replace(holdings=[], cached=()) for group in blocks.groups] == [GroupMap(1, 0, 20, []), GroupMap(1, 5, 20, [])]
+        assert [group.holdings[0][:3] for group in blocks.groups] == [("1", 0, 9)] * 2
+        assert len(table) == 3 and seen[0] == -1 and min(table + seen[1:]) >= 0
+        assert len(cached) == 1 and not set(cached) & set(table) and not set(also_cached) & set(seen)
+        assert len(also_cached) == 2  # that of the first request, and what the second has released
 
     @settings(deadline=None)
     @given(
@@ -126,6 +148,21 @@ class TestLines:
             step(engine)
         assert [line.state for line in snapshot.lines(scheduler, 0.0)] == ["decode", "preempted", "waiting"]
 
+    def test_a_line_says_what_there_is_of_a_sequence(self) -> None:
+        now = [5.0]
+        engine = toy_engine(block_size=4, clock=lambda: now[0])
+        engine.add_request([1] * 9, SamplingParams(max_tokens=1))
+        step(engine)
+        now[0] = 7.0
+        engine.add_request([1] * 9 + [2], SamplingParams(n=2, seed=1, max_tokens=9), request_id="two")
+        step(engine)
+        engine.add_request([3] * 6, request_id="late")
+        assert list(snapshot.lines(engine._scheduler, 10.5)) == [
+            SequenceStats("two", 0, 10, 1, 8, "decode", 3.5),
+            SequenceStats("two", 1, 10, 1, 8, "decode", 3.5),
+            SequenceStats("late", 0, 6, 0, 0, "waiting", 3.5),
+        ]
+
     def test_padding_of_a_static_batch(self) -> None:
         engine = toy_engine(batching="static")
         add(engine, 2, max_tokens=1)
@@ -163,6 +200,11 @@ class TestMeter:
         assert meter.rates(1001.0)[0] == pytest.approx(800 / WINDOW, rel=0.02)
         assert meter.rates(2000.0) == (0.0, 0.0) and not any(meter.history(2000.0))
         assert meter.history(1001.0)[-1] == pytest.approx(800, rel=0.02) and meter.history(1001.0)[-2] < 1
+
+    def test_history_is_in_tenths(self) -> None:
+        meter = Meter(0.0)
+        meter.step(0.0, 3.0, 5, 1)
+        assert meter.history(3.0)[-3:] == [1.7, 1.7, 1.7]
 
     def test_memory_is_bounded(self) -> None:
         meter = Meter(0.0)

@@ -14,6 +14,36 @@ MACHINE = Machine("Zen 4", "avx512", 2, 40e9, {"int8": 800e9, "bf16": 400e9, "f3
 BUSY = Machine("Zen 4", "avx512", 2, 30e9, {"int8": 700e9, "bf16": 400e9, "f32": 200e9})
 LINEAR = OpProfile("linear", 8, 0.004, 80_000_000, 800_000_000, "int8", 0.002, 0.001, 0.0025)
 UNTIMED = OpProfile("norm", 4, 0.0, 1000, 2000, "f32", 1e-6, 1e-6, 0.0015)
+LINEAR_FACTS = {
+    "op": "linear",
+    "calls": 8,
+    "seconds": 0.004,
+    "share": 0.8,
+    "bytes": 80_000_000,
+    "bytes_per_second": 20e9,
+    "share_of_bandwidth": 0.5,
+    "operations": 800_000_000,
+    "operations_per_second": 200e9,
+    "kind": "int8",
+    "share_of_rate": 0.25,
+    "floor": 0.0025,
+    "bound": "memory",
+}
+UNTIMED_FACTS = {
+    "op": "norm",
+    "calls": 4,
+    "seconds": 0.0,
+    "share": 0.0,
+    "bytes": 1000,
+    "bytes_per_second": 0.0,
+    "share_of_bandwidth": 0.0,
+    "operations": 2000,
+    "operations_per_second": 0.0,
+    "kind": "f32",
+    "share_of_rate": 0.0,
+    "floor": 0.0015,
+    "bound": "unknown",
+}
 
 LINEAR_FACTS = {
     "op": "linear",

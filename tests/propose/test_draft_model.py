@@ -179,7 +179,7 @@ def test_siblings_begin_with_what_the_nearest_has() -> None:
 def test_a_sibling_for_whom_a_window_has_let_go_begins_anew() -> None:
     proposer = draft_model(windows=(3,), draft_depth=1)
     first, second = sequence(list(range(10))), sequence([*range(10), 2], seq_id=(0, 1))
-    for _ in range(2):
+    for _ in range(3):
         assert proposer.propose([first], [1]) == [continuation(first.known, 1, 1)]
         first.known += [1, 2, 3, 4, 5, 6]
     rows_of(proposer)
