@@ -110,15 +110,15 @@ class TestOps:
 
     def test_kind_is_that_of_the_narrowest_weight(self) -> None:
         gate, up = Weight("gate", 32, 64, 1, "bf16"), Weight("up", 32, 64, 1, "int8")
-        assert roofline.op_kind(GluLinear(Value(1, 32, "step"), self.x, gate, up), self.load) == "int8"
+        assert roofline.op_kind(GluLinear(Value(1, 32, "step"), self.x, gate, up, "silu"), self.load) == "int8"
 
     def test_kind_of_attention_is_that_of_the_kv(self) -> None:
-        op = Attention(Value(1, 64, "step"), self.x, 0, 4, 2, 16, 0.25)
+        op = Attention(Value(1, 64, "step"), self.x, 0, 4, 2, 16, 16, 0.25)
         assert roofline.op_kind(op, self.load) == "bf16"
         assert roofline.op_kind(op, self.load._replace(kv_bytes=4)) == "f32"
 
     def test_kind_of_everything_else(self) -> None:
-        assert roofline.op_kind(Norm(Value(1, 64, "step"), self.x, Weight("n", 1, 64, 256), 1e-5), self.load) == "f32"
+        assert roofline.op_kind(Norm(Value(1, 64, "step"), self.x, Weight("n", 1, 64, 256), 1e-5, "rms", 64), self.load) == "f32"
 
     def test_one_row_is_bound_by_memory_and_many_by_arithmetic(self) -> None:
         op = Linear(Value(1, 4096, "step"), Value(0, 4096, "step"), Weight("w", 4096, 4096, 4096 * 4096 // 2, "int8"))
