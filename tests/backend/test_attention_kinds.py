@@ -119,7 +119,7 @@ def kv_of(program: Program, dtype: KvDtype, blocks: int = BLOCKS) -> KvConfig:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", get_args(KvDtype))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @example([ALL[0], ALL[1]], True, 2, 1)
 @example([ALL[2], ALL[3]], True, 1, 2)
 @example([Kind(1, 2, 48, 32, latent=True), Kind(1, 4, 48, 16, latent=True)], False, 2, 3)  # one group, of which they read differently much
@@ -229,12 +229,12 @@ def test_slopes_at_a_long_distance(isa: str) -> None:
     truth, fast = reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, 2, isa)
     table = np.zeros((1, 131072 // 32), np.int32)
     table[0, -30:] = np.arange(1, 31)
-    context = 131072 - 200
-    tokens = np.random.default_rng(0).integers(0, VOCAB, 200).astype(np.int32)
+    context = 131072 - 40
+    tokens = np.random.default_rng(0).integers(0, VOCAB, 40).astype(np.int32)
     sequence = Sequence(table[0].tolist(), 32)
     sequence.computed = context
     batch = batch_of([sequence], [tokens.tolist()], [([], [])], False)
-    batch = batch._replace(logit_rows=np.array([0, 99, 199], np.int32))
+    batch = batch._replace(logit_rows=np.array([0, 19, 39], np.int32))
     want, got = forward(truth, batch).logits, forward(fast, batch).logits
     assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
 

@@ -54,7 +54,7 @@ def vector(name: str, size: int, seed: int) -> StoredTensor:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     kind=st.sampled_from(get_args(ops.NormKind)),
     size=st.sampled_from([1, 2, 15, 16, 17, 64, 80, 128, 200]),
