@@ -184,14 +184,14 @@ def _rope_angles(s: _Step, op: ops.RopeAngles) -> Floats:
 
 
 def _norm(s: _Step, op: ops.Norm) -> Floats:
-    x = s.x(op.x).reshape(len(s.x(op.x)), -1, op.size)
+    x = s.x(op.x).reshape(-1, op.x.width // op.size, op.size)  # there may be no rows
     if op.kind == "layer":
         x = x - np.mean(x, axis=2, keepdims=True)
     mean_square: Floats = np.mean(x * x, axis=2, keepdims=True)
     y = x / np.sqrt(mean_square + op.eps) * s.w(op.weight).reshape(-1, op.size)
     if op.bias:
         y = y + s.w(op.bias).reshape(-1, op.size)
-    return y.reshape(len(y), -1)
+    return y.reshape(-1, op.x.width)
 
 
 def _linear(s: _Step, op: ops.Linear) -> Floats:
@@ -321,7 +321,9 @@ def _route(s: _Step, op: ops.Route) -> Floats:
         scores = 1 / (1 + np.exp(-logits))
     wanted = scores if op.bias is None else scores + s.w(op.bias)
     if op.groups > 1:
-        best = np.sort(wanted.reshape(len(wanted), op.groups, -1), axis=2)[:, :, -1 if op.scoring == "softmax" else -2 :].sum(axis=2)
+        best = np.sort(wanted.reshape(-1, op.groups, op.x.width // op.groups), axis=2)[:, :, -1 if op.scoring == "softmax" else -2 :].sum(
+            axis=2
+        )
         chosen = np.argsort(-best, axis=1, kind="stable")[:, : op.top_groups]
         within = np.zeros(best.shape, bool)
         np.put_along_axis(within, chosen, True, axis=1)

@@ -163,11 +163,9 @@ class Decoder:
     def _unit(self, x: Value, name: str, kind: str, width: int, bias: bool) -> Value:
         """A unit of so many gated, or only activated, numbers; its tensors are `gate`, `up` and `down` behind its kind."""
         g, spec = self.g, self.spec
+        gate = self.linear(x, f"{name}.{kind}gate", width, bias) if spec.gated_mlp else None
         up = self.linear(x, f"{name}.{kind}up", width, bias)
-        if spec.gated_mlp:
-            hidden = g.glu(self.linear(x, f"{name}.{kind}gate", width, bias), up, spec.activation)
-        else:
-            hidden = g.activate(up, spec.activation)
+        hidden = g.glu(gate, up, spec.activation) if gate else g.activate(up, spec.activation)
         return self.linear(hidden, f"{name}.{kind}down", spec.dim, bias)
 
     def _experts(self, layer: int, x: Value) -> Value:
