@@ -103,10 +103,10 @@ def _experts(program: "Program", spec: "ModelSpec") -> dict[str, int]:
     if not spec.experts:
         return {}
     ops = [op for op in program.ops if isinstance(op, Experts)]
-    idle = sum((len(op.gate) - op.top_k) * sum(w.rows * w.cols for w in (op.gate[0], op.up[0], op.down[0])) for op in ops)
+    unused = sum((len(op.gate) - op.top_k) * sum(w.rows * w.cols for w in (op.gate[0], op.up[0], op.down[0])) for op in ops)
     parameters = sum(weight.rows * weight.cols for weight in program.weights.values())
     experts = {"experts": spec.experts.num_experts, "experts_per_token": spec.experts.top_k, "layers_with_experts": len(ops)}
-    return experts | {"active_parameters": parameters - idle}
+    return experts | {"active_parameters": parameters - unused}
 
 
 def _sequence_bytes(groups: "Sequence[KvGroup]", dtype: KvDtype, context: int) -> int:
