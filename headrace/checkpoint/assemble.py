@@ -39,10 +39,10 @@ def _checked(stored: Mapping[str, StoredTensor], place: Stored, shape: tuple[int
     source, tensor = place.name, stored.get(place.name)
     if tensor is None:
         raise FormatError(f"{where}: tensor {source} is missing; its shape would be {list(shape)}")
-    is_vector, columns = len(shape) == 1, math.prod(tensor.shape[:-2]) * tensor.cols
+    is_vector = len(shape) == 1
     found = (tensor.rows * tensor.cols,) if is_vector else (tensor.rows, tensor.cols)
-    if place.transposed:  # each of several stacked ones
-        found = (columns, tensor.shape[-2] if len(tensor.shape) > 1 else 1)
+    if place.transposed:
+        found = (tensor.cols, tensor.rows)
     if found != (shape if is_vector else (math.prod(shape[:-1]), shape[-1])):
         raise FormatError(f"{where}: tensor {source} has shape {list(tensor.shape)}, expected {list(shape)}")
     if tensor.format.name in RAW_FORMATS:

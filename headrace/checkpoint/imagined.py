@@ -25,15 +25,15 @@ def is_bare(path: Path) -> bool:
     return "config.json" in names and not any(name.endswith(_WEIGHTS) for name in names)
 
 
-def open_config(path: Path, format: str = "") -> Checkpoint:
-    """The model that a `config.json` describes, its matrices in this format, or in that which the file names.
+def open_config(path: Path) -> Checkpoint:
+    """The model that a `config.json` describes, its matrices in the format that the file names.
 
     Raises UnsupportedModelError naming the field, FormatError for a missing or malformed one.
     """
     folder = open_folder(path.parent if path.name == "config.json" else path)
     named = folder.config.get("dtype") or folder.config.get("torch_dtype")
     spec = replace(checked(folder.spec, folder.path.name), name=model_name(folder.path))
-    chosen = FORMATS[format or _DTYPES.get(str(named), "BF16")]
+    chosen = FORMATS[_DTYPES.get(str(named), "BF16")]
     return Checkpoint(path, spec, imagined_tensors(spec, chosen), None, folder.path)
 
 

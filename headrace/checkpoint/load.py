@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from headrace.checkpoint.tokenizer import Tokenizer
 
 _MAX_LAYERS = 4096
-_MAX_EXPERTS = 4096
+_MAX_EXPERTS = 1 << 16
+"""In all layers together: each has three matrices."""
 _MAX_SIZE = 2**31 - 1
 _MAX_WIDTH = 1 << 20
 """Most query columns: what we build per column stays small whatever a file claims."""
@@ -112,7 +113,7 @@ def checked(spec: ModelSpec, where: str) -> ModelSpec:
     for rope in spec.ropes:
         _check_rope(rope, spec.head_dim, require)
     if spec.experts:
-        _check_experts(spec.experts, require)
+        _check_experts(spec.experts, spec.num_layers, require)
     return spec
 
 
@@ -131,8 +132,8 @@ def _check_rope(rope: RopeSpec, head_dim: int, require: Callable[[bool, str], No
     require(all(math.isfinite(value) for value in astuple(rope) if isinstance(value, float)), "a rotary constant is not finite")
 
 
-def _check_experts(experts: ExpertSpec, require: Callable[[bool, str], None]) -> None:
-    require(0 < experts.num_experts <= _MAX_EXPERTS, f"{experts.num_experts:,} experts")
+def _check_experts(experts: ExpertSpec, num_layers: int, require: Callable[[bool, str], None]) -> None:
+    require(0 < experts.num_experts * num_layers <= _MAX_EXPERTS, f"{experts.num_experts:,} experts in {num_layers:,} layers")
     require(0 < experts.top_k <= experts.num_experts, f"a row goes to {experts.top_k} of {experts.num_experts} experts")
     require(0 < experts.ffn_dim <= _MAX_SIZE, f"the width of an expert is {experts.ffn_dim}")
     require(0 <= experts.shared_ffn_dim <= _MAX_SIZE, f"the width of the shared expert is {experts.shared_ffn_dim}")

@@ -50,7 +50,8 @@ def describe(model: str) -> dict[str, Any]:
     from headrace.quant.formats import FORMATS
 
     path = resolve(model)
-    checkpoint = open_config(path) if is_bare(path) else open_checkpoint(path)
+    bare = is_bare(path)
+    checkpoint = open_config(path) if bare else open_checkpoint(path)
     spec, tensors = checkpoint.spec, checkpoint.tensors.values()
     program = lower_program(EngineConfig.backend, trace_model(spec, checkpoint.tensors), checkpoint.tensors)
     formats: Counter[str] = Counter()
@@ -65,7 +66,7 @@ def describe(model: str) -> dict[str, Any]:
         "path": str(checkpoint.path),
         "name": spec.name,
         "architecture": spec.architecture,
-        "has_weights": not is_bare(path),
+        "has_weights": not bare,
         "parameters": sum(tensor.rows * tensor.cols for tensor in tensors),
         **_experts(program, spec),
         "layers": spec.num_layers,
@@ -80,7 +81,7 @@ def describe(model: str) -> dict[str, Any]:
         "bytes_by_type": dict(formats.most_common()),
         "bytes": formats.total(),
         "bytes_in_memory": weights,
-        "bytes_in_format": {name: sum(t.nbytes for t in imagined_tensors(spec, FORMATS[name]).values()) for name in _FORMATS},
+        "bytes_in_format": {name: sum(t.nbytes for t in imagined_tensors(spec, FORMATS[name]).values()) for name in _FORMATS if bare},
         "kv_bytes_per_token": kv,
         "kv_groups": [
             {

@@ -53,19 +53,9 @@ def fused_gate_up(name: str) -> dict[str, Stored]:
     return {f"layers.{{}}.{part}": Stored(name, partial(_half, part)) for part in ("gate", "up")}
 
 
-def stacked(part: str, name: str, rows: "partial[Rows] | None" = None) -> dict[str, Stored]:
+def stacked(part: str, name: str) -> dict[str, Stored]:
     """A matrix, or a bias, of all experts out of one tensor, expert after expert."""
-    return {f"layers.{{}}.experts.{{}}.{part}": Stored(name, rows or partial(_expert_rows, part.removesuffix("_bias")))}
-
-
-def interleaved_gate_up(name: str, bias: str) -> dict[str, Stored]:
-    """Gate and up of all experts out of one tensor whose rows take turns, and their biases; it has the columns first."""
-    tensors = {}
-    for i, part in enumerate(("gate", "up")):
-        rows = partial(_interleaved_rows, i)
-        tensors[f"layers.{{}}.experts.{{}}.{part}"] = Stored(name, rows, transposed=True)
-        tensors[f"layers.{{}}.experts.{{}}.{part}_bias"] = Stored(bias, rows)
-    return tensors
+    return {f"layers.{{}}.experts.{{}}.{part}": Stored(name, partial(_expert_rows, part.removesuffix("_bias")))}
 
 
 @lru_cache(maxsize=64)  # a model's layers share the array
@@ -101,8 +91,3 @@ def _expert_rows(part: str, spec: ModelSpec, numbers: Numbers) -> Rows:
     assert spec.experts
     rows = spec.dim if part == "down" else spec.experts.ffn_dim
     return np.arange(rows) + numbers[1] * rows
-
-
-def _interleaved_rows(which: int, spec: ModelSpec, numbers: Numbers) -> Rows:
-    assert spec.experts
-    return np.arange(spec.experts.ffn_dim) * 2 + which + 2 * spec.experts.ffn_dim * numbers[1]

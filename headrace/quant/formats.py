@@ -134,12 +134,9 @@ class StoredTensor:
         return replace(self, name=name, shape=(len(rows), self.cols), parts=parts, row_order=order)
 
     def transposed(self) -> "StoredTensor":
-        """The matrix, or each of those that are stacked, with rows for columns: a view, of numbers that are stored one by one."""
+        """The matrix with rows for columns: a view, of numbers that are stored one by one."""
         assert self.format.block == 1 and self.parts.keys() == {"codes"} and self.row_order is None
-        *stack, rows, cols = self.shape
-        codes = self.parts["codes"].reshape(*stack, rows, cols, -1).swapaxes(-2, -3)
-        codes = codes.reshape(-1, rows, self.format.nbytes)  # a copy where several are stacked
-        return replace(self, shape=(*stack, cols, rows), parts={"codes": codes})
+        return replace(self, shape=(self.cols, self.rows), parts={"codes": self.parts["codes"].swapaxes(0, 1)})
 
     def release(self) -> None:
         """Give the memory of the tensor's pages back where it is a view of a mapped file; reading it again brings them back.

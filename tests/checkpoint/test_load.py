@@ -195,6 +195,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8}}, "factors of both kinds"),
     ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "1 rotary factors for 8 pairs"),
     (MIXTRAL | {"num_local_experts": 2, "num_experts_per_tok": 3}, "3 of 2 experts"),
+    (MIXTRAL | {"num_local_experts": 4000, "num_hidden_layers": 4000}, "4,000 experts in 4,000 layers"),
     ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4, "sliding_window": -5}, "sliding window"),
 ]
 
