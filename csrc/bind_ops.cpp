@@ -237,6 +237,33 @@ void glu_linear(Plan& p, int out, int x, int gate, int up, int gate_bias, int up
   p.add_op(make_glu_linear(out, x, gate, up, gate_bias, up_bias, by));
 }
 
+// Floats with `num_heads` heads of `dim` numbers, or with one that all share.
+const Buffer& heads(const Plan& p, int id, int num_heads, int dim) {
+  const Buffer& b = floats(p, id);
+  require(num_heads > 0 && dim > 0 && (b.width == dim || (b.width % dim == 0 && b.width / dim == num_heads)),
+          "a buffer has as many heads as its op, or one that all share");
+  return b;
+}
+
+void head_linear(Plan& p, int out, int x, const std::vector<int>& weights) {
+  require(!weights.empty(), "a linear op by heads has a weight for each");
+  const Weight& first = weight(p, weights[0]);
+  for (const int w : weights) require(weight(p, w).rows == first.rows && weight(p, w).cols == first.cols, "heads are of one shape");
+  const Buffer& from = heads(p, x, static_cast<int>(weights.size()), first.cols);
+  require(floats(p, out).logit == from.logit && p.buffer(out).width == static_cast<int64_t>(weights.size()) * first.rows,
+          "a linear op by heads writes as many columns as its weights have rows");
+  require(out != x, "a linear op cannot overwrite the rows that it reads");
+  p.add_op(make_head_linear(out, x, weights));
+}
+
+void concat_heads(Plan& p, int out, int x, int y, int num_heads, int x_dim, int y_dim) {
+  const Buffer &first = heads(p, x, num_heads, x_dim), &second = heads(p, y, num_heads, y_dim), &to = buffer(p, out);
+  require(to.logit == first.logit && to.logit == second.logit, "heads are put together for all rows, or for the logit rows alone");
+  require(to.width == static_cast<int64_t>(num_heads) * (static_cast<int64_t>(x_dim) + y_dim),
+          "heads are as long as what they are put together of");
+  p.add_op(make_concat_heads(out, x, y, x_dim, y_dim));
+}
+
 void qkv_rope_write(Plan& p, int out, int x, int angles, std::array<int, 3> weights, std::array<int, 3> biases, std::array<int, 2> layer) {
   const KvLayer at = kv_layer(p, layer);
   const KvRecord& shape = p.kv(at.group).shape();
@@ -364,6 +391,8 @@ void bind_ops(nb::class_<Plan>& c) {
       .def("linear", &linear)
       .def("linear_activate", &linear_activate)
       .def("glu_linear", &glu_linear)
+      .def("head_linear", &head_linear)
+      .def("concat_heads", &concat_heads)
       .def("qkv_rope_write", &qkv_rope_write)
       .def("kv_write", &kv_write)
       .def("attention", &attention, nb::arg("out"), nb::arg("q"), nb::arg("layer"), nb::arg("num_heads"), nb::arg("value_dim"),

@@ -179,6 +179,22 @@ class Add : public RowWriter {
   const int x_, y_;
 };
 
+class ConcatHeads : public RowWriter {
+ public:
+  ConcatHeads(int out, int x, int y, int x_dim, int y_dim) : RowWriter("concat_heads", out), x_(x), y_(y), x_dim_(x_dim), y_dim_(y_dim) {}
+
+ private:
+  void compute(const Plan& plan, const Step&, int row, float* to) override {
+    const int heads = plan.buffer(out_).width / (x_dim_ + y_dim_);
+    for (int head = 0; head < heads; head++, to += x_dim_ + y_dim_) {
+      std::memcpy(to, plan.buffer(x_).head(row, head, x_dim_), static_cast<size_t>(x_dim_) * 4);
+      std::memcpy(to + x_dim_, plan.buffer(y_).head(row, head, y_dim_), static_cast<size_t>(y_dim_) * 4);
+    }
+  }
+
+  const int x_, y_, x_dim_, y_dim_;
+};
+
 class Glu : public RowWriter {
  public:
   Glu(int out, int gate, int up, Activation activation) : RowWriter("glu", out), gate_(gate), up_(up), activation_(activation) {}
@@ -259,6 +275,9 @@ std::unique_ptr<Op> make_norm(const NormArgs& args) { return std::make_unique<No
 std::unique_ptr<Op> make_pack(int out, int x) { return std::make_unique<Pack>(out, x); }
 std::unique_ptr<Op> make_gather_rows(int out, int x) { return std::make_unique<GatherRows>(out, x); }
 std::unique_ptr<Op> make_add(int out, int x, int y) { return std::make_unique<Add>(out, x, y); }
+std::unique_ptr<Op> make_concat_heads(int out, int x, int y, int x_dim, int y_dim) {
+  return std::make_unique<ConcatHeads>(out, x, y, x_dim, y_dim);
+}
 std::unique_ptr<Op> make_glu(int out, int gate, int up, Activation activation) { return std::make_unique<Glu>(out, gate, up, activation); }
 std::unique_ptr<Op> make_activate(int out, int x, Activation activation) { return std::make_unique<Activate>(out, x, activation); }
 std::unique_ptr<Op> make_scale(int out, int x, float factor) { return std::make_unique<Scale>(out, x, factor); }

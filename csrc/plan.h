@@ -59,6 +59,8 @@ struct Buffer {
   std::array<uint8_t*, kNumForms> forms{};
 
   float* row(int i) const { return floats + static_cast<size_t>(i) * width; }
+  // A head of `dim` numbers in a row; the one head of a row that has no more is every head.
+  const float* head(int i, int number, int dim) const { return row(i) + (width == dim ? 0 : static_cast<size_t>(number) * dim); }
   uint8_t* block(Form form, const Blocks& blocks, int b) const {
     return forms[static_cast<int>(form)] + blocks.first(b) * form_row_bytes(form, columns);
   }
@@ -246,6 +248,10 @@ std::unique_ptr<Op> make_gate_rows(int out, int x, int gate);
 std::unique_ptr<Op> make_linear(int out, int x, int weight, int bias, int residual, bool offset);
 std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias, Activation activation);
 std::unique_ptr<Op> make_linear_activate(int out, int x, int weight, int bias, Activation activation);
+// Each head of x, or the one that it has, times the head's weight.
+std::unique_ptr<Op> make_head_linear(int out, int x, std::vector<int> weights);
+// The x_dim numbers of each head of x, or of the one that it has, then the y_dim numbers of y.
+std::unique_ptr<Op> make_concat_heads(int out, int x, int y, int x_dim, int y_dim);
 struct QkvArgs {
   int out, x, angles;
   std::array<int, 3> weights, biases;

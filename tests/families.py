@@ -34,7 +34,14 @@ LONGROPE = {
     "long_factor": [2 + i / 2 for i in range(8)],
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-GROUPS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+LATENT = SIZE | {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 40, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12},
+    **{"n_routed_experts": 8, "n_shared_experts": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+}
+V2_GROUPS = GROUPS | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0}
+V3_GROUPS = GROUPS | {"routed_scaling_factor": 2.5}
+LATENT_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}
 
 
 class Variant(NamedTuple):
@@ -92,6 +99,13 @@ VARIANTS: dict[str, Variant] = {
         "Phi3ForCausalLM",
         SIZE | {"pad_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
+    "deepseek-v2": Variant("deepseek_v2", "DeepseekV2ForCausalLM", LATENT | V2_GROUPS | {"rope_scaling": LATENT_YARN, "rope_theta": 1e4}),
+    "deepseek-v2-lite": Variant("deepseek_v2", "DeepseekV2ForCausalLM", LATENT | {"q_lora_rank": None, "num_experts_per_tok": 2}),
+    "deepseek-v2-biases": Variant(
+        "deepseek_v2", "DeepseekV2ForCausalLM", LATENT | {"attention_bias": True, "mlp_bias": True, "num_experts_per_tok": 3}
+    ),
+    "deepseek-v3": Variant("deepseek_v3", "DeepseekV3ForCausalLM", LATENT | V3_GROUPS | {"rope_scaling": LATENT_YARN, "rope_theta": 1e4}),
+    "deepseek-v3-half-split": Variant("deepseek_v3", "DeepseekV3ForCausalLM", LATENT | V3_GROUPS | {"rope_interleave": False}),
     "smollm3": Variant("smollm3", "SmolLM3ForCausalLM", SIZE | {"num_hidden_layers": 5, "pad_token_id": 0}),
     "granite": Variant(
         "granite",
@@ -135,7 +149,8 @@ def save_model(name: str, folder: Path) -> Any:
     made: Any = getattr(transformers, VARIANTS[name].model)
     model = made._from_config(config_of(name), attn_implementation="eager").eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        choices = (buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
+        for parameter in (*model.parameters(), *choices):
             parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return model

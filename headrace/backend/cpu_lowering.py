@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace import _native
 from headrace.errors import UnsupportedModelError
-from headrace.program import ops
+from headrace.program import mixture, ops
 from headrace.program.fuse import LINEAR_OPS
 from headrace.program.op import Op, Value, Weight
 from headrace.program.trace import Program
@@ -156,8 +156,8 @@ def _offset_products(program: Program) -> set[int]:
             found.add(op.q.id)
         elif isinstance(op, ops.KvWrite):
             found |= {value.id for value in (op.k, op.v) if value}
-        elif isinstance(op, ops.Norm | ops.Rope | ops.Scale | ops.SoftCap) and op.out.id in found:
-            found.add(op.x.id)
+        elif isinstance(op, ops.Norm | ops.Rope | ops.Scale | ops.SoftCap | ops.ConcatHeads) and op.out.id in found:
+            found |= {value.id for value in op.inputs()}
     return found
 
 
@@ -205,6 +205,15 @@ def _linear_add(lo: Lowering, op: ops.LinearAdd) -> None:
 def _linear_activate(lo: Lowering, op: ops.LinearActivate) -> None:
     x, weight, bias = lo.packed_input(op.x), lo.weight(op.weight), lo.vector(op.bias)
     lo.write(op.out, lambda out: lo.plan.linear_activate(out, x, weight, bias, op.activation), packs_groups=True)
+
+
+def _head_linear(lo: Lowering, op: ops.HeadLinear) -> None:
+    x, heads = lo.buffer(op.x), [lo.weight(weight) for weight in op.heads]
+    lo.write(op.out, lambda out: lo.plan.head_linear(out, x, heads))
+
+
+def _concat_heads(lo: Lowering, op: ops.ConcatHeads) -> None:
+    lo.plan.concat_heads(lo.buffer(op.out), lo.buffer(op.x), lo.buffer(op.y), op.num_heads, op.x_dim, op.y_dim)
 
 
 def _rope(lo: Lowering, op: ops.Rope) -> None:
@@ -260,16 +269,16 @@ def _soft_cap(lo: Lowering, op: ops.SoftCap) -> None:
     lo.plan.soft_cap(lo.buffer(op.out), lo.buffer(op.x), op.cap)
 
 
-def _gate_rows(lo: Lowering, op: ops.GateRows) -> None:
+def _gate_rows(lo: Lowering, op: mixture.GateRows) -> None:
     lo.plan.gate_rows(lo.buffer(op.out), lo.buffer(op.x), lo.buffer(op.gate))
 
 
-def _route(lo: Lowering, op: ops.Route) -> None:
+def _route(lo: Lowering, op: mixture.Route) -> None:
     how = op.top_k, op.scoring, op.normalised, op.factor, (op.groups, op.top_groups), lo.vector(op.bias)
     lo.plan.route(lo.buffer(op.out), lo.buffer(op.x), *how)
 
 
-def _experts(lo: Lowering, op: ops.Experts) -> None:
+def _experts(lo: Lowering, op: mixture.Experts) -> None:
     pairs = [lo.weight_pair(gate, up) for gate, up in zip(op.gate, op.up, strict=True)]
     weights = [gate for gate, _ in pairs], [up for _, up in pairs], [lo.weight(down) for down in op.down]
     gate_bias, up_bias, down_bias = ([lo.vector(bias) for bias in biases] for biases in (op.gate_bias, op.up_bias, op.down_bias))
@@ -287,6 +296,8 @@ LOWER: dict[type[Op], Callable[[Lowering, Any], None]] = {
     ops.Linear: _linear,
     ops.LinearActivate: _linear_activate,
     ops.LinearAdd: _linear_add,
+    ops.HeadLinear: _head_linear,
+    ops.ConcatHeads: _concat_heads,
     ops.Rope: _rope,
     ops.KvWrite: _kv_write,
     ops.QkvRopeWrite: _qkv_rope_write,
@@ -298,7 +309,7 @@ LOWER: dict[type[Op], Callable[[Lowering, Any], None]] = {
     ops.Activate: _activate,
     ops.Scale: _scale,
     ops.SoftCap: _soft_cap,
-    ops.GateRows: _gate_rows,
-    ops.Route: _route,
-    ops.Experts: _experts,
+    mixture.GateRows: _gate_rows,
+    mixture.Route: _route,
+    mixture.Experts: _experts,
 }

@@ -1,6 +1,5 @@
 """The reference backend: NumPy, op by op, readable. It is the truth that every other backend is held to in tests."""
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -12,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend import expert_table
+from headrace.backend.reference_activations import activated, gated
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
-from headrace.program import ops
+from headrace.program import mixture, ops
 from headrace.program.kv import KvGroup
 from headrace.program.op import Op, Value, Weight
 from headrace.program.trace import Program
@@ -97,7 +97,7 @@ class ReferenceExecutable:
 
 def _no_loads(program: Program) -> dict[int, NDArray[np.int64]]:
     """Rows that have gone to each expert, none yet, by the id of what the op over experts writes."""
-    return {op.out.id: np.zeros(len(op.gate), np.int64) for op in program.ops if isinstance(op, ops.Experts)}
+    return {op.out.id: np.zeros(len(op.gate), np.int64) for op in program.ops if isinstance(op, mixture.Experts)}
 
 
 class _Store:
@@ -199,11 +199,26 @@ def _linear(s: _Step, op: ops.Linear) -> Floats:
 
 
 def _linear_activate(s: _Step, op: ops.LinearActivate) -> Floats:
-    return _activated(s.matmul(op.x, op.weight, op.bias), op.activation)
+    return activated(s.matmul(op.x, op.weight, op.bias), op.activation)
 
 
 def _linear_add(s: _Step, op: ops.LinearAdd) -> Floats:
     return s.x(op.residual) + s.matmul(op.x, op.weight, op.bias)
+
+
+def _head_linear(s: _Step, op: ops.HeadLinear) -> Floats:
+    parts = _heads(s.x(op.x), len(op.heads), op.heads[0].cols)
+    return np.concatenate([parts[head] @ s.w(weight).T for head, weight in enumerate(op.heads)], axis=1)
+
+
+def _concat_heads(s: _Step, op: ops.ConcatHeads) -> Floats:
+    x, y = _heads(s.x(op.x), op.num_heads, op.x_dim), _heads(s.x(op.y), op.num_heads, op.y_dim)
+    return np.concatenate([part for head in range(op.num_heads) for part in (x[head], y[head])], axis=1)
+
+
+def _heads(x: Floats, num_heads: int, dim: int) -> list[Floats]:
+    """The columns of each head; all of them for each, where the heads share one."""
+    return [x[:, head * dim % x.shape[1] :][:, :dim] for head in range(num_heads)]
 
 
 def _rotate(x: Floats, angles: Floats, head_dim: int) -> Floats:
@@ -265,35 +280,8 @@ def _attention(s: _Step, op: ops.Attention) -> Floats:
     return out.reshape(len(q), -1)
 
 
-_erfc = np.frompyfunc(math.erfc, 1, 1)
-
-
-def _activated(x: Floats, activation: ops.Activation) -> Floats:
-    y: Floats
-    match activation:
-        case "silu":
-            y = x / (1 + np.exp(-x))
-        case "gelu":
-            y = x * (0.5 * _erfc(x * -(0.5**0.5)).astype(_DTYPE))
-        case "gelu_tanh":  # 1 + tanh(u) is 2 / (1 + exp(-2u))
-            y = x / (1 + np.exp(x * (-2 * (2 / np.pi) ** 0.5 + x * x * (-0.08943 * (2 / np.pi) ** 0.5))))
-        case "relu":
-            y = np.maximum(x, 0)
-        case "clamped_swiglu":
-            raise AssertionError("it takes a gate and what is gated")
-    return y
-
-
-def _gated(gate: Floats, up: Floats, activation: ops.Activation) -> Floats:
-    if activation != "clamped_swiglu":
-        return _activated(gate, activation) * up
-    gate, up = np.minimum(gate, 7), np.maximum(np.minimum(up, 7), -7)
-    y: Floats = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
-    return y
-
-
 def _activate(s: _Step, op: ops.Activate) -> Floats:
-    return _activated(s.x(op.x), op.activation)
+    return activated(s.x(op.x), op.activation)
 
 
 def _scale(s: _Step, op: ops.Scale) -> Floats:
@@ -305,14 +293,14 @@ def _soft_cap(s: _Step, op: ops.SoftCap) -> Floats:
 
 
 def _glu(s: _Step, op: ops.Glu) -> Floats:
-    return _gated(s.x(op.gate), s.x(op.up), op.activation)
+    return gated(s.x(op.gate), s.x(op.up), op.activation)
 
 
 def _glu_linear(s: _Step, op: ops.GluLinear) -> Floats:
-    return _gated(s.matmul(op.x, op.gate, op.gate_bias), s.matmul(op.x, op.up, op.up_bias), op.activation)
+    return gated(s.matmul(op.x, op.gate, op.gate_bias), s.matmul(op.x, op.up, op.up_bias), op.activation)
 
 
-def _route(s: _Step, op: ops.Route) -> Floats:
+def _route(s: _Step, op: mixture.Route) -> Floats:
     logits = s.x(op.x)
     if op.scoring == "softmax":
         scores = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -337,7 +325,7 @@ def _route(s: _Step, op: ops.Route) -> Floats:
     return np.concatenate([experts, weights * op.factor], axis=1)
 
 
-def _experts(s: _Step, op: ops.Experts) -> Floats:
+def _experts(s: _Step, op: mixture.Experts) -> Floats:
     x, routing = s.x(op.x), s.x(op.routing)
     experts, weights = routing[:, : op.top_k].astype(np.int64), routing[:, op.top_k :]
     each = np.empty((len(x), op.top_k, op.out.width))
@@ -345,13 +333,13 @@ def _experts(s: _Step, op: ops.Experts) -> Floats:
         rows, places = np.nonzero(experts == e)
         s.executable.loads[op.out.id][e] += len(rows)
         gate, up, down = ((w[e], b[e] if b else None) for w, b in ((op.gate, op.gate_bias), (op.up, op.up_bias), (op.down, op.down_bias)))
-        hidden = _gated(s.product(x[rows], *gate), s.product(x[rows], *up), op.activation)
+        hidden = gated(s.product(x[rows], *gate), s.product(x[rows], *up), op.activation)
         each[rows, places] = s.product(hidden, *down)
     mixed: Floats = (each * weights[:, :, None]).sum(axis=1)
     return mixed
 
 
-def _gate_rows(s: _Step, op: ops.GateRows) -> Floats:
+def _gate_rows(s: _Step, op: mixture.GateRows) -> Floats:
     y: Floats = s.x(op.x) / (1 + np.exp(-s.x(op.gate)))
     return y
 
@@ -373,6 +361,8 @@ _RUN: dict[type[Op], Callable[[_Step, Any], Floats | None]] = {
     ops.Linear: _linear,
     ops.LinearActivate: _linear_activate,
     ops.LinearAdd: _linear_add,
+    ops.HeadLinear: _head_linear,
+    ops.ConcatHeads: _concat_heads,
     ops.Rope: _rope,
     ops.KvWrite: _kv_write,
     ops.QkvRopeWrite: _qkv_rope_write,
@@ -380,9 +370,9 @@ _RUN: dict[type[Op], Callable[[_Step, Any], Floats | None]] = {
     ops.Glu: _glu,
     ops.Activate: _activate,
     ops.Scale: _scale,
-    ops.Route: _route,
-    ops.Experts: _experts,
-    ops.GateRows: _gate_rows,
+    mixture.Route: _route,
+    mixture.Experts: _experts,
+    mixture.GateRows: _gate_rows,
     ops.SoftCap: _soft_cap,
     ops.GluLinear: _glu_linear,
     ops.Add: _add,

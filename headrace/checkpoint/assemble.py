@@ -1,7 +1,7 @@
 """From the tensors of a file to those that the equations ask for, under our names; nothing missing, nothing left over."""
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -21,33 +21,52 @@ def assemble(spec: ModelSpec, layout: Layout, stored: Mapping[str, StoredTensor]
     """
     layout, shapes = layout.of(stored.keys()), tensor_shapes(spec)
     places = {name: layout.locate(name) for name in shapes}
-    rows = Counter[str]()  # of each stored tensor; several of ours may share it
-    for name, (place, _) in places.items():
-        rows[place.name] += shapes[name][0]
+    needed = defaultdict[str, _Needed](_Needed)
+    for name, (place, numbers) in places.items():
+        first = int(place.slab(spec, numbers)[0]) if place.slab else 0
+        needed[place.name].add(name, shapes[name], first if place.transposed else None)
     tensors: dict[str, StoredTensor] = {}
     for name, (place, numbers) in places.items():
-        tensor = _checked(stored, place, (rows[place.name], *shapes[name][1:]), where)
+        tensor = _checked(stored, place, needed[place.name].shape, where)
         tensors[name] = _ours(name, shapes[name], tensor, place, numbers, spec)
-    for source in stored.keys() - rows.keys():
-        if not source.endswith(layout.ignored) and not (spec.tied_embeddings and source == layout.tensors["head"].name):
+    for source in stored.keys() - needed.keys():
+        is_needless = source.endswith(layout.ignored) or layout.is_beyond(source, spec)
+        if not is_needless and not (spec.tied_embeddings and source == layout.tensors["head"].name):
             raise UnsupportedModelError(f"{where}: tensor {source} has no place in a {spec.architecture} model")
     return tensors
 
 
+class _Needed:
+    """What a stored tensor has to hold of ours, of which several may share it."""
+
+    def __init__(self) -> None:
+        self._numbers = 0
+        self._rows: dict[str | int, int] = {}  # stored rows of each of ours, or of the slab from this row on that several may share
+        self._is_vector = False
+
+    def add(self, name: str, shape: tuple[int, ...], slab: int | None) -> None:
+        """One of ours; `slab` is the first row of the slab that it lies in, transposed."""
+        self._numbers += math.prod(shape)
+        self._is_vector = len(shape) == 1
+        self._rows[name if slab is None else slab] = shape[0] if slab is None else shape[1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape, or its length where that is all that counts."""
+        rows = sum(self._rows.values())
+        return (rows,) if self._is_vector else (rows, self._numbers // rows)
+
+
 def _checked(stored: Mapping[str, StoredTensor], place: Stored, shape: tuple[int, ...], where: str) -> StoredTensor:
-    """The tensor of this place, which has to hold so many rows of ours."""
+    """The tensor of this place, which has to be of this shape."""
     source, tensor = place.name, stored.get(place.name)
     if tensor is None:
         raise FormatError(f"{where}: tensor {source} is missing; its shape would be {list(shape)}")
-    is_vector = len(shape) == 1
-    found = (tensor.rows * tensor.cols,) if is_vector else (tensor.rows, tensor.cols)
-    if place.transposed:
-        found = (tensor.cols, tensor.rows)
-    if found != (shape if is_vector else (math.prod(shape[:-1]), shape[-1])):
+    if ((tensor.rows * tensor.cols,) if len(shape) == 1 else (tensor.rows, tensor.cols)) != shape:
         raise FormatError(f"{where}: tensor {source} has shape {list(tensor.shape)}, expected {list(shape)}")
     if tensor.format.name in RAW_FORMATS:
         raise UnsupportedModelError(f"{where}: tensor {source} is stored as {tensor.format.name}, and nothing says what that stands for")
-    if place.transposed and tensor.format.quantised:
+    if place.transposed and not place.slab and tensor.format.quantised:
         raise UnsupportedModelError(f"{where}: tensor {source} has its columns first, and {tensor.format.name} has the scales of rows")
     return tensor
 
@@ -56,8 +75,10 @@ def _ours(name: str, shape: tuple[int, ...], tensor: StoredTensor, place: Stored
     if len(shape) == 1 and (place.rows or place.plus):
         values = tensor.dequantise().reshape(-1) + np.float32(place.plus)
         return StoredTensor.from_floats(name, values[place.rows(spec, numbers)] if place.rows else values)
+    if place.slab:
+        tensor = tensor.take(name, place.slab(spec, numbers))
     if place.transposed:
-        tensor = tensor.transposed()
+        tensor = StoredTensor.from_floats(name, tensor.dequantise().T) if tensor.format.quantised else tensor.transposed()
     if place.rows is None:
         return replace(tensor, name=name, shape=shape)
     return tensor.take(name, place.rows(spec, numbers))

@@ -14,7 +14,7 @@ from headrace.checkpoint.folder import chat_template, model_name, open_folder
 from headrace.checkpoint.gguf import Metadata, read_gguf
 from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from headrace.model import FAMILIES
-from headrace.model.spec import ExpertSpec, ModelSpec, RopeSpec
+from headrace.model.spec import ExpertSpec, LatentSpec, ModelSpec, RopeSpec
 from headrace.quant.formats import StoredTensor
 
 if TYPE_CHECKING:
@@ -112,6 +112,8 @@ def checked(spec: ModelSpec, where: str) -> ModelSpec:
     require(0 <= spec.learned_positions <= _MAX_SIZE, f"{spec.learned_positions} positions")
     for rope in spec.ropes:
         _check_rope(rope, spec.head_dim, require)
+    if spec.latent:
+        _check_latent(spec, spec.latent, require)
     if spec.experts:
         _check_experts(spec.experts, spec.num_layers, require)
     return spec
@@ -130,6 +132,17 @@ def _check_rope(rope: RopeSpec, head_dim: int, require: Callable[[bool, str], No
         require(len(factors) in (0, rope.dim // 2), f"{len(factors)} rotary factors for {rope.dim // 2} pairs")
         require(all(math.isfinite(factor) and factor > 0 for factor in factors), "a rotary factor is not a positive number")
     require(all(math.isfinite(value) for value in astuple(rope) if isinstance(value, float)), "a rotary constant is not finite")
+
+
+def _check_latent(spec: ModelSpec, latent: LatentSpec, require: Callable[[bool, str], None]) -> None:
+    require(spec.num_heads * spec.num_layers <= _MAX_EXPERTS, f"{spec.num_heads:,} heads in {spec.num_layers:,} layers")
+    for size in ("kv_rank", "value_dim"):
+        require(0 < getattr(latent, size) <= _MAX_SIZE, f"{size} is {getattr(latent, size)}")
+    require(0 <= latent.query_rank <= _MAX_SIZE, f"query_rank is {latent.query_rank}")
+    require(0 <= latent.norm_eps < 1, f"the epsilon of a latent norm is {latent.norm_eps}")
+    require(0 < spec.rotary_dim < spec.head_dim, f"{spec.rotary_dim} rotated numbers in queries of {spec.head_dim}")
+    width = spec.num_heads * max(latent.kv_rank + spec.rotary_dim, latent.value_dim)
+    require(width <= _MAX_WIDTH, f"{spec.num_heads:,} heads over latent rows of {latent.kv_rank:,}")
 
 
 def _check_experts(experts: ExpertSpec, num_layers: int, require: Callable[[bool, str], None]) -> None:

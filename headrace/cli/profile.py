@@ -98,7 +98,7 @@ def examine(args: argparse.Namespace) -> "Report":
     from headrace.planner.profile import account, phases, typical
     from headrace.planner.report import Report
     from headrace.program.kv import number_bytes
-    from headrace.program.ops import Experts
+    from headrace.program.mixture import Experts
 
     config = engine_config({"threads": args.threads, "kv_dtype": args.kv_dtype})
     checkpoint = open_checkpoint(resolve(args.model))
@@ -173,7 +173,7 @@ def _run(
     from headrace.cli.stopwatch import Stopwatch, num_blocks
     from headrace.planner.experts import expert_profile
     from headrace.planner.hardware import measure
-    from headrace.program.ops import Experts
+    from headrace.program.mixture import Experts
 
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("loading", total=turns * len(fitting) + 1)

@@ -99,7 +99,7 @@ def describe(model: str) -> dict[str, Any]:
 
 def _experts(program: "Program", spec: "ModelSpec") -> dict[str, int]:
     """The experts of a model that has any, and the parameters that a token goes through."""
-    from headrace.program.ops import Experts
+    from headrace.program.mixture import Experts
 
     if not spec.experts:
         return {}

@@ -6,6 +6,7 @@ from functools import partial
 from headrace.errors import UnsupportedModelError
 from headrace.model.bloom import BLOOM
 from headrace.model.cohere import COHERE, COHERE2
+from headrace.model.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from headrace.model.falcon import FALCON
 from headrace.model.family import Family
 from headrace.model.gemma import GEMMA2, GEMMA3
@@ -37,6 +38,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, GEMMA2, GEMMA3, PHI2, PHI3, SMOLLM3, GRANITE, OLMO2, OLMOE),
         *(COHERE, COHERE2, STABLELM, STARCODER2, GPT2, GPT_BIGCODE, GPTJ, GPT_NEOX, FALCON, BLOOM, MPT),
+        *(DEEPSEEK_V2, DEEPSEEK_V3),
     )
 }
 

@@ -6,6 +6,7 @@ their constants are, and call their tensors by our names, such as `layers.3.q`.
 
 from collections.abc import Callable
 
+from headrace.model import latent
 from headrace.model.rope import inverse_frequencies
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.program.op import Value, Weight
@@ -105,11 +106,13 @@ class Decoder:
     def attend(self, layer: int, x: Value) -> Value:
         """Attention of the rows `x`, before its output matrix; writes their KV."""
         g, spec, name = self.g, self.spec, f"layers.{layer}"
+        if spec.latent:
+            return latent.attend(self, spec.latent, layer, x)
         q = self._head_norm(self.linear(x, f"{name}.q", spec.num_heads * spec.head_dim, spec.qkv_bias), f"{name}.q_norm")
         k = self._head_norm(self.linear(x, f"{name}.k", spec.num_kv_heads * spec.head_dim, spec.qkv_bias), f"{name}.k_norm")
         v = self.linear(x, f"{name}.v", spec.num_kv_heads * spec.head_dim, spec.qkv_bias)
         if rope := spec.rope_of(layer):
-            q, k = (g.rope(rows, self._angles[rope], spec.head_dim) for rows in (q, k))
+            q, k = (g.rope(rows, self.angles(rope), spec.head_dim) for rows in (q, k))
         g.kv_write(k, v, layer)
         return g.attention(
             q,
@@ -122,6 +125,10 @@ class Decoder:
             slopes=alibi_slopes(spec.num_heads, spec.alibi_bias) if spec.alibi_bias else (),
             sinks=g.vector(f"{name}.sinks", spec.num_heads) if spec.sinks else None,
         )
+
+    def angles(self, rope: RopeSpec) -> Value:
+        """The angles of a rotary embedding of the model."""
+        return self._angles[rope]
 
     def output(self, layer: int, attended: Value) -> Value:
         """What attention adds to the rows."""

@@ -28,12 +28,14 @@ class Stored:
 
     `name` is the file's, with `{}` for each number. `rows` says which stored row is row i of ours (or which entry, of a vector), where
     that is not simply row i: in another order, or some of the rows of a tensor that holds several of ours (`model/places.py`). A matrix
-    that is `transposed` has our columns for rows, and `plus` is to be added to the numbers of a vector.
+    that is `transposed` has our columns for rows, and `plus` is to be added to the numbers of a vector. Of a tensor in which several
+    transposed matrices lie one after the other, `slab` says which rows are this one; `rows` are then those of the matrix, transposed.
     """
 
     name: str
     rows: Callable[[ModelSpec, Numbers], Rows] | None = None
     transposed: bool = False
+    slab: Callable[[ModelSpec, Numbers], Rows] | None = None
     plus: float = 0.0
 
 
@@ -43,7 +45,8 @@ class Layout:
 
     `architectures` are the names by which such files call it, the usual one first. `tensors` goes from our names, with `{}` for each
     number, to the file's; names that a model does not need may be among them. What ends in one of `ignored` is there without need: it
-    follows from the specification. Some files have other places for some of the tensors: `others` are such, each for the files that have
+    follows from the specification. Where `layers` is the prefix of layers, files may have more of these than the model computes, which
+    are for drafts. Some files have other places for some of the tensors: `others` are such, each for the files that have
     any of these outside of layers, or in the first.
     """
 
@@ -51,6 +54,7 @@ class Layout:
     tensors: Mapping[str, Stored]
     others: tuple[Mapping[str, Stored], ...] = ()
     ignored: tuple[str, ...] = ()
+    layers: str = ""
 
     def of(self, names: Collection[str]) -> Self:
         """The layout of a file that has tensors of these names."""
@@ -62,6 +66,11 @@ class Layout:
         numbers = tuple(int(number) for number in _NUMBER.findall(name))
         stored = self.tensors[_NUMBER.sub("{}", name)]
         return replace(stored, name=stored.name.format(*numbers)), numbers
+
+    def is_beyond(self, name: str, spec: ModelSpec) -> bool:
+        """Whether the file's tensor `name` is in a layer behind those of the model."""
+        number = name.removeprefix(self.layers).partition(".")[0] if self.layers and name.startswith(self.layers) else ""
+        return number.isdecimal() and len(number) < 9 and int(number) >= spec.num_layers
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -61,20 +61,23 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Keys that change the numbers in ways that a plain decoder does not compute, and the values that leave them alone."""
 
 
-def decoder(fields: Fields, tensors: Tensors, architecture: str, *, computed: Collection[str] = ()) -> ModelSpec:
+def decoder(
+    fields: Fields, tensors: Tensors, architecture: str, *, head_dim: int | None = None, computed: Collection[str] = ()
+) -> ModelSpec:
     """The specification of a plain decoder, whose keys begin with `architecture`; it has the biases that are there.
 
-    Keys in `computed` are the family's own affair. Raises UnsupportedModelError naming the key, FormatError for a missing or malformed
-    one.
+    Keys in `computed` are the family's own affair, and so are the lengths of keys and values where it gives `head_dim`. Raises
+    UnsupportedModelError naming the key, FormatError for a missing or malformed one.
     """
     neutral = {f"{architecture}.{key}": values for key, values in NEUTRAL.items() if key not in computed}
     fields.require_neutral(neutral)
     dim = fields.integer(f"{architecture}.embedding_length")
     num_layers = fields.integer(f"{architecture}.block_count")
     num_heads = _same_in_every_layer(fields, f"{architecture}.attention.head_count")
-    head_dim = fields.integer(f"{architecture}.attention.key_length", dim // max(num_heads, 1))
-    if fields.integer(f"{architecture}.attention.value_length", head_dim) != head_dim:
-        raise fields.unsupported(f"{architecture}.attention.value_length", ": it differs from key_length")
+    if head_dim is None:
+        head_dim = fields.integer(f"{architecture}.attention.key_length", dim // max(num_heads, 1))
+        if fields.integer(f"{architecture}.attention.value_length", head_dim) != head_dim:
+            raise fields.unsupported(f"{architecture}.attention.value_length", ": it differs from key_length")
     window = fields.integer(f"{architecture}.attention.sliding_window", 0)
     embedding = tensors.get("token_embd.weight")
     is_rms = f"{architecture}.attention.layer_norm_epsilon" not in fields

@@ -16,6 +16,8 @@ from headrace.model.spec import ModelSpec
 QkvLayout = Literal["separate", "blocks", "groups"]
 """How a file has queries, keys and values: apart; one behind the other; or those of each KV head together, its queries first."""
 
+_KINDS = ("still", "turned")
+"""The numbers of a query that are not rotated, and those that are."""
 _ROTATED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
 
 
@@ -58,6 +60,32 @@ def stacked(part: str, name: str) -> dict[str, Stored]:
     return {f"layers.{{}}.experts.{{}}.{part}": Stored(name, partial(_expert_rows, part.removesuffix("_bias")))}
 
 
+def latent_rows(q: str, q_b: str, kv_a: str) -> dict[str, Stored]:
+    """What attention by latent rows makes of a row, out of matrices of these names: queries out of `q`, or out of `q_b` where they have
+    latent rows too, and the latent row with the rotated numbers of keys behind it out of `kv_a`.
+    """
+    queries = {
+        f"{part}_{kind}": Stored(f"{name}.weight", partial(_query_rows, kind)) for part, name in (("q", q), ("q_b", q_b)) for kind in _KINDS
+    }
+    keys = {
+        f"{part}{suffix}": Stored(f"{kv_a}.{theirs}", partial(_latent_rows, part))
+        for part in ("kv_a", "k_turned")
+        for suffix, theirs in (("", "weight"), ("_bias", "bias"))
+    }
+    return {f"layers.{{}}.{ours}": place for ours, place in (queries | keys).items()}
+
+
+def latent_heads(kv_b: str, v_b: str = "") -> dict[str, Stored]:
+    """What attention by latent rows makes of a latent row, head by head: out of one matrix with the keys of each head, then its values.
+
+    With `v_b` values are in a matrix of their own, and keys are transposed.
+    """
+    keys, values = (Stored(name, partial(_head_share, part, bool(v_b))) for name, part in ((kv_b, "k"), (v_b or kv_b, "v")))
+    turned = replace(keys, rows=None, slab=keys.rows, transposed=True)
+    places = {"k": turned if v_b else keys, "k_absorbed": keys if v_b else turned, "v": values}
+    return {f"layers.{{}}.heads.{{}}.{part}": place for part, place in places.items()}
+
+
 @lru_cache(maxsize=64)  # a model's layers share the array
 def _rows_of_heads(part: str, layout: QkvLayout, num_heads: int, num_kv_heads: int, head_dim: int, rotated: int) -> Rows:
     heads = np.arange(num_heads if part == "q" else num_kv_heads)
@@ -91,3 +119,32 @@ def _expert_rows(part: str, spec: ModelSpec, numbers: Numbers) -> Rows:
     assert spec.experts
     rows = spec.dim if part == "down" else spec.experts.ffn_dim
     return np.arange(rows) + numbers[1] * rows
+
+
+def _pairs(rotated: int, is_half_split: bool) -> Rows:
+    """The rows of a rotated part, pair by pair."""
+    rows = np.arange(rotated)
+    return rows.reshape(2, -1).T.reshape(-1) if is_half_split else rows
+
+
+def _query_rows(kind: str, spec: ModelSpec, numbers: Numbers) -> Rows:
+    assert spec.latent
+    still = spec.head_dim - spec.rotary_dim
+    within = np.arange(still) if kind == "still" else still + _pairs(spec.rotary_dim, spec.latent.is_half_split)
+    return (np.arange(spec.num_heads)[:, None] * spec.head_dim + within).reshape(-1)
+
+
+def _latent_rows(part: str, spec: ModelSpec, numbers: Numbers) -> Rows:
+    assert spec.latent
+    rank = spec.latent.kv_rank
+    return np.arange(rank) if part == "kv_a" else rank + _pairs(spec.rotary_dim, spec.latent.is_half_split)
+
+
+def _head_share(part: str, is_apart: bool, spec: ModelSpec, numbers: Numbers) -> Rows:
+    assert spec.latent
+    keys, values = spec.head_dim - spec.rotary_dim, spec.latent.value_dim
+    if is_apart:
+        size = spec.latent.kv_rank if part == "k" else values
+        return np.arange(size) + numbers[1] * size
+    first = numbers[1] * (keys + values)
+    return first + (np.arange(keys) if part == "k" else keys + np.arange(values))

@@ -34,7 +34,7 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class ExpertSpec:
-    """A mixture of experts in the place of an MLP; `ops.Route` says what the fields of the choice mean."""
+    """A mixture of experts in the place of an MLP; `mixture.Route` says what the fields of the choice mean."""
 
     num_experts: int
     top_k: int
@@ -54,6 +54,31 @@ class ExpertSpec:
     bias: bool = False
     dense_layers: tuple[int, ...] = ()
     """Layers that have a plain MLP all the same."""
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads are products with one latent row for each token.
+
+    The rotated numbers of a query or key, as many as the rotary embedding has dimensions, come beside the others of its head, and those of
+    keys are one part that all heads share. What a layer keeps of a token, and so the rounding of every number, depends on the form:
+
+    * `is_absorbed`: the latent row with the rotated part. It is the key and, without that part, the value of all heads; queries are
+      multiplied with what would have made keys of it, and what attention gives with what would have made values of it.
+    * else, plain: a key and a value for each head.
+    """
+
+    kv_rank: int
+    """Numbers of a latent row."""
+    value_dim: int
+    """Numbers of a head that attention gives to the output matrix."""
+    query_rank: int = 0
+    """Numbers of a row that queries are made of; 0: they are made of the layer's input itself."""
+    norm_eps: float = 1e-6
+    """Epsilon of the norms of those rows."""
+    is_half_split: bool = False
+    """Whether the file has rotary pairs half-split."""
+    is_absorbed: bool = True
 
 
 @dataclass(frozen=True)
@@ -111,6 +136,8 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     experts: ExpertSpec | None = None
+    latent: LatentSpec | None = None
+    """Attention by latent rows; a query then has `head_dim` numbers, those that are rotated included."""
     embedding_norm: bool = False
     block: Literal["sequential", "parallel", "parallel_two_norms"] = "sequential"
     """Which of the blocks of `model/decoder.py` the layers are, in a family that has several."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.planner.profile import Phase
-from headrace.program.ops import Experts
+from headrace.program.mixture import Experts
 from headrace.program.trace import Program
 
 Loads = NDArray[np.int64]

@@ -1,8 +1,8 @@
 """The op vocabulary: what each op reads, writes and costs.
 
-Every op is one line of equations over row matrices of float32, and says what it costs in a step of a given load. The planner, the
-profiler and the benchmarks read these figures; there is no other copy of the arithmetic. tests/program/test_costs.py holds each to
-what the reference backend is seen to do. They are least costs, of which limits are made:
+Every op is one line of equations over row matrices of float32, and says what it costs in a step of a given load (those of experts are in
+`mixture.py`). The planner, the profiler and the benchmarks read these figures; there is no other copy of the arithmetic.
+tests/program/test_costs.py holds each to what the reference backend is seen to do. They are least costs, of which limits are made:
 
 * `flops` of an op with products (with weights, keys or values) counts two for each multiply-add. What such an op does besides, number
   by number (a bias, a residual, a rotation, silu, softmax), hides behind the products and does not count.
@@ -30,7 +30,8 @@ NormKind = Literal["rms", "layer"]
 _ACTIVATION_FLOPS: dict[Activation, int] = {"silu": 3, "gelu": 4, "gelu_tanh": 7, "relu": 1, "clamped_swiglu": 8}
 
 
-def _matmul_flops(rows: int, *weights: Weight) -> int:
+def matmul_flops(rows: int, *weights: Weight) -> int:
+    """Those of so many rows times each of the weights."""
     return 2 * rows * sum(w.rows * w.cols for w in weights)
 
 
@@ -113,7 +114,7 @@ class Linear(Op):
     bias: Weight | None = None
 
     def flops(self, load: Load) -> int:
-        return _matmul_flops(self.x.num_rows(load), self.weight)
+        return matmul_flops(self.x.num_rows(load), self.weight)
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class LinearAdd(Op):
     bias: Weight | None = None
 
     def flops(self, load: Load) -> int:
-        return _matmul_flops(self.x.num_rows(load), self.weight)
+        return matmul_flops(self.x.num_rows(load), self.weight)
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,34 @@ class LinearActivate(Op):
     bias: Weight | None = None
 
     def flops(self, load: Load) -> int:
-        return _matmul_flops(self.x.num_rows(load), self.weight)
+        return matmul_flops(self.x.num_rows(load), self.weight)
+
+
+@dataclass(frozen=True)
+class HeadLinear(Op):
+    """out[t, head] = x[t, head] @ heads[head].T, each head with a matrix of its own; x may also be one head that all share.
+
+    DeepSeek-V2 (2024) makes keys and values of a latent row so, or, of queries, what is multiplied with the latent row itself.
+    """
+
+    out: Value
+    x: Value
+    heads: tuple[Weight, ...]
+
+    def flops(self, load: Load) -> int:
+        return matmul_flops(self.x.num_rows(load), *self.heads)
+
+
+@dataclass(frozen=True)
+class ConcatHeads(Op):
+    """out[t, head] = the numbers of x[t, head], then those of y[t, head]; either may also be one head that all share."""
+
+    out: Value
+    x: Value
+    y: Value
+    num_heads: int
+    x_dim: int
+    y_dim: int
 
 
 @dataclass(frozen=True)
@@ -187,7 +215,7 @@ class QkvRopeWrite(Op):
     head_dim: int
 
     def flops(self, load: Load) -> int:
-        return _matmul_flops(load.rows, self.q, self.k, self.v)
+        return matmul_flops(load.rows, self.q, self.k, self.v)
 
     def bytes(self, load: Load) -> int:
         return super().bytes(load) + int(load.rows * 2 * self.k.rows * load.kv_bytes)
@@ -299,80 +327,7 @@ class GluLinear(Op):
     up_bias: Weight | None = None
 
     def flops(self, load: Load) -> int:
-        return _matmul_flops(self.x.num_rows(load), self.gate, self.up)
-
-
-@dataclass(frozen=True)
-class Route(Op):
-    """Which experts a row goes to, and with what weights: out[t] = `top_k` expert numbers, best first, then their weights.
-
-    Scores are the softmax or the sigmoid of the row's logits. The best by score plus `bias` are chosen, of equal ones the lower number;
-    with `groups`, among those of the `top_groups` adjacent groups of experts alone whose best (`softmax`) or best two (`sigmoid`) are
-    highest in sum (DeepSeek-V2 and V3, 2024). Their scores are the weights: to a sum of 1 where they are to be `normalised`, and then
-    times `factor`. A row with a logit that is not finite goes to the first experts, with weights that are not numbers.
-    """
-
-    out: Value
-    x: Value
-    top_k: int
-    scoring: Literal["softmax", "sigmoid"]
-    normalised: bool
-    factor: float = 1.0
-    groups: int = 1
-    top_groups: int = 1
-    bias: Weight | None = None
-
-    def flops(self, load: Load) -> int:
-        """Those of the scores, of the sums for groups, and of the weights; the choice is comparisons."""
-        scores = {"softmax": 5, "sigmoid": 3}[self.scoring] + (self.bias is not None)
-        sums = 2 * self.groups if self.groups > 1 and self.scoring == "sigmoid" else 0
-        weights = (1 + 2 * self.normalised) * self.top_k
-        return self.x.num_rows(load) * (scores * self.x.width + sums + weights)
-
-
-@dataclass(frozen=True)
-class Experts(Op):
-    """out[t] = sum over the experts e of row t, in the order of its routing, of weight * down_e(glu(gate_e x, up_e x)).
-
-    A mixture of gated units (Shazeer et al. 2017; Jiang et al. 2024). An expert's weights are read if a row goes there, once for all.
-    """
-
-    out: Value
-    x: Value
-    routing: Value
-    gate: tuple[Weight, ...]
-    up: tuple[Weight, ...]
-    down: tuple[Weight, ...]
-    activation: Activation
-    gate_bias: tuple[Weight, ...] = ()
-    up_bias: tuple[Weight, ...] = ()
-    down_bias: tuple[Weight, ...] = ()
-
-    @property
-    def top_k(self) -> int:
-        return self.routing.width // 2
-
-    def distinct_experts(self, rows: int) -> float:
-        """Experts that so many rows go to, in the mean, where every row is as likely to go to any of them."""
-        return len(self.gate) * (1 - (1 - self.top_k / len(self.gate)) ** rows)
-
-    def flops(self, load: Load) -> int:
-        return _matmul_flops(self.x.num_rows(load) * self.top_k, self.gate[0], self.up[0], self.down[0])
-
-    def bytes(self, load: Load) -> int:
-        return int(super().bytes(load) * self.distinct_experts(self.x.num_rows(load)) / len(self.gate))
-
-
-@dataclass(frozen=True)
-class GateRows(Op):
-    """out[t] = x[t] / (1 + exp(-gate[t])), where a gate is one number for its row"""
-
-    out: Value
-    x: Value
-    gate: Value
-
-    def flops(self, load: Load) -> int:
-        return self.out.num_rows(load) * self.out.width
+        return matmul_flops(self.x.num_rows(load), self.gate, self.up)
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,19 @@ from typing import Literal
 
 from headrace.errors import FormatError
 from headrace.program.kv import KvGroup, KvLayout
+from headrace.program.mixture import Experts, GateRows, Route
 from headrace.program.op import Kind, Load, Op, Value, Weight
 from headrace.program.ops import (
     Activate,
     Activation,
     Add,
     Attention,
+    ConcatHeads,
     Embed,
     EmbedPosition,
-    Experts,
-    GateRows,
     GatherRows,
     Glu,
+    HeadLinear,
     Input,
     KvWrite,
     Linear,
@@ -26,7 +27,6 @@ from headrace.program.ops import (
     NormKind,
     Rope,
     RopeAngles,
-    Route,
     Scale,
     SoftCap,
 )
@@ -145,6 +145,18 @@ class Tracer:
     def linear(self, x: Value, weight: Weight, bias: Weight | None = None) -> Value:
         out = self._value(weight.rows, x.rows)
         self.ops.append(Linear(out, x, weight, bias))
+        return out
+
+    def head_linear(self, x: Value, heads: tuple[Weight, ...]) -> Value:
+        """One matrix for each head, all of one shape; `x` has those heads, or one that they share."""
+        out = self._value(sum(weight.rows for weight in heads), x.rows)
+        self.ops.append(HeadLinear(out, x, heads))
+        return out
+
+    def concat_heads(self, x: Value, y: Value, num_heads: int, x_dim: int, y_dim: int) -> Value:
+        """`x` and `y` have so many heads of these sizes, or one that all share."""
+        out = self._value(num_heads * (x_dim + y_dim), x.rows)
+        self.ops.append(ConcatHeads(out, x, y, num_heads, x_dim, y_dim))
         return out
 
     def rope(self, x: Value, angles: Value, head_dim: int) -> Value:

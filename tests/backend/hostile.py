@@ -83,6 +83,11 @@ def ints(rng: Random, near: list[int]) -> Any:
     return spoilt(rng, values) if rng.randrange(10) == 0 else values
 
 
+def ids(rng: Random) -> list[int]:
+    """Some ids, of weights or vectors."""
+    return [ID(rng) for _ in range(rng.choice([0, 1, 1, 2, 9]))]
+
+
 @cache
 def stored(name: str, rows: int, cols: int) -> StoredTensor:
     return random_stored(name, rows, cols, 0)
@@ -116,7 +121,7 @@ HEAD_DIM = mostly(2, 16, 32)
 ACTIVATION = one_of("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu", "?")
 SCORING = one_of("softmax", "sigmoid", "?")
 PART = mostly(1, 2, 4, 32)
-EXPERTS = several(*[lambda rng: [ID(rng) for _ in range(rng.choice([0, 1, 1, 2, 9]))]] * 3)
+EXPERTS = several(ids, ids, ids)
 BUILDER: dict[str, Maker] = {
     "add_buffer": several(WIDTH, FLAG, FLAG),
     "add_kv_group": several(
@@ -144,6 +149,8 @@ BUILDER: dict[str, Maker] = {
     "linear": near((2, 1, 1, 2, -1, False), ID, ID, ID, BIAS, BIAS, FLAG),
     "linear_activate": near((0, 1, 0, 1, "relu"), ID, ID, ID, BIAS, ACTIVATION),
     "glu_linear": near((0, 1, 0, 0, -1, 1, "gelu_tanh"), ID, ID, ID, ID, BIAS, BIAS, ACTIVATION),
+    "head_linear": near((2, 6, [0, 0]), ID, ID, ids),
+    "concat_heads": near((6, 4, 4, 1, 16, 16), ID, ID, ID, mostly(1, 2), mostly(1, 16, 32), mostly(1, 16, 32)),
     "qkv_rope_write": near((6, 1, 5, (0, 3, 3), (-1, 0, 0), (0, 0)), ID, ID, ID, several(ID, ID, ID), several(BIAS, BIAS, BIAS), LAYER),
     "kv_write": near((0, 6, (1, 1)), ID, BIAS, LAYER),
     "attention": near(

@@ -14,7 +14,7 @@ from headrace import _native
 from headrace.backend import cpu, forward, reference
 from headrace.backend.cpu_lowering import LOWER
 from headrace.config import KvConfig
-from headrace.program import ops
+from headrace.program import mixture, ops
 from headrace.program.op import Value
 from headrace.program.trace import Program, Tracer, trace
 from headrace.quant.formats import StoredTensor
@@ -211,7 +211,7 @@ def test_an_mlp_without_gate(isa: str, format: str, activation: ops.Activation) 
 
 
 def test_every_new_op_has_a_kernel() -> None:
-    assert {ops.EmbedPosition, ops.LinearActivate, ops.Scale, ops.SoftCap, ops.GateRows, ops.Activate} <= set(LOWER)
+    assert {ops.EmbedPosition, ops.LinearActivate, ops.Scale, ops.SoftCap, mixture.GateRows, ops.Activate} <= set(LOWER)
 
 
 @pytest.mark.parametrize(("call", "arguments", "message"), [

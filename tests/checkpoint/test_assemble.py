@@ -1,5 +1,6 @@
 """From the tensors of a file to ours, in the ways that files of other families store them."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +11,16 @@ from numpy.typing import NDArray
 from headrace.checkpoint.assemble import assemble
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.model import FAMILIES, tensor_shapes
+from headrace.model.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from headrace.model.family import ConfigLayout, Family, Numbers, Stored
 from headrace.model.from_config import TENSORS
 from headrace.model.llama import LLAMA
-from headrace.model.spec import ModelSpec, RopeSpec
+from headrace.model.spec import LatentSpec, ModelSpec, RopeSpec
 from headrace.program.op import Value
 from headrace.program.trace import Tracer
 from headrace.quant.formats import RAW_FORMATS, StoredTensor
 from tests.backend.stored import random_stored
+from tests.families import spec_of
 
 SPEC = ModelSpec(
     architecture="test",
@@ -165,3 +168,67 @@ def test_the_head_of_a_tied_model_may_be_there_twice() -> None:
     stored = {name: StoredTensor.from_floats(name, array) for name, array in arrays.items()}
     head = StoredTensor.from_floats("lm_head.weight", arrays["model.embed_tokens.weight"])
     assert assemble(spec, LLAMA.config, stored | {"lm_head.weight": head}, "x").keys() == tensor_shapes(spec).keys()
+
+
+@pytest.mark.parametrize("format", ["F32", "BF16", "Q8_0"])
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_matrices_of_heads(format: str, is_apart: bool) -> None:
+    """Keys and values of a head out of one matrix or two, of which either form of attention takes the same numbers."""
+    config, gguf = DEEPSEEK_V2.config, DEEPSEEK_V2.gguf
+    assert config and gguf
+    spec = replace(spec_of("deepseek-v2-lite"), head_dim=40, latent=LatentSpec(64, 32))
+    layout = gguf if is_apart else config
+    heads, rng = np.zeros((3, 4, 64, 64), np.float32), np.random.default_rng(0)
+
+    def stored(name: str, values: NDArray[np.float32]) -> StoredTensor:
+        if format == "F32":
+            return StoredTensor.from_floats(name, values)
+        made = random_stored(format, math.prod(values.shape[:-1]), values.shape[-1], int(rng.integers(99)), name)
+        return replace(made, shape=values.shape)
+
+    tensors: dict[str, StoredTensor] = {}
+    for name in tensor_shapes(spec):
+        place = layout.locate(name)[0].name
+        if ".heads." not in name and place not in tensors:
+            rows = sum(shape[0] for other, shape in tensor_shapes(spec).items() if layout.locate(other)[0].name == place)
+            tensors[place] = StoredTensor.from_floats(place, np.zeros((rows, *tensor_shapes(spec)[name][1:]), np.float32))
+    for layer in range(spec.num_layers):
+        if is_apart:
+            parts = {f"blk.{layer}.attn_k_b.weight": (4, 64, 32), f"blk.{layer}.attn_v_b.weight": (4, 32, 64)}
+        else:
+            parts = {f"model.layers.{layer}.self_attn.kv_b_proj.weight": (256, 64)}
+        made = [stored(name, rng.standard_normal(shape).astype(np.float32)) for name, shape in parts.items()]
+        tensors |= {tensor.name: tensor for tensor in made}
+        found = [tensor.dequantise() for tensor in made]
+        heads[layer] = np.concatenate([found[0].swapaxes(1, 2), found[1]], axis=1) if is_apart else found[0].reshape(4, 64, 64)
+    for is_absorbed in (False, True):
+        latent = replace(spec.latent or LatentSpec(1, 1), is_absorbed=is_absorbed)
+        ours = assemble(replace(spec, latent=latent), layout, tensors, "x")
+        for layer, head in np.ndindex(3, 4):
+            prefix, keys = f"layers.{layer}.heads.{head}", heads[layer, head, :32]
+            key = ours[f"{prefix}.k_absorbed"].dequantise() if is_absorbed else ours[f"{prefix}.k"].dequantise().T
+            np.testing.assert_array_equal(key, keys.T)
+            np.testing.assert_array_equal(ours[f"{prefix}.v"].dequantise(), heads[layer, head, 32:])
+    short = replace(tensors[made[0].name], shape=(made[0].rows - 1, made[0].cols))
+    with pytest.raises(FormatError, match=r"has shape .*, expected \[256, (64|32)\]"):
+        assemble(spec, layout, tensors | {made[0].name: short}, "x")
+
+
+def test_layers_behind_those_of_the_model() -> None:
+    """DeepSeek-V3's files have a layer for drafts behind the last; of another family it is one too many."""
+    config = DEEPSEEK_V3.config
+    assert config
+    for name, is_beyond in (("model.layers.3.eh_proj.weight", True), ("model.layers.2.eh_proj.weight", False), ("model.layers.x.y", False)):
+        assert config.is_beyond(name, spec_of("deepseek-v3")) == is_beyond
+        assert LLAMA.config and not LLAMA.config.is_beyond(name, spec_of("llama3-gqa"))
+    spec = replace(SPEC, architecture="deepseek_v3", rope=RopeSpec(4), qkv_bias=False, latent=LatentSpec(8, 8))
+    arrays: dict[str, tuple[int, ...]] = {}
+    for name, shape in tensor_shapes(spec).items():
+        arrays.setdefault(config.locate(name)[0].name, shape)
+    arrays |= {f"model.layers.{i}.self_attn.{name}": shape for i in range(2) for name, shape in
+               (("q_proj.weight", (32, 32)), ("kv_a_proj_with_mqa.weight", (12, 32)), ("kv_b_proj.weight", (48, 8)))}  # fmt: skip
+    stored = {name: StoredTensor.from_floats(name, np.zeros(shape, np.float32)) for name, shape in arrays.items()}
+    extra = StoredTensor.from_floats("model.layers.2.eh_proj.weight", np.zeros((1, 1), np.float32))
+    assert assemble(spec, config, stored | {extra.name: extra}, "x").keys() == tensor_shapes(spec).keys()
+    with pytest.raises(UnsupportedModelError, match="no place"):
+        assemble(spec, config, stored | {"model.layers.1.eh_proj.weight": extra}, "x")

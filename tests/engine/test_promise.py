@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.config import KvDtype
 from headrace.engine.engine import Engine
-from headrace.model.spec import ExpertSpec, ModelSpec, RopeSpec
+from headrace.model.spec import ExpertSpec, LatentSpec, ModelSpec, RopeSpec
 from headrace.propose import NEEDS, PROPOSERS
 from headrace.request import Logprobs, RequestOutput, SamplingParams
 from tests.draft_engines import draft_engine
@@ -39,8 +39,9 @@ MODELS: list[dict[str, Any]] = [
     {"seed": 8, "architecture": "bloom", "rope": None, "alibi_bias": 8.0, "embedding_norm": True, **BIASED},
     {"seed": 9, "architecture": "qwen2_moe", "experts": ExpertSpec(8, 3, 32, normalised=False, shared_ffn_dim=32, shared_gate=True)},
     {"seed": 10, "architecture": "mixtral", "kv_heads": 4, "window": 7, "format": "Q4_0", "experts": ExpertSpec(4, 2, 64)},
+    {"seed": 11, "architecture": "deepseek_v2", "rope": RopeSpec(4), "latent": LatentSpec(24, 12, query_rank=16)},
 ]
-"""Of Llama, and one each with norms of queries and keys, two rotary bases, a parallel block, ALiBi, and two kinds of experts."""
+"""Of Llama, and one each with norms of queries and keys, two rotary bases, a parallel block, ALiBi, two kinds of experts, latent rows."""
 
 REQUESTS: list[tuple[list[int], SamplingParams]] = [
     ([7, 8, 9, 7, 8, 9, 7, 8], SamplingParams(temperature=0, max_tokens=14, logprobs=3)),

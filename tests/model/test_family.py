@@ -44,7 +44,8 @@ def test_every_tensor_has_a_place_in_every_layout(name: str) -> None:
         taken = set()
         for tensor in tensor_shapes(spec):
             place, numbers = layout.locate(tensor)
-            first = int(place.rows(spec, numbers)[0]) if place.rows else 0
+            rows = place.slab or place.rows
+            first = int(rows(spec, numbers)[0]) if rows else 0
             assert (place.name, first) not in taken
             assert "{" not in place.name and not place.name.endswith(layout.ignored or ("-",))
             taken.add((place.name, first))

@@ -9,21 +9,30 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from headrace.backend import compile_program, forward
+from headrace.checkpoint.assemble import assemble
+from headrace.checkpoint.folder import open_folder
 from headrace.checkpoint.load import open_checkpoint
 from headrace.config import KvConfig
 from headrace.model import FAMILIES, trace_model
+from headrace.model.spec import ModelSpec
+from headrace.program import ops
 from tests.backend.batches import Sequence, batch_of
 from tests.families import VARIANTS, VOCAB, logits_of, save_model
+from tests.tiny import Tensors
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, 120).tolist()
 
 
 def our_logits(folder: Path, tokens: list[int], kv_groups: int, context: int, backend: str = "reference") -> NDArray[np.float32]:
     checkpoint = open_checkpoint(folder)
-    program = trace_model(replace(checkpoint.spec, context=context), checkpoint.tensors)
+    return logits_of_ours(replace(checkpoint.spec, context=context), checkpoint.tensors, tokens, kv_groups, backend)
+
+
+def logits_of_ours(spec: ModelSpec, tensors: Tensors, tokens: list[int], kv_groups: int, backend: str) -> NDArray[np.float32]:
+    program = trace_model(spec, tensors)
     assert len(program.kv_groups) == kv_groups
     blocks = [*range(0, 10, 2), *range(9, 0, -2)]
-    executable = compile_program(backend, program, checkpoint.tensors, KvConfig((10,) * kv_groups, 32, "f32"), 1)
+    executable = compile_program(backend, program, tensors, KvConfig((10,) * kv_groups, 32, "f32"), 1)
     batch = batch_of([Sequence(blocks, 32)], [tokens], [([], [])], False, kv_groups)
     logits: NDArray[np.float32] = forward(executable, batch).logits
     return logits
@@ -40,6 +49,19 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
     fast = our_logits(tmp_path, TOKENS, VARIANTS[name].kv_groups, 256, "cpu")
     assert np.linalg.norm(fast - got) < 1e-4 * np.linalg.norm(got)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v2-lite"])
+def test_latent_rows_in_the_plain_form(name: str, tmp_path: Path) -> None:
+    """A key and a value for each head: the same logits from other KV."""
+    want, folder = logits_of(save_model(name, tmp_path), TOKENS), open_folder(tmp_path)
+    assert folder.spec.latent and folder.spec.latent.is_absorbed
+    spec = replace(folder.spec, latent=replace(folder.spec.latent, is_absorbed=False))
+    tensors = assemble(spec, folder.layout, folder.tensors(), "x")
+    assert {type(op) for op in trace_model(spec, tensors).ops} >= {ops.HeadLinear, ops.ConcatHeads}
+    for backend in ("reference", "cpu"):
+        got = logits_of_ours(spec, tensors, TOKENS, 1, backend)
+        assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
 
 
 def test_gpt2_as_it_was_first_published(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from headrace.backend.reference import _erfc
+from headrace.backend.reference_activations import erfc
 
 COMPARISONS = {np.equal, np.not_equal, np.isfinite, np.invert, np.logical_and}
 FREE = {np.negative} | COMPARISONS
@@ -15,7 +15,7 @@ MOVING = {np.argsort, np.concatenate, np.empty_like, np.nonzero, np.repeat, np.s
 """Functions that compare and move numbers, and compute none."""
 ELEMENTWISE = {
     *(np.add, np.subtract, np.multiply, np.true_divide, np.maximum, np.minimum),
-    *(np.exp, np.sqrt, np.sin, np.cos, np.tanh, _erfc),
+    *(np.exp, np.sqrt, np.sin, np.cos, np.tanh, erfc),
 }
 """Each counts one for each number of its result, or of its operand where it reduces one; not for whole numbers, which say where."""
 

@@ -65,9 +65,12 @@ def families(shape: dict[str, Any]) -> tuple[Program, Tensors]:
     dim, kv_dim = heads * head_dim, shape["kv_heads"] * head_dim
     shapes = {
         **{"positions": (24, dim), "q": (dim, dim), "k": (kv_dim, dim), "v": (shape["kv_heads"] * 32, dim), "o": (dim, heads * 32)},
-        **{"latent.q": (2 * dim, dim), "latent.k": (2 * head_dim, dim), "up": (96, dim), "gate": (96, dim), "down": (dim, 96)},
+        **{"latent.q": (dim, dim), "latent.k": (head_dim, dim), "up": (96, dim), "gate": (96, dim), "down": (dim, 96)},
     }
     tensors = {name: random_stored(shape["format"], *size, i, name, 0.01) for i, (name, size) in enumerate(shapes.items())}
+    by_head = {part: tuple(f"{part}.{head}" for head in range(heads)) for part in ("absorbed", "value")}
+    for i, name in enumerate(name for names in by_head.values() for name in names):
+        tensors[name] = random_stored(shape["format"], head_dim, head_dim, i, name, 0.01)
     tensors["row_gate"] = random_stored("F32", 1, dim, 5, "row_gate", 0.1)
     vectors = {"norm": dim, "norm.bias": dim, "head_norm": head_dim, "sinks": heads, "up.bias": 96}
     tensors |= {name: replace(random_stored("F32", 1, size, 9, name, 1.0), shape=(size,)) for name, size in vectors.items()}
@@ -75,6 +78,9 @@ def families(shape: dict[str, Any]) -> tuple[Program, Tensors]:
     def forward(g: Tracer) -> Value:
         def linear(x: Value, name: str) -> Value:
             return g.linear(x, g.weight(name, *shapes[name]))
+
+        def head_linear(x: Value, part: str) -> Value:
+            return g.head_linear(x, tuple(g.weight(name, head_dim, head_dim) for name in by_head[part]))
 
         def vector(name: str) -> Weight:
             return g.vector(name, vectors[name])
@@ -86,8 +92,12 @@ def families(shape: dict[str, Any]) -> tuple[Program, Tensors]:
         slopes = tuple(0.5**head for head in range(heads))
         options: dict[str, Any] = {"softcap": 5.0, "slopes": slopes, "sinks": vector("sinks"), "value_dim": 32}
         x = g.add(x, linear(g.attention(q, 0, shape["kv_heads"], head_dim, 7, **options), "o"))
-        g.kv_write(linear(x, "latent.k"), None, 1)
-        x = g.add(x, g.attention(linear(x, "latent.q"), 1, 1, 2 * head_dim, scale=0.3, value_dim=head_dim, latent=True))
+        queries, latent = linear(x, "latent.q"), linear(x, "latent.k")
+        absorbed = head_linear(queries, "absorbed")
+        g.kv_write(g.concat_heads(latent, latent, 1, head_dim, head_dim), None, 1)
+        q = g.concat_heads(absorbed, latent, heads, head_dim, head_dim)
+        attended = g.attention(q, 1, 1, 2 * head_dim, scale=0.3, value_dim=head_dim, latent=True)
+        x = g.add(g.add(x, head_linear(attended, "value")), head_linear(latent, "value"))
         hidden = g.linear(x, g.weight("up", *shapes["up"]), vector("up.bias"))
         for activation in ("gelu", "gelu_tanh", "relu"):
             hidden = g.add(hidden, g.activate(hidden, activation))

@@ -12,7 +12,7 @@ from headrace.backend import lower_program
 from headrace.backend.reference import ReferenceExecutable, _Step
 from headrace.batch import RaggedBatch
 from headrace.config import KvConfig, KvDtype
-from headrace.program import ops
+from headrace.program import mixture, ops
 from headrace.program.kv import number_bytes
 from headrace.program.op import Load, Op, Value, Weight
 from headrace.program.trace import Program
@@ -67,7 +67,7 @@ class Step:
         """Weights that the last op has read."""
         return [name for name, memory in self.weights.items() if memory.was_read.any()]
 
-    def experts(self, op: ops.Experts) -> list[int]:
+    def experts(self, op: mixture.Experts) -> list[int]:
         """Those that a row has gone to."""
         return np.unique(np.asarray(self._step.rows[op.routing.id])[:, : op.top_k]).astype(int).tolist()
 
@@ -104,7 +104,7 @@ def test_every_op_costs_what_it_says(shape: dict[str, Any], dtype: KvDtype, seqs
             assert isinstance(op.flops(load), int) and isinstance(op.bytes(load), int)
             assert op.flops(load) == flops, op
             read, share = op.weights(), 1.0
-            if isinstance(op, ops.Experts):  # it says what is to be expected, and here some experts have been chosen
+            if isinstance(op, mixture.Experts):  # it says what is to be expected, and here some experts have been chosen
                 chosen = step.experts(op)
                 share = len(chosen) / op.distinct_experts(len(batch.tokens))
                 read = [weight for weight in read if int(weight.name.split(".")[1]) in chosen]
@@ -114,7 +114,7 @@ def test_every_op_costs_what_it_says(shape: dict[str, Any], dtype: KvDtype, seqs
 
 def test_every_op_is_counted() -> None:
     shape = {"kv_heads": 1, "groups": 2, "head_dim": 32, "rotated": 32, "window": 0, "format": "F32"}
-    every = {op for op in vars(ops).values() if isinstance(op, type) and issubclass(op, Op) and op is not Op}
+    every = {op for op in (vars(ops) | vars(mixture)).values() if isinstance(op, type) and issubclass(op, Op) and op is not Op}
     assert every == {type(op) for program, _ in programs(shape) for op in program.ops}
 
 
@@ -123,7 +123,7 @@ def test_every_op_is_counted() -> None:
 def test_experts_to_be_expected(experts: int, top_k: int, rows: int) -> None:
     """As many as random choices hit, in the mean over many."""
     x, weight = Value(0, 4, "step"), Weight("w", 4, 4, 64)
-    op = ops.Experts(x, x, Value(1, 2 * top_k, "step"), *((weight,) * experts,) * 3, "silu")
+    op = mixture.Experts(x, x, Value(1, 2 * top_k, "step"), *((weight,) * experts,) * 3, "silu")
     rng = np.random.default_rng(0)
     choices = [np.concatenate([np.zeros(0), *(rng.permutation(experts)[:top_k] for _ in range(rows))]) for _ in range(3000)]
     assert op.distinct_experts(rows) == pytest.approx(np.mean([len(set(c.tolist())) for c in choices]), rel=0.02)

@@ -4,8 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.checkpoint.imagined import imagined_tensors
+from headrace.model import trace_model
 from headrace.program.kv import KvGroup, KvLayout, number_bytes, token_bytes
 from headrace.quant import kv
+from headrace.quant.formats import FORMATS
+from tests.families import spec_of
 
 TWO, ONE = KvGroup((0, 2), KvLayout(3, 64, 64), window=8), KvGroup((1,), KvLayout(1, 96, 96))
 
@@ -24,6 +28,22 @@ def test_bytes_of_a_number_and_of_a_token() -> None:
     assert number_bytes((TWO, ONE), "int4") == pytest.approx(both / (32 * (6 * 128 + 192)))
     assert token_bytes((TWO, ONE), "int4") == -(-both // 32)
     assert isinstance(token_bytes((TWO, ONE), "int4"), int)
+
+
+@pytest.mark.parametrize(("name", "kv_heads", "numbers"), [("deepseek-v2", 1, 40 + 8), ("llama3-gqa", 2, 2 * 16)])
+def test_bytes_of_a_token_are_those_of_the_formula(name: str, kv_heads: int, numbers: int) -> None:
+    """Of latent rows those of one row with the rotated numbers of keys, else a key and a value for each KV head."""
+    spec = spec_of(name)
+    groups = trace_model(spec, imagined_tensors(spec, FORMATS["F32"])).kv_groups
+    for dtype, size in (("f32", 4), ("bf16", 2)):
+        assert token_bytes(groups, dtype) == spec.num_layers * kv_heads * numbers * size
+
+
+def test_bytes_of_a_token_of_deepseek_v2_lite() -> None:
+    """(512 + 64) numbers in each of 27 layers, whatever heads there are; the plain form has 16 of 192 + 128."""
+    layers = tuple(range(27))
+    assert token_bytes((KvGroup(layers, KvLayout(1, 512 + 64, 0)),), "bf16") == 27 * 576 * 2
+    assert token_bytes((KvGroup(layers, KvLayout(16, 192, 128)),), "bf16") == 27 * 16 * 320 * 2
 
 
 @given(window=st.integers(0, 20), max_rows=st.integers(1, 12), block_size=st.sampled_from([1, 4, 8]), num_tokens=st.integers(1, 90))

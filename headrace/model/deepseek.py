@@ -1,0 +1,151 @@
+"""DeepSeek-V2 (2024) and V3 (2024): attention by latent rows, and experts beside one that all rows go through.
+
+GGUF files call both deepseek2.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from headrace.model import from_config, from_gguf
+from headrace.model.decoder import decoder, sequential
+from headrace.model.family import ConfigLayout, Family, GgufLayout, Stored, Tensors
+from headrace.model.fields import Fields
+from headrace.model.places import latent_heads, latent_rows, weights
+from headrace.model.rope import yarn_temperature
+from headrace.model.spec import ExpertSpec, LatentSpec, ModelSpec
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"moe_layer_freq": (1,)}
+
+
+def _config(config: Fields, architecture: str, dense: int, shared: int, context: int) -> tuple[ModelSpec, ExpertSpec]:
+    """The specification without its experts, and those; the defaults are the leading dense layers, the shared experts and the context."""
+    config.require_neutral(_NEUTRAL)
+    turned, still = config.integer("qk_rope_head_dim", 64), config.integer("qk_nope_head_dim", 128)
+    rope = from_config.rope(config, turned, config.integer("max_position_embeddings", context))
+    spec = from_config.decoder(config, architecture, max_context=context, rotary=rope, computed=("attention_bias", "mlp_bias"))
+    if spec.num_kv_heads != spec.num_heads:
+        raise config.unsupported("num_key_value_heads", ": each head has keys of its own")
+    scaling = config.section("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
+    temperature = yarn_temperature(rope.factor, scaling.optional_number("mscale_all_dim") or 0.0)
+    bias, width = config.flag("attention_bias", False), config.integer("moe_intermediate_size", 0)
+    experts = ExpertSpec(
+        config.integer("n_routed_experts"),
+        config.integer("num_experts_per_tok"),
+        width,
+        factor=config.number("routed_scaling_factor", 1.0),
+        shared_ffn_dim=width * config.integer("n_shared_experts", shared),
+        dense_layers=tuple(range(min(config.integer("first_k_dense_replace", dense), spec.num_layers, 1 << 16))),
+    )
+    latent = LatentSpec(config.integer("kv_lora_rank", 512), config.integer("v_head_dim", 128), config.integer("q_lora_rank", 0))
+    spec = replace(spec, head_dim=still + turned, latent=latent, qkv_bias=bias, output_bias=bias)
+    return replace(spec, attention_scale=temperature**2 * max(spec.head_dim, 1) ** -0.5), experts
+
+
+def _v2_config(config: Fields) -> ModelSpec:
+    config.require_neutral({"scoring_func": ("softmax",), "norm_topk_prob": (False,)})
+    spec, experts = _config(config, "deepseek_v2", 0, 2, 2048)
+    if (method := config.string("topk_method", "greedy")) not in ("greedy", "group_limited_greedy"):
+        raise config.unsupported("topk_method")
+    groups = (config.integer("n_group"), config.integer("topk_group")) if method != "greedy" else (1, 1)
+    experts = replace(experts, normalised=False, groups=groups[0], top_groups=groups[1])
+    return replace(spec, mlp_bias=config.flag("mlp_bias", False), **_mixed(spec, experts))
+
+
+def _v3_config(config: Fields) -> ModelSpec:
+    config.require_neutral({"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "mlp_bias": (False,)})
+    spec, experts = _config(config, "deepseek_v3", 3, 1, 4096)
+    experts = replace(
+        experts,
+        scoring="sigmoid",
+        normalised=config.flag("norm_topk_prob", True),
+        factor=config.number("routed_scaling_factor", 2.5),
+        groups=config.integer("n_group", 8),
+        top_groups=config.integer("topk_group", 4),
+        choice_bias=True,
+    )
+    assert spec.latent
+    latent = replace(spec.latent, is_half_split=not config.flag("rope_interleave", True))
+    return replace(spec, latent=latent, **_mixed(spec, experts))
+
+
+def _mixed(spec: ModelSpec, experts: ExpertSpec) -> dict[str, Any]:
+    return {"experts": experts if len(experts.dense_layers) < spec.num_layers else None}
+
+
+def _gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
+    def integer(key: str, default: int | None = None) -> int:
+        return fields.integer(f"deepseek2.{key}", default)
+
+    head_dim = integer("attention.key_length_mla", integer("attention.key_length"))
+    computed = ("expert_count", "expert_group_count", "rope.scaling.yarn_log_multiplier")
+    spec = from_gguf.decoder(fields, tensors, "deepseek2", head_dim=head_dim, computed=computed)
+    fields.require_neutral({"deepseek2.nextn_predict_layers": (0,)})
+    scoring = fields.integer("deepseek2.expert_gating_func", 1)
+    if scoring not in (1, 2):
+        raise fields.unsupported("deepseek2.expert_gating_func")
+    experts = from_gguf.experts(fields, tensors, "deepseek2", spec)
+    experts = replace(
+        experts,
+        scoring="softmax" if scoring == 1 else "sigmoid",
+        normalised=fields.flag("deepseek2.expert_weights_norm", False),
+        factor=fields.number("deepseek2.expert_weights_scale", 1.0) or 1.0,
+        groups=integer("expert_group_count", 1),
+        top_groups=integer("expert_group_used_count", 1),
+        choice_bias=any(name.endswith("exp_probs_b.bias") for name in tensors),
+        shared_ffn_dim=experts.ffn_dim * integer("expert_shared_count", 0),
+    )
+    value_dim = integer("attention.value_length_mla", integer("attention.value_length"))
+    latent = LatentSpec(integer("attention.kv_lora_rank"), value_dim, integer("attention.q_lora_rank", 0), spec.norm_eps)
+    # Converters write a tenth of the weight; with one, cosines and sines keep their size.
+    weight = 10 * fields.number("deepseek2.rope.scaling.yarn_log_multiplier", 0.0)
+    rope, temperature = spec.rope, 1.0
+    if rope and weight:
+        temperature = yarn_temperature(rope.factor, weight)
+        rope = replace(rope, attention_factor=(rope.attention_factor or 1.0) / yarn_temperature(rope.factor))
+    scale = temperature**2 * max(head_dim, 1) ** -0.5
+    spec = replace(spec, architecture="deepseek_v2", num_kv_heads=spec.num_heads, rope=rope, attention_scale=scale, latent=latent)
+    return replace(spec, **_mixed(spec, experts))
+
+
+_ATTENTION = "model.layers.{}.self_attn"
+_CONFIG_TENSORS = {
+    **from_config.TENSORS,
+    **weights(
+        {},
+        "model.layers.{}",
+        {
+            **{"q_a": "self_attn.q_a_proj", "q_a_norm": "self_attn.q_a_layernorm", "kv_a_norm": "self_attn.kv_a_layernorm"},
+            **{f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+            **{f"experts.{{}}.{part}": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+            "router": "mlp.gate",
+        },
+    ),
+    "layers.{}.choice_bias": Stored("model.layers.{}.mlp.gate.e_score_correction_bias"),
+    **latent_rows(f"{_ATTENTION}.q_proj", f"{_ATTENTION}.q_b_proj", f"{_ATTENTION}.kv_a_proj_with_mqa"),
+    **latent_heads(f"{_ATTENTION}.kv_b_proj.weight"),
+}
+_GGUF_TENSORS = {
+    **(from_gguf.TENSORS | from_gguf.EXPERTS),
+    **weights({}, "blk.{}", {"q_a": "attn_q_a", "q_a_norm": "attn_q_a_norm", "kv_a_norm": "attn_kv_a_norm", "choice": "exp_probs_b"}),
+    **latent_rows("blk.{}.attn_q", "blk.{}.attn_q_b", "blk.{}.attn_kv_a_mqa"),
+    **latent_heads("blk.{}.attn_k_b.weight", "blk.{}.attn_v_b.weight"),
+}
+
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    decoder(sequential),
+    config=ConfigLayout(architectures=("DeepseekV2ForCausalLM", "deepseek_v2"), spec=_v2_config, tensors=_CONFIG_TENSORS),
+    gguf=GgufLayout(
+        architectures=("deepseek2",),
+        spec=_gguf,
+        tensors=_GGUF_TENSORS,
+        others=(latent_heads("blk.{}.attn_kv_b.weight"),),
+    ),
+)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    decoder(sequential),
+    config=ConfigLayout(
+        architectures=("DeepseekV3ForCausalLM", "deepseek_v3"), spec=_v3_config, tensors=_CONFIG_TENSORS, layers="model.layers."
+    ),
+)
