@@ -63,9 +63,10 @@ class LatentSpec:
     The rotated numbers of a query or key, as many as the rotary embedding has dimensions, come beside the others of its head, and those of
     keys are one part that all heads share. What a layer keeps of a token, and so the rounding of every number, depends on the form:
 
+    * plain: a key and a value for each head;
     * `is_absorbed`: the latent row with the rotated part. It is the key and, without that part, the value of all heads; queries are
-      multiplied with what would have made keys of it, and what attention gives with what would have made values of it.
-    * else, plain: a key and a value for each head.
+      multiplied with what would have made keys of it, and what attention gives with what would have made values of it. This KV is 2 to 70
+      times smaller, and attention has three times the arithmetic.
     """
 
     kv_rank: int
@@ -78,7 +79,7 @@ class LatentSpec:
     """Epsilon of the norms of those rows."""
     is_half_split: bool = False
     """Whether the file has rotary pairs half-split."""
-    is_absorbed: bool = True
+    is_absorbed: bool = False
 
 
 @dataclass(frozen=True)

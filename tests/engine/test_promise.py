@@ -39,7 +39,7 @@ MODELS: list[dict[str, Any]] = [
     {"seed": 8, "architecture": "bloom", "rope": None, "alibi_bias": 8.0, "embedding_norm": True, **BIASED},
     {"seed": 9, "architecture": "qwen2_moe", "experts": ExpertSpec(8, 3, 32, normalised=False, shared_ffn_dim=32, shared_gate=True)},
     {"seed": 10, "architecture": "mixtral", "kv_heads": 4, "window": 7, "format": "Q4_0", "experts": ExpertSpec(4, 2, 64)},
-    {"seed": 11, "architecture": "deepseek_v2", "rope": RopeSpec(4), "latent": LatentSpec(24, 12, query_rank=16)},
+    {"seed": 11, "architecture": "deepseek_v2", "rope": RopeSpec(4), "latent": LatentSpec(24, 12, query_rank=16, is_absorbed=True)},
 ]
 """Of Llama, and one each with norms of queries and keys, two rotary bases, a parallel block, ALiBi, two kinds of experts, latent rows."""
 

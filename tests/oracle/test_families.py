@@ -52,11 +52,11 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v2-lite"])
-def test_latent_rows_in_the_plain_form(name: str, tmp_path: Path) -> None:
-    """A key and a value for each head: the same logits from other KV."""
+def test_latent_rows_in_the_absorbed_form(name: str, tmp_path: Path) -> None:
+    """Keys and values are latent rows: the same logits from other KV."""
     want, folder = logits_of(save_model(name, tmp_path), TOKENS), open_folder(tmp_path)
-    assert folder.spec.latent and folder.spec.latent.is_absorbed
-    spec = replace(folder.spec, latent=replace(folder.spec.latent, is_absorbed=False))
+    assert folder.spec.latent and not folder.spec.latent.is_absorbed
+    spec = replace(folder.spec, latent=replace(folder.spec.latent, is_absorbed=True))
     tensors = assemble(spec, folder.layout, folder.tensors(), "x")
     assert {type(op) for op in trace_model(spec, tensors).ops} >= {ops.HeadLinear, ops.ConcatHeads}
     for backend in ("reference", "cpu"):
