@@ -8,10 +8,12 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <optional>
+#include <variant>
 #include <span>
 #include <stdexcept>
 
@@ -26,6 +28,7 @@ namespace {
 template <class T>
 using Array = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
 using Ints = Array<int32_t>;
+using GivenScales = std::variant<Array<float>, Array<uint8_t>>;  // of the rows of a weight, or of its blocks
 
 // A weight as Python gives it. The row order is copied: it is checked and then used without Python's lock.
 struct GivenWeight {
@@ -33,11 +36,13 @@ struct GivenWeight {
   Stored stored;
 
   GivenWeight(const std::string& format, int rows, int cols, const Array<uint8_t>& data, const std::optional<Array<int64_t>>& row_order,
-              const std::optional<Array<float>>& scales)
+              const std::optional<GivenScales>& scales)
       : stored{format, rows, cols, data.data(), data.size()} {
     if (row_order) order.assign(row_order->data(), row_order->data() + row_order->size());
     stored.row_order = order;
-    if (scales) stored.row_scales = {scales->data(), scales->size()};
+    if (!scales) return;
+    if (const auto* of_rows = std::get_if<Array<float>>(&*scales)) stored.row_scales = {of_rows->data(), of_rows->size()};
+    if (const auto* of_blocks = std::get_if<Array<uint8_t>>(&*scales)) stored.block_scales = {of_blocks->data(), of_blocks->size()};
   }
 };
 
@@ -220,16 +225,16 @@ void bind_plan(nb::module_& m) {
       .def(
           "add_weight",
           [](Plan& p, const std::string& format, int rows, int cols, const Array<uint8_t>& data, const std::optional<Array<int64_t>>& order,
-             const std::optional<Array<float>>& scales) {
+             const std::optional<GivenScales>& scales) {
             const GivenWeight weight(format, rows, cols, data, order, scales);
             return unlocked(p, [&](Plan& plan) { return plan.add_weight(weight.stored); });
           },
           nb::arg("format"), nb::arg("rows"), nb::arg("cols"), nb::arg("data"), nb::arg("row_order").none(),
-          nb::arg("row_scales").none() = nb::none())
+          nb::arg("scales").none() = nb::none(), "Scales that lie apart are those of rows, as floats, or of the blocks of each row, as bytes.")
       .def(
           "add_weight_pair",
-          [](Plan& p, const std::string& format_a, const Array<uint8_t>& a, const std::optional<Array<float>>& scales_a,
-             const std::string& format_b, const Array<uint8_t>& b, const std::optional<Array<float>>& scales_b, int rows, int cols) {
+          [](Plan& p, const std::string& format_a, const Array<uint8_t>& a, const std::optional<GivenScales>& scales_a,
+             const std::string& format_b, const Array<uint8_t>& b, const std::optional<GivenScales>& scales_b, int rows, int cols) {
             const GivenWeight first(format_a, rows, cols, a, {}, scales_a), second(format_b, rows, cols, b, {}, scales_b);
             return unlocked(p, [&](Plan& plan) { return plan.add_weight_pair(first.stored, second.stored); });
           },

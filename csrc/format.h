@@ -6,6 +6,7 @@
 //
 // Quantised units are made of 32-column groups. Of a 4-bit group, line j (0..3) holds column 4j + b in the low nibble of
 // byte b and column 16 + 4j + b in the high one; of an 8-bit group, line j (0..7) holds column 4j + b.
+// Of float codes (kFloat4) a nibble is the number of one of 16 values, kFloat4Codes.
 // A tile of kI8Row is such 8-bit groups without scales, then one line with the 16 float scales of its rows.
 #pragma once
 #include <cstddef>
@@ -23,7 +24,12 @@ enum class Scales {
   kSuper32Min,  // per 256 columns f16 d, dmin; per 32 columns 6-bit integers: w = d * sc * q - dmin * mn
   kSuper16,     // per 256 columns f16 d; per 16 columns a signed integer: w = d * sc * (q - zero)
   kSuper16Min,  // as kSuper32Min, with integers per 16 columns
+  kPower32,     // per 32 columns the exponent of a power of two, as bits of a float32, of which 0 is 0: w = 2^e * value[code]
 };
+
+// The values of float codes of 4 bits, doubled (e2m1: OCP microscaling formats, 2023), plus kFloat4Zero so that none is negative.
+constexpr int kFloat4Zero = 16;
+constexpr uint8_t kFloat4Codes[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
 
 // The formats that kernels exist for; index of the kernel tables.
 enum class Format : int {
@@ -36,12 +42,13 @@ enum class Format : int {
   kQ8Min,     // Q5_1, widened
   kQ8Super,   // Q5_K, widened
   kQ8Sub,     // Q6_K, widened
+  kFloat4,    // MXFP4
   kBf16,
   kF16,
   kF32,
   kI8Row,  // int8 with one scale a row
 };
-constexpr int kNumFormats = 13;
+constexpr int kNumFormats = 14;
 
 // How a kernel wants its activations. An activation buffer holds every form that its readers need.
 // kQ8 is symmetric int8 per 32 columns. kQ8Offset puts the range of the codes around the middle of the group's numbers: behind a
@@ -59,20 +66,20 @@ struct Unit {
   int bits;
   Scales scales;
 
-  constexpr int columns() const { return is_super(scales) ? 256 : 64; }
+  constexpr int columns() const { return is_super(scales) ? 256 : scales == Scales::kPower32 ? 128 : 64; }
   constexpr int groups() const { return columns() / kGroup; }
   constexpr int lines_per_group() const { return bits == 4 ? 4 : 8; }
-  // Offsets of the parts. Plain: f16 scale[groups][16], f16 min[groups][16]. Super: f16 d[16], f16 dmin[16] (64 bytes either way),
+  // Offsets of the parts. Plain: f16 scale[groups][16], f16 min[groups][16]; of powers u8 exponent[groups][16]. Super: f16 d[16], f16 dmin[16] (64 bytes either way),
   // then s8 scale[n][16] and u8 min[n][16] with n integers per unit.
   constexpr int num_scales() const { return is_sub16(scales) ? columns() / 16 : groups(); }
   constexpr int min_offset() const { return is_super(scales) ? 64 + 16 * num_scales() : 32 * groups(); }
   constexpr int codes_offset() const {
-    return (is_super(scales) ? 64 + 16 * num_scales() : 32 * groups()) +
+    return (is_super(scales) ? 64 + 16 * num_scales() : (scales == Scales::kPower32 ? 16 : 32) * groups()) +
            (has_min(scales) ? (is_super(scales) ? 16 : 32) * num_scales() : 0);
   }
   constexpr int bytes() const { return codes_offset() + groups() * lines_per_group() * 64; }
-  // The code that stands for zero in formats without minimum: 8 or 128, half of the range.
-  constexpr int zero() const { return has_min(scales) ? 0 : 1 << (bits - 1); }
+  // The code that stands for zero in formats without minimum: 8 or 128, half of the range; that of float codes is kFloat4Zero.
+  constexpr int zero() const { return has_min(scales) ? 0 : scales == Scales::kPower32 ? kFloat4Zero : 1 << (bits - 1); }
 };
 
 // Whether the scales are those of groups.
@@ -96,6 +103,8 @@ constexpr Unit unit_of(Format f) {
       return {8, Scales::kGroup32Min};
     case Format::kQ8Super:
       return {8, Scales::kSuper32Min};
+    case Format::kFloat4:
+      return {4, Scales::kPower32};
     default:
       return {8, Scales::kSuper16};
   }

@@ -17,7 +17,9 @@ HR_INLINE GroupScale<U.scales> group_scale(const uint8_t* unit, int g) {
   constexpr Scales S = U.scales;
   GroupScale<S> r;
   const auto halves = [unit](int i) { return load_half(reinterpret_cast<const uint16_t*>(unit) + 16 * i); };
-  if constexpr (!is_super(S)) {
+  if constexpr (S == Scales::kPower32) {
+    r.scale = from_bits(shift_left<23>(load_u8(unit + 16 * g)));
+  } else if constexpr (!is_super(S)) {
     r.scale = halves(g);
     if constexpr (has_min(S)) r.min = halves(U.groups() + g);
   } else {
@@ -40,10 +42,14 @@ HR_INLINE GroupScale<U.scales> group_scale(const uint8_t* unit, int g) {
   return r;
 }
 
-template <int Bits>
+template <Unit U>
 HR_INLINE void decode_group(const uint8_t* codes, Vb* w) {
   for (int j = 0; j < 4; j++) {
-    if constexpr (Bits == 4) {
+    if constexpr (U.scales == Scales::kPower32) {
+      const Vb line = load_bytes(codes + 64 * j);
+      w[j] = look_up(low_nibbles(line), kFloat4Codes);
+      w[j + 4] = look_up(high_nibbles(line), kFloat4Codes);
+    } else if constexpr (U.bits == 4) {
       const Vb line = load_bytes(codes + 64 * j);
       w[j] = low_nibbles(line);
       w[j + 4] = high_nibbles(line);
@@ -58,6 +64,7 @@ HR_INLINE void decode_group(const uint8_t* codes, Vb* w) {
 template <Unit U>
 HR_INLINE Vi start_sum(int32_t zero_sum) {
   if constexpr (U.zero() == 0) return set1(0);
+  if constexpr (U.zero() == 16) return shift_left<1>(set1(zero_sum));
   return U.zero() == 8 ? set1(zero_sum) : shift_left<4>(set1(zero_sum));
 }
 
@@ -144,7 +151,7 @@ void matmul_grouped(const uint8_t* tile, int units, const uint8_t* block, float*
         for (int i = 0; i < share; i += 64) prefetch_l2(tile + g * share + kFetchAhead + i);
       }
       Vb w[8];
-      decode_group<U.bits>(tile + U.codes_offset() + g * U.lines_per_group() * 64, w);
+      decode_group<U>(tile + U.codes_offset() + g * U.lines_per_group() * 64, w);
       const auto s = group_scale<U>(tile, g);
       add_rows<U, Rows>(acc, w, s, block);
       if constexpr (Offset) {

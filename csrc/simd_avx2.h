@@ -74,6 +74,7 @@ HR_INLINE Vi shift_right(Vi x) {
   return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)};
 }
 HR_INLINE Vi bits(Vf x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+HR_INLINE Vf from_bits(Vi x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 HR_INLINE void store(uint32_t* p, Vi x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
@@ -145,6 +146,11 @@ HR_INLINE Vb load_bytes(const uint8_t* p) {
 HR_INLINE __m256i nibble_mask() { return _mm256_set1_epi8(15); }
 HR_INLINE Vb low_nibbles(Vb x) { return {_mm256_and_si256(x.a, nibble_mask()), _mm256_and_si256(x.b, nibble_mask())}; }
 HR_INLINE Vb high_nibbles(Vb x) { return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
+// Of nibbles, the byte of the table that each is the number of.
+HR_INLINE Vb look_up(Vb nibbles, const uint8_t* table) {
+  const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  return {_mm256_shuffle_epi8(t, nibbles.a), _mm256_shuffle_epi8(t, nibbles.b)};
+}
 // vpmaddubsw saturates at 16 bits: codes up to 127 are safe, and the top bit of an 8-bit code is added apart.
 template <int Bits>
 HR_INLINE __m256i dot_half(__m256i acc, __m256i w, __m256i x) {

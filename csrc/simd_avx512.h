@@ -47,6 +47,7 @@ HR_INLINE Vi shift_right(Vi x) {  // zeros come in
   return {_mm512_srli_epi32(x.v, N)};
 }
 HR_INLINE Vi bits(Vf x) { return {_mm512_castps_si512(x)}; }
+HR_INLINE Vf from_bits(Vi x) { return _mm512_castsi512_ps(x.v); }
 HR_INLINE void store(uint32_t* p, Vi x) { _mm512_storeu_si512(p, x.v); }
 HR_INLINE Vf to_float(Vi x) { return _mm512_cvtepi32_ps(x.v); }
 HR_INLINE Vi round_to_int(Vf x) { return {_mm512_cvtps_epi32(x)}; }
@@ -74,6 +75,11 @@ HR_INLINE Vi load_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_
 HR_INLINE Vb load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 HR_INLINE Vb low_nibbles(Vb x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(15))}; }
 HR_INLINE Vb high_nibbles(Vb x) { return {_mm512_and_si512(_mm512_srli_epi16(x.v, 4), _mm512_set1_epi8(15))}; }
+// Of nibbles, the byte of the table that each is the number of.
+HR_INLINE Vb look_up(Vb nibbles, const uint8_t* table) {
+  const __m512i t = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  return {_mm512_shuffle_epi8(t, nibbles.v)};
+}
 template <int Bits>
 HR_INLINE Vi dot(Vi acc, Vb w, const int8_t* x) {
   asm volatile("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*reinterpret_cast<const int32_t*>(x)));

@@ -75,6 +75,7 @@ HR_INLINE Vi shift_right(Vi a) {  // zeros come in
   return {reinterpret_cast<Vint>(reinterpret_cast<Words>(a.v) >> N)};
 }
 HR_INLINE Vi bits(Vf a) { return {reinterpret_cast<Vint>(a)}; }
+HR_INLINE Vf from_bits(Vi a) { return reinterpret_cast<Vf>(a.v); }
 HR_INLINE void store(uint32_t* p, Vi a) { memcpy(p, &a, 64); }
 HR_INLINE Vf to_float(Vi a) { return __builtin_convertvector(a.v, Vf); }
 // What no int32 is becomes the least one, as x86 has it.
@@ -140,6 +141,14 @@ HR_INLINE Vb load_bytes(const uint8_t* p) {
 }
 HR_INLINE Vb low_nibbles(Vb a) { return {a.v & 0x0f0f0f0f}; }
 HR_INLINE Vb high_nibbles(Vb a) { return {(a.v >> 4) & 0x0f0f0f0f}; }
+// Of nibbles, the byte of the table that each is the number of.
+HR_INLINE Vb look_up(Vb nibbles, const uint8_t* table) {
+  uint8_t bytes[64];
+  memcpy(bytes, &nibbles, 64);
+  for (uint8_t& byte : bytes) byte = table[byte];
+  memcpy(&nibbles, bytes, 64);
+  return nibbles;
+}
 // acc[i] += sum of w[4 i + b] * x[b]; Bits is the width of w.
 template <int Bits>
 HR_INLINE Vi dot(Vi acc, Vb w, const int8_t* x) {

@@ -1,6 +1,7 @@
 #include "weights.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 
@@ -16,6 +17,7 @@ struct Group {
   int8_t scales[2];     // integers of super formats: one per 32 columns or one per 16
   uint8_t mins[2];
   uint16_t d, dmin;  // f16, super formats
+  uint8_t power;     // exponent of a float32, powers of two
 };
 
 uint16_t read16(const uint8_t* p) {
@@ -125,12 +127,28 @@ void read_q6_k(const uint8_t* b, int g, Group& r) {  // low bits[128], high bits
   r.d = read16(b + 208);
 }
 
+// The exponent of values that are doubled. Those below 2^-126 are 0: no product with them would be a normal number.
+uint8_t half_power(uint8_t e) { return e ? static_cast<uint8_t>(e - 1) : 0; }
+
+void read_mxfp4(const uint8_t* b, int, Group& r) {
+  r.power = half_power(b[0]);
+  nibbles(b + 1, r.codes);
+}
+
+void read_mxfp4_pairs(const uint8_t* b, int, Group& r) {  // the scale lies apart
+  for (int i = 0; i < 16; i++) {
+    r.codes[2 * i] = b[i] & 15;
+    r.codes[2 * i + 1] = b[i] >> 4;
+  }
+}
+
 // What a file calls a format, the bytes of its blocks, and the way from there to the packed one.
 struct Source {
   const char* name;
   Format format;
   int block_columns, block_bytes;
   void (*read)(const uint8_t* block, int group, Group& out);
+  bool has_block_scales = false;
 };
 
 constexpr Source kSources[] = {
@@ -144,6 +162,8 @@ constexpr Source kSources[] = {
     {"Q4_K", Format::kQ4Super, 256, 144, read_q4_k},
     {"Q5_K", Format::kQ8Super, 256, 176, read_q5_k},
     {"Q6_K", Format::kQ8Sub, 256, 210, read_q6_k},
+    {"MXFP4", Format::kFloat4, 32, 17, read_mxfp4},
+    {"MXFP4_PAIRS", Format::kFloat4, 32, 16, read_mxfp4_pairs, true},
     {"BF16", Format::kBf16, 1, 2, nullptr},
     {"F16", Format::kF16, 1, 2, nullptr},
     {"F32", Format::kF32, 1, 4, nullptr},
@@ -168,6 +188,8 @@ void place(uint8_t* unit, Unit shape, int g, int r, const Group& group) {
       unit[64 + 16 * (n * g + h) + r] = static_cast<uint8_t>(group.scales[h]);
       if (has_min(shape.scales)) unit[shape.min_offset() + 16 * (n * g + h) + r] = group.mins[h];
     }
+  } else if (shape.scales == Scales::kPower32) {
+    unit[16 * g + r] = group.power;
   } else {
     std::memcpy(unit + 32 * g + 2 * r, &group.scale, 2);
     if (has_min(shape.scales)) std::memcpy(unit + shape.min_offset() + 32 * g + 2 * r, &group.min, 2);
@@ -183,12 +205,13 @@ void place(uint8_t* unit, Unit shape, int g, int r, const Group& group) {
   }
 }
 
-void pack_grouped_row(const Source& source, const uint8_t* row, int cols, uint8_t* tile, int r) {
+void pack_grouped_row(const Source& source, const uint8_t* row, const uint8_t* block_scales, int cols, uint8_t* tile, int r) {
   const Unit shape = unit_of(source.format);
   const int block_groups = source.block_columns / kGroup;
   Group group{};
   for (int i = 0; i < cols / kGroup; i++) {
     source.read(row + static_cast<size_t>(i / block_groups) * source.block_bytes, i % block_groups, group);
+    if (block_scales) group.power = half_power(block_scales[i]);
     place(tile + static_cast<size_t>(i / shape.groups()) * shape.bytes(), shape, i % shape.groups(), r, group);
   }
 }
@@ -228,7 +251,12 @@ float unpack_grouped(const Weight& w, const uint8_t* tile, int r, int k) {
   const int g = k % shape.columns() / kGroup, i = k % kGroup;
   const uint8_t* lines = unit + shape.codes_offset() + g * shape.lines_per_group() * 64;
   const uint8_t byte = lines[(shape.bits == 4 ? i % 16 : i) / 4 * 64 + 4 * r + i % 4];
-  const int code = (shape.bits == 4 ? (i < 16 ? byte & 15 : byte >> 4) : byte) - shape.zero();
+  const int stored = shape.bits == 4 ? (i < 16 ? byte & 15 : byte >> 4) : byte;
+  if (shape.scales == Scales::kPower32) {
+    const uint8_t power = unit[16 * g + r];
+    return power ? std::ldexp(static_cast<float>(kFloat4Codes[stored] - kFloat4Zero), power - 127) : 0.0f;
+  }
+  const int code = stored - shape.zero();
   const auto half = [&](size_t at) { return half_to_float(read16(unit + at + 2 * r)); };
   if (!is_super(shape.scales))
     return half(32 * g) * static_cast<float>(code) + (has_min(shape.scales) ? half(shape.min_offset() + 32 * g) : 0.0f);
@@ -264,19 +292,24 @@ void check_stored(const Stored& stored) {
     require(row >= 0 && static_cast<size_t>(row) < there, "a weight's row order names a row that is not there");
   require(stored.row_scales.size() == (row_scaled ? there : 0),
           "a weight needs a scale for each row that is stored, or none at all in this format");
+  require(stored.block_scales.size() == (source.has_block_scales ? there * (static_cast<size_t>(stored.cols) / source.block_columns) : 0),
+          "a weight needs a scale for each block that is stored, or none at all in this format");
   require(!row_scaled || stored.cols <= kMaxRowColumns, "int8 with one scale a row has at most 131,072 columns: more may overflow a sum");
 }
 
 Weight pack(const Stored& stored, uint8_t* to, size_t stride, Pool& pool) {
   const Source& source = source_of(stored.format);
   const Weight w{source.format, stored.rows, stored.cols, units_of(source.format, stored.cols), stride, to};
+  const auto scales_of = [&](int64_t row) {
+    return source.has_block_scales ? stored.block_scales.data() + row * (stored.cols / source.block_columns) : nullptr;
+  };
   pool.parallel(w.tiles(), [&](int begin, int end, int) {
     for (int row = begin * kTileRows; row < std::min(end * kTileRows, w.rows); row++) {
       const int64_t from = stored.row_order.empty() ? row : stored.row_order[row];
       const uint8_t* bytes = stored.data + from * row_bytes(stored, source);
       uint8_t* tile = to + static_cast<size_t>(row / kTileRows) * stride;
       if (source.read)
-        pack_grouped_row(source, bytes, w.cols, tile, row % kTileRows);
+        pack_grouped_row(source, bytes, scales_of(from), w.cols, tile, row % kTileRows);
       else if (w.format == Format::kI8Row)
         pack_i8_row(bytes, w.cols, stored.row_scales[from], tile, w.units, row % kTileRows);
       else

@@ -11,14 +11,15 @@
 namespace headrace {
 
 // A matrix as it comes from a file: row after row of blocks in one of the formats that files know, and beside them the scales of the
-// rows in formats that have these.
+// rows, or those of the blocks of each row, in formats that have these.
 struct Stored {
   std::string format;
   int rows, cols;
   const uint8_t* data;
   size_t bytes;
   std::span<const int64_t> row_order = {};  // row i is stored as row row_order[i]; empty: as is
-  std::span<const float> row_scales = {};   // of the stored rows
+  std::span<const float> row_scales = {};      // of the stored rows
+  std::span<const uint8_t> block_scales = {};  // of the blocks of the stored rows
 };
 
 // A packed matrix: ceil(rows / 16) tiles, `stride` bytes apart.

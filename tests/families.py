@@ -41,6 +41,7 @@ LATENT = SIZE | {
 }
 V2_GROUPS = GROUPS | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0}
 V3_GROUPS = GROUPS | {"routed_scaling_factor": 2.5}
+OSS = {"head_dim": 32, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
 LATENT_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}
 
 
@@ -106,6 +107,10 @@ VARIANTS: dict[str, Variant] = {
     ),
     "deepseek-v3": Variant("deepseek_v3", "DeepseekV3ForCausalLM", LATENT | V3_GROUPS | {"rope_scaling": LATENT_YARN, "rope_theta": 1e4}),
     "deepseek-v3-half-split": Variant("deepseek_v3", "DeepseekV3ForCausalLM", LATENT | V3_GROUPS | {"rope_interleave": False}),
+    "gpt-oss": Variant(
+        "gpt_oss", "GptOssForCausalLM", SIZE | OSS | {"rope_parameters": YARN | {"rope_theta": 1e4, "truncate": False}}, kv_groups=2
+    ),
+    "gpt-oss-full": Variant("gpt_oss", "GptOssForCausalLM", SIZE | OSS | {"layer_types": ["full_attention"] * 3, "attention_bias": False}),
     "smollm3": Variant("smollm3", "SmolLM3ForCausalLM", SIZE | {"num_hidden_layers": 5, "pad_token_id": 0}),
     "granite": Variant(
         "granite",

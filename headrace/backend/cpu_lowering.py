@@ -99,7 +99,7 @@ class Lowering:
         if weight.name not in self.packed:
             t = self.tensors[weight.name]
             with named_in_errors(t.name):
-                parts = t.parts["codes"], t.row_order, t.parts.get("row_scales")
+                parts = t.parts["codes"], t.row_order, t.scales
                 self.packed[weight.name] = self.plan.add_weight(t.format.name, t.rows, t.cols, *parts)
             t.release()
         return self.packed[weight.name]
@@ -110,8 +110,8 @@ class Lowering:
         if not {a.name, b.name} & self.packed.keys() and a != b and s.row_order is None and t.row_order is None:
             with named_in_errors(f"{s.name} or {t.name}"):
                 self.packed[a.name], self.packed[b.name] = self.plan.add_weight_pair(
-                    *(s.format.name, s.parts["codes"], s.parts.get("row_scales")),
-                    *(t.format.name, t.parts["codes"], t.parts.get("row_scales")),
+                    *(s.format.name, s.parts["codes"], s.scales),
+                    *(t.format.name, t.parts["codes"], t.scales),
                     *(s.rows, s.cols),
                 )
             s.release()

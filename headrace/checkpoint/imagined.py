@@ -43,7 +43,8 @@ def imagined_tensors(spec: ModelSpec, format: Format) -> dict[str, StoredTensor]
     for name, shape in tensor_shapes(spec).items():
         suits = FORMATS["F32"] if len(shape) == 1 else format if shape[-1] % format.block == 0 else FORMATS["BF16"]
         rows = math.prod(shape[:-1])
-        sizes = {"codes": (rows, shape[-1] // suits.block, suits.nbytes)}
+        blocks = shape[-1] // suits.block
+        sizes = {"codes": (rows, blocks, suits.nbytes), "block_scales": (rows, blocks)}
         parts = {part: np.broadcast_to(np.zeros((), kind.dtype), sizes.get(part, (rows,))) for part, kind in suits.parts.items()}
         tensors[name] = StoredTensor(name, suits, shape, parts)
     return tensors

@@ -12,6 +12,7 @@ from headrace.model.family import Family
 from headrace.model.gemma import GEMMA2, GEMMA3
 from headrace.model.gpt2 import GPT2, GPT_BIGCODE
 from headrace.model.gpt_neox import GPT_NEOX
+from headrace.model.gpt_oss import GPT_OSS
 from headrace.model.gptj import GPTJ
 from headrace.model.granite import GRANITE
 from headrace.model.llama import LLAMA
@@ -38,7 +39,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, GEMMA2, GEMMA3, PHI2, PHI3, SMOLLM3, GRANITE, OLMO2, OLMOE),
         *(COHERE, COHERE2, STABLELM, STARCODER2, GPT2, GPT_BIGCODE, GPTJ, GPT_NEOX, FALCON, BLOOM, MPT),
-        *(DEEPSEEK_V2, DEEPSEEK_V3),
+        *(DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
     )
 }
 

@@ -14,12 +14,10 @@ from headrace.model.places import latent_heads, latent_rows, weights
 from headrace.model.rope import yarn_temperature
 from headrace.model.spec import ExpertSpec, LatentSpec, ModelSpec
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"moe_layer_freq": (1,)}
-
 
 def _config(config: Fields, architecture: str, dense: int, shared: int, context: int) -> tuple[ModelSpec, ExpertSpec]:
     """The specification without its experts, and those; the defaults are the leading dense layers, the shared experts and the context."""
-    config.require_neutral(_NEUTRAL)
+    config.require_neutral({"moe_layer_freq": (1,)})
     turned, still = config.integer("qk_rope_head_dim", 64), config.integer("qk_nope_head_dim", 128)
     rope = from_config.rope(config, turned, config.integer("max_position_embeddings", context))
     spec = from_config.decoder(config, architecture, max_context=context, rotary=rope, computed=("attention_bias", "mlp_bias"))

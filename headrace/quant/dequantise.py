@@ -73,6 +73,11 @@ def i8(blocks: Bytes) -> Floats:
     return blocks.view(np.int8).astype(np.float32)
 
 
+def u8(blocks: Bytes) -> Floats:
+    """Bytes."""
+    return blocks.astype(np.float32)
+
+
 def _q4(blocks: Bytes, at: int) -> Bytes:  # [blocks, 32]: low nibbles are the first half of the block
     return _fields(blocks[:, at : at + 16], (0, 4), 15).reshape(-1, 32)
 
@@ -105,6 +110,28 @@ def q5_1(blocks: Bytes) -> Floats:
 def q8_0(blocks: Bytes) -> Floats:
     """Signed bytes, times a scale."""
     return _half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
+
+
+_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+"""The values of float codes of 4 bits, doubled."""
+
+
+def _scaled(exponents: Bytes, values: Floats) -> Floats:
+    """Values that are doubled, times the power of two whose exponent, plus 127, a byte is; beyond float32 they are infinite."""
+    with np.errstate(over="ignore"):
+        return np.ldexp(values, exponents.astype(np.int32) - 128)
+
+
+def mxfp4(blocks: Bytes) -> Floats:
+    """4-bit floats, times a power of two (OCP microscaling formats, 2023)."""
+    return _scaled(blocks[:, :1], _E2M1[_q4(blocks, 1)])
+
+
+def mxfp4_pairs(parts: Parts, rows: Rows) -> Floats:
+    """The same with neighbours in a byte, the first in its low half, and the powers in the part `block_scales` [stored rows, blocks]."""
+    codes = parts["codes"][rows]
+    values = _E2M1[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(*codes.shape[:2], 32)
+    return _scaled(parts["block_scales"][rows][:, :, None], values).reshape(len(codes), -1)
 
 
 def q2_k(blocks: Bytes) -> Floats:

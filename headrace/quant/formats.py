@@ -68,12 +68,15 @@ FORMATS: dict[str, Format] = {
         _blocks("Q4_K", 256, 144, dq.q4_k),
         _blocks("Q5_K", 256, 176, dq.q5_k),
         _blocks("Q6_K", 256, 210, dq.q6_k),
+        _blocks("MXFP4", 32, 17, dq.mxfp4),
+        Format("MXFP4_PAIRS", 32, 16, dq.mxfp4_pairs, {**_CODES, "block_scales": TensorPart("u1")}),
         Format("I8_ROW", 1, 1, dq.row_scaled(dq.of_blocks(dq.i8, 1)), {**_CODES, "row_scales": TensorPart("f4")}),
     )
 }
-"""Formats of weights by name: those of GGUF files, block layouts as in ggml's `ggml-common.h`, and int8 with one scale a row."""
+"""Formats of weights by name: those of GGUF files, block layouts as in ggml's `ggml-common.h`, MXFP4 with its scales apart (gpt-oss), and
+int8 with one scale a row."""
 
-RAW_FORMATS: dict[str, Format] = {"I8": _blocks("I8", 1, 1, dq.i8)}
+RAW_FORMATS: dict[str, Format] = {"I8": _blocks("I8", 1, 1, dq.i8), "U8": _blocks("U8", 1, 1, dq.u8)}
 """Plain numbers, by the name that safetensors has for them, which only a quantisation method can make weights of."""
 
 
@@ -123,6 +126,11 @@ class StoredTensor:
         """Bytes of the tensor's rows in all parts, and of what they share."""
         kinds = self.format.parts
         return sum(part.nbytes // max(len(part), 1) * self.rows if kinds[name].by_row else part.nbytes for name, part in self.parts.items())
+
+    @property
+    def scales(self) -> NDArray[Any] | None:
+        """The scales of rows, float32 [stored rows], or of blocks, uint8 [stored rows, blocks], where they lie apart from the codes."""
+        return self.parts.get("row_scales", self.parts.get("block_scales"))
 
     def take(self, name: str, rows: NDArray[np.int64]) -> "StoredTensor":
         """The given stored rows as a matrix of its own: a view, of a part of the file where they lie together."""

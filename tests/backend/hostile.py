@@ -99,7 +99,7 @@ def weight(rng: Random) -> tuple[Any, ...]:
     rows, cols = rng.choice([16, 32, 33]), 256 if FORMATS[name].block == 256 else rng.choice([32, 64])
     tensor = stored(name, rows, cols)
     order = spoilt(rng, np.array(rng.sample(range(rows), rows), np.int64)) if rng.randrange(4) == 0 else None
-    scales = tensor.parts.get("row_scales")
+    scales = tensor.scales
     name = rng.choice(["Q4_0", "nonsense", ""]) if rng.randrange(20) == 0 else name
     codes = spoilt(rng, tensor.parts["codes"]) if rng.randrange(4) == 0 else tensor.parts["codes"]
     return name, mostly(rows)(rng), mostly(cols)(rng), codes, order, scales
@@ -187,7 +187,7 @@ def furnished(rng: Random | None) -> _native.Plan:
     plan.add_kv_group(1, 1, 64, 0, 0, 2, rng.choice(["f32", "bf16", "int4"]) if rng else "bf16")
     for rows, cols, name in ((32, 32, "Q8_0"), (64, 32, "F32"), (32, 64, "Q4_1"), (16, 32, "BF16")):
         tensor = stored(name, rows, cols)
-        plan.add_weight(name, rows, cols, tensor.parts["codes"], None, tensor.parts.get("row_scales"))
+        plan.add_weight(name, rows, cols, tensor.parts["codes"], None, tensor.scales)
     for width in (16, 32, 64, 2):
         plan.add_vector(np.ones(width, np.float32))
     for width, logit, packed in ((32, False, False), (32, False, True), (64, False, False), (32, True, False), (16, False, False)):

@@ -24,6 +24,13 @@ def random_stored(format_name: str, rows: int, cols: int, seed: int, name: str =
         codes = rng.integers(0, 256, rows * cols, dtype=np.uint8)
         row_scales = (rng.uniform(-1, 1, rows) * scale / 64).astype(np.float32)
         return StoredTensor.from_bytes(name, form, (rows, cols), codes, row_scales=row_scales)
+    if "MXFP4" in format_name:
+        blocks = rng.integers(0, 256, (rows, cols // 32, form.nbytes), dtype=np.uint8)
+        powers = rng.integers(-5, 0, (rows, cols // 32), dtype=np.int64) + 127 + round(float(np.log2(scale)))
+        if "block_scales" in form.parts:
+            return StoredTensor.from_bytes(name, form, (rows, cols), blocks.reshape(-1), block_scales=powers.astype(np.uint8))
+        blocks[:, :, 0] = powers
+        return StoredTensor.from_bytes(name, form, (rows, cols), blocks.reshape(-1))
     if format_name not in _SCALES:
         values = rng.standard_normal((rows, cols)).astype(np.float32) * np.float32(scale)
         if format_name == "F32":

@@ -30,7 +30,7 @@ def product(isa: str, stored: StoredTensor, x: Array, offset: bool = False, thre
     loose, packed, out = plan.add_buffer(cols, False, False), plan.add_buffer(cols, False, True), plan.add_buffer(stored.rows, False, False)
     plan.embed(loose, plan.add_weight("F32", num_rows, cols, x.astype(np.float32).view(np.uint8).reshape(-1), None))
     plan.pack(packed, loose)
-    weight = plan.add_weight(stored.format.name, stored.rows, cols, stored.parts["codes"], order, stored.parts.get("row_scales"))
+    weight = plan.add_weight(stored.format.name, stored.rows, cols, stored.parts["codes"], order, stored.scales)
     plan.linear(out, packed, weight, -1, -1, offset)
     run_rows(plan, num_rows)
     return np.array(plan.floats(out, num_rows))
@@ -115,7 +115,7 @@ def test_what_is_written_in_pieces_has_no_scale_by_row() -> None:
     plan = _native.Plan("", 1)
     x, y, out = (plan.add_buffer(32, False, packed) for packed in (True, True, False))
     by_row, by_group = (
-        plan.add_weight(t.format.name, 32, 32, t.parts["codes"], None, t.parts.get("row_scales"))
+        plan.add_weight(t.format.name, 32, 32, t.parts["codes"], None, t.scales)
         for t in (random_stored(f, 32, 32, 0) for f in ("I8_ROW", "Q8_0"))
     )
     plan.glu_linear(y, x, by_group, by_group, -1, -1, "silu")

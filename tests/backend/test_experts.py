@@ -243,7 +243,7 @@ class Native:
         weights = []
         for i, shape in enumerate(self.shapes):
             stored = [random_stored(down if i == 2 else format, *shape, 10 * i + e) for e in range(3)]
-            weights.append([self.plan.add_weight(t.format.name, *shape, t.parts["codes"], None, t.parts.get("row_scales")) for t in stored])
+            weights.append([self.plan.add_weight(t.format.name, *shape, t.parts["codes"], None, t.scales) for t in stored])
         self.outs.append(self.plan.add_buffer(self.shapes[0][1], False, False))
         self.plan.experts(self.outs[-1], self.x, self.routing, tuple(weights), ([], [], []), "silu")
         return self

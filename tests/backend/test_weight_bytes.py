@@ -25,7 +25,7 @@ from tests.tiny import Tensors, tiny_model
 KV = KvConfig((2,), 32, "bf16")
 BITS = {  # of a packed number, scales included, where nothing is padded
     **{"F32": 32, "F16": 16, "BF16": 16, "I8_ROW": 8.0625},
-    **{"Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q8_0": 8.5},
+    **{"Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q8_0": 8.5, "MXFP4": 4.25, "MXFP4_PAIRS": 4.25},
     **{"Q5_0": 8.5, "Q5_1": 9, "Q2_K": 5.125, "Q3_K": 4.625, "Q5_K": 8.625, "Q6_K": 8.625},  # widened
 }
 Lower = Callable[[Program, Tensors], Program]
@@ -60,7 +60,7 @@ def test_bits_of_a_packed_number(format_name: str) -> None:
     packed = _native.packed_bytes(format_name, 32, 512)
     assert 8 * packed / (32 * 512) == BITS[format_name]
     plan = _native.Plan("", 1)
-    plan.add_weight(format_name, 32, 512, stored.parts["codes"], None, stored.parts.get("row_scales"))
+    plan.add_weight(format_name, 32, 512, stored.parts["codes"], None, stored.scales)
     assert plan.weight_bytes == packed
 
 
@@ -138,7 +138,8 @@ def private_bytes():
 def zeros(name, shape):
     stored = FORMATS[sys.argv[1] if len(shape) == 2 else "F32"]
     nbytes = int(np.prod(shape)) // stored.block * stored.nbytes
-    scales = {"row_scales": np.zeros(shape[0], np.float32)} if "row_scales" in stored.parts else {}
+    sizes = {"row_scales": shape[:1], "block_scales": (shape[0], shape[-1] // stored.block)}
+    scales = {part: np.zeros(sizes[part], kind.dtype) for part, kind in stored.parts.items() if part in sizes}
     return StoredTensor.from_bytes(name, stored, shape, np.zeros(nbytes, np.uint8), **scales)  # pages that are only read are not counted
 
 spec = tiny_model(0)[0]

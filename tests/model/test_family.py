@@ -44,8 +44,7 @@ def test_every_tensor_has_a_place_in_every_layout(name: str) -> None:
         taken = set()
         for tensor in tensor_shapes(spec):
             place, numbers = layout.locate(tensor)
-            rows = place.slab or place.rows
-            first = int(rows(spec, numbers)[0]) if rows else 0
+            first = tuple(int(rows(spec, numbers)[0]) if rows else 0 for rows in (place.slab, place.rows))
             assert (place.name, first) not in taken
             assert "{" not in place.name and not place.name.endswith(layout.ignored or ("-",))
             taken.add((place.name, first))

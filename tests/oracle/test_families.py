@@ -1,10 +1,12 @@
 """Tiny random models of every family: the logits of the reference backend against those of transformers in float32, and of cpu."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
@@ -62,6 +64,32 @@ def test_latent_rows_in_the_absorbed_form(name: str, tmp_path: Path) -> None:
     for backend in ("reference", "cpu"):
         got = logits_of_ours(spec, tensors, TOKENS, 1, backend)
         assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
+
+
+FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+    """Experts in MXFP4, whose values transformers has here as floats."""
+    model, rng = save_model("gpt-oss", tmp_path), np.random.default_rng(0)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, cols, rows = tensors.pop(name).shape
+        codes = rng.integers(0, 16, (experts, rows, cols // 32, 32), dtype=np.uint8)
+        scales = rng.integers(119, 124, codes.shape[:3], dtype=np.uint8)
+        values = np.ldexp(FLOAT4[codes], scales.astype(int)[..., None] - 127).reshape(experts, rows, cols)
+        model.get_parameter(name).data = torch.tensor(values, dtype=torch.float32).swapaxes(1, 2)
+        tensors |= {f"{name}_blocks": codes[..., ::2] | (codes[..., 1::2] << np.uint8(4)), f"{name}_scales": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    want = logits_of(model, TOKENS)
+    got = our_logits(tmp_path, TOKENS, 2, 256)
+    assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
+    fast = our_logits(tmp_path, TOKENS, 2, 256, "cpu")
+    assert np.linalg.norm(fast - got) < 0.03 * np.linalg.norm(got)  # int8 activations
+    experts = [tensor for name, tensor in open_checkpoint(tmp_path).tensors.items() if ".experts." in name and tensor.rows > 1]
+    assert {tensor.format.name for tensor in experts} == {"MXFP4_PAIRS"}
 
 
 def test_gpt2_as_it_was_first_published(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from typing import Any
 
 from headrace.checkpoint.quantisation.compressed_tensors import CompressedTensors
 from headrace.checkpoint.quantisation.method import Method, refusal
+from headrace.checkpoint.quantisation.mxfp4 import Mxfp4
 
-METHODS: tuple[Method, ...] = (CompressedTensors(),)
+METHODS: tuple[Method, ...] = (CompressedTensors(), Mxfp4())
 
 
 def method_of(config: Any) -> Method:
