@@ -47,7 +47,7 @@ def draft_engine(
     given: dict[str, Any] = needed | {"proposer": how, "draft_depth": depth, "draft_width": width, "max_draft_tokens": 128}
     wanted = EngineConfig(acceptance_method=config.get("acceptance_method", "exact"), **given)
     methods = asked_for(wanted)
-    program = trace_model(spec, tensors)
+    program = trace_model(spec, tensors).pooling()
     kv = KvConfig((-(-slots // size),) * len(program.kv_groups), size, kv_dtype)
     target = compile_program(backend, program.keeping_hidden() if "medusa" in methods else program, tensors, kv, config.get("threads", 1))
     draft_models = DraftModels(block_size=size)

@@ -125,7 +125,7 @@ class _Decoder:
 def tiny_executable(model: tuple[ModelSpec, Tensors], backend: str, kv: KvConfig, threads: int = 1) -> Executable:
     """The model, compiled."""
     spec, tensors = model
-    return compile_program(backend, trace_model(spec, tensors), tensors, kv, threads)
+    return compile_program(backend, trace_model(spec, tensors).pooling(), tensors, kv, threads)
 
 
 def tiny_engine(

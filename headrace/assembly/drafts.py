@@ -58,8 +58,8 @@ def open_draft_checkpoints(config: EngineConfig, target: Checkpoint, tokenizer: 
 
 
 def target_program(config: EngineConfig, target: Checkpoint) -> Program:
-    """The program of the model itself; for heads it gives back its hidden rows."""
-    program = trace_model(target.spec, target.tensors)
+    """The program of the model itself, which pools rows; for heads it gives back its hidden rows."""
+    program = trace_model(target.spec, target.tensors).pooling()
     return program.keeping_hidden() if "medusa" in asked_for(config) else program
 
 

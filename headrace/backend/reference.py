@@ -59,7 +59,8 @@ class ReferenceExecutable:
         for op in self.program.ops:
             step.run(op)
         rows = step.rows[self.program.logits.id].astype(np.float32)
-        self._results = run_logit_ops(ops, rows)
+        pooled = step.rows[self.program.pooled.id].astype(np.float32) if self.program.pooled else None
+        self._results = run_logit_ops(ops, rows, pooled)
         kept = step.rows[self.program.hidden.id].astype(np.float32) if hidden and self.program.hidden else None
         return Done(StepResult(self._results, rows if logits else None, kept))
 
@@ -130,6 +131,13 @@ class _Step:
     def x(self, value: Value) -> Floats:
         return self.rows[value.id]
 
+    def some_rows(self, x: Value, out: Value) -> Floats:
+        """The rows of a value that another has, which may have some of the gathered ones alone."""
+        if x.rows == out.rows:
+            return self.x(x)
+        num_logit_rows = len(self.batch.logit_rows)
+        return self.x(x)[:num_logit_rows] if out.rows == "logit" else self.x(x)[num_logit_rows:]
+
     def w(self, weight: Weight) -> Floats:
         return self.executable.weights[weight.name]
 
@@ -184,7 +192,7 @@ def _rope_angles(s: _Step, op: ops.RopeAngles) -> Floats:
 
 
 def _norm(s: _Step, op: ops.Norm) -> Floats:
-    x = s.x(op.x).reshape(-1, op.x.width // op.size, op.size)  # there may be no rows
+    x = s.some_rows(op.x, op.out).reshape(-1, op.x.width // op.size, op.size)  # there may be no rows
     if op.kind == "layer":
         x = x - np.mean(x, axis=2, keepdims=True)
     mean_square: Floats = np.mean(x * x, axis=2, keepdims=True)
@@ -361,7 +369,7 @@ def _add(s: _Step, op: ops.Add) -> Floats:
 
 
 def _gather_rows(s: _Step, op: ops.GatherRows) -> Floats:
-    return s.x(op.x)[s.batch.logit_rows]
+    return s.x(op.x)[s.batch.gathered_rows]
 
 
 _RUN: dict[type[Op], Callable[[_Step, Any], Floats | None]] = {

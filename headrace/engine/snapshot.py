@@ -66,6 +66,6 @@ def _line(seq: Sequence, waits: bool, now: float) -> SequenceStats:
     elif seq.output.finish_reason:
         state = "padding"
     else:
-        state = "decode" if seq.num_uncomputed == 1 else "prefill"
+        state = "decode" if seq.num_uncomputed == 1 and not request.pooling else "prefill"
     output = len(seq.output.token_ids)
     return SequenceStats(request.id, seq.seq_id[1], seq.prompt_len, output, request.cached_tokens, state, now - request.stopwatch.added)

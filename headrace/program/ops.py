@@ -82,6 +82,7 @@ class Norm(Op):
     """out = x / sqrt(mean(x^2) + eps) * weight + bias, over `size` columns at a time; LayerNorm has x - mean(x) in place of x.
 
     A weight and a bias have one number for each of the `size` columns, which all groups of columns share, or for each of all columns.
+    Of gathered rows it may take those that have logits, or those that are pooled: `out` says which.
     """
 
     out: Value
@@ -100,7 +101,7 @@ class Norm(Op):
 
     def flops(self, load: Load) -> int:
         per_number = {"rms": 4, "layer": 6}[self.kind] + (self.bias is not None)
-        return per_number * self.x.num_rows(load) * self.x.width
+        return per_number * self.out.num_rows(load) * self.x.width
 
 
 @dataclass(frozen=True)
@@ -389,7 +390,7 @@ class Add(Op):
 
 @dataclass(frozen=True)
 class GatherRows(Op):
-    """out = the rows of x whose logits are wanted"""
+    """out = the rows of x whose logits are wanted, and behind them those that are pooled"""
 
     out: Value
     x: Value

@@ -243,9 +243,9 @@ def plan_with(key_dim: int, value_dim: int, packed: bool = False) -> _native.Pla
     """A plan with buffers for 2 query heads of one KV head: 0 queries, 1 what attention writes, 2 another of 3 columns."""
     plan = _native.Plan("", 1)
     plan.add_kv_group(1, 1, key_dim, value_dim, 0, 2, "bf16")
-    plan.add_buffer(2 * key_dim, False, False)
-    plan.add_buffer(2 * (value_dim or 8), False, packed)
-    plan.add_buffer(3, False, False)
+    plan.add_buffer(2 * key_dim, "step", False)
+    plan.add_buffer(2 * (value_dim or 8), "step", packed)
+    plan.add_buffer(3, "step", False)
     for size in (2, 3):
         plan.add_vector(np.ones(size, np.float32))
     return plan

@@ -4,20 +4,22 @@ Some requests are beam searches. After every rule: free + held == total, no bloc
 right. At the end nothing is held, and every finished request has the tokens of plain decoding, or of the naive beam search.
 """
 
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from numpy.typing import NDArray
 
 from headrace.batch import Commit, DraftTree
 from headrace.engine.sequence import Sequence
 from headrace.errors import RequestError
 from headrace.logit_ops import StepResult
 from headrace.proposer import Proposer
-from headrace.request import SamplingParams, Update
+from headrace.request import Pooling, PoolingParams, SamplingParams, Update
 from tests.accept.beam_twin import beam_search
-from tests.engine.toy import VOCAB, plain_decoding, toy_engine, toy_logits
+from tests.engine.toy import VOCAB, plain_decoding, toy_engine, toy_logits, toy_vector
 from tests.random_trees import RandomTrees
 
 MAX_MODEL_LEN = 40
@@ -96,6 +98,7 @@ class Life(RuleBasedStateMachine):
         self.truth: dict[tuple[int, int], list[int]] = {}
         self.params: dict[str, SamplingParams] = {}
         self.finished: dict[str, Update] = {}
+        self.vectors: dict[str, NDArray[np.float32]] = {}
         self.prompt_lens: list[int] = []
 
     @initialize(
@@ -145,6 +148,18 @@ class Life(RuleBasedStateMachine):
             for index, beam in enumerate(beam_search(prompt, params, toy_logits, VOCAB, MAX_MODEL_LEN)):
                 self.truth[number, index] = prompt + beam.tokens
         self.params[request_id] = params
+        self.prompt_lens.append(len(prompt))
+
+    @rule(stem=st.integers(0, 2), size=st.integers(1, 24), how=st.sampled_from(get_args(Pooling)), salt=st.sampled_from([None, "a"]))
+    def embed(self, stem: int, size: int, how: Pooling, salt: str | None) -> None:
+        prompt, params = STEMS[stem][:size], PoolingParams(pooling=how)
+        try:
+            request_id = self.engine.add(self.engine.check(prompt, pooling=params, cache_salt=salt))
+        except RequestError:  # `add` has what is refused
+            return
+        self.vectors[request_id] = toy_vector(prompt, how)
+        self.params[request_id] = SamplingParams(max_tokens=1)
+        self.truth[len(self.prompt_lens), 0] = prompt
         self.prompt_lens.append(len(prompt))
 
     @rule(steps=st.integers(1, 10))
@@ -197,7 +212,7 @@ class Life(RuleBasedStateMachine):
         for request in self.engine._requests.values():
             assert not request.acceptor.is_group or len({len(seq.known) for seq in request.seqs}) == 1
         for seq in scheduler.running:
-            assert 0 <= seq.settled <= seq.computed < seq.length
+            assert 0 <= seq.settled <= seq.computed < seq.length + (seq.request.pooling is not None)
             executable.check(self.engine._kv, seq.tables, seq.known[: seq.settled])
 
     def teardown(self) -> None:
@@ -256,6 +271,8 @@ class Life(RuleBasedStateMachine):
                 assert update.result.finished
                 self.finished[update.request_id] = update
                 self._check(int(update.request_id), update.result.outputs, complete=True)
+                vector = self.vectors.get(update.request_id, np.zeros(0, np.float32))
+                assert (update.result.embedding if vector.size else vector).tobytes() == vector.tobytes()
                 expected = self.params[update.request_id].prompt_logprobs is not None
                 assert (update.result.prompt_logprobs is not None) == expected
                 if update.result.prompt_logprobs:

@@ -22,13 +22,15 @@ from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program.kv import KvGroup, KvLayout
 from headrace.propose import make_proposers
 from headrace.proposer import Proposer
-from headrace.request import SamplingParams
+from headrace.request import Pooling, SamplingParams
 from headrace.sampling.host import run_logit_ops, tokens_of
 from tests.late import LateExecutable
 from tests.sampling.sampler_twin import SamplerTwin
 from tests.tiny import TinyVocabulary
 
 VOCAB = 23
+TOY_DIM = 5
+"""Numbers of a hidden row."""
 FULL = (0,)
 """The windows of a model with one group of layers, which see everything."""
 
@@ -40,6 +42,20 @@ def toy_logits(tokens: list[int]) -> NDArray[np.float32]:
 def _logits_of(text: int) -> NDArray[np.float32]:
     logits: NDArray[np.float32] = np.random.default_rng(text).normal(0, 2, VOCAB).astype(np.float32)
     return logits
+
+
+def toy_hidden(text: int) -> NDArray[np.float32]:
+    """The hidden row behind tokens of this hash."""
+    hidden: NDArray[np.float32] = np.random.default_rng([text, 1]).normal(0, 2, TOY_DIM).astype(np.float32)
+    return hidden
+
+
+def toy_vector(tokens: list[int], pooling: Pooling) -> NDArray[np.float32]:
+    """What a prompt is embedded as, without an engine."""
+    rows = [toy_hidden(zlib.crc32(bytes(tokens[: end + 1]))) for end in range(len(tokens))]
+    pooled = {"last": rows[-1:], "mean": rows, "cls": rows[:1]}[pooling]
+    vector: NDArray[np.float32] = (sum(row.astype(np.float64) for row in pooled) / len(pooled)).astype(np.float32)
+    return vector
 
 
 def hash_after(text: int, token: int) -> int:
@@ -83,14 +99,14 @@ class ToyExecutable:
         self.closed = False
 
     def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Done:
-        rows = self.forward(batch._replace(tokens=tokens_of(batch, self._values)))
-        self._values = run_logit_ops(ops, rows, self._pool)
+        rows, pooled = self.forward(batch._replace(tokens=tokens_of(batch, self._values)))
+        self._values = run_logit_ops(ops, rows, pooled, self._pool)
         return Done(StepResult(self._values, rows if logits else None))
 
     def expert_loads(self) -> NDArray[np.int64]:
         return np.zeros((0, 0), np.int64)
 
-    def forward(self, batch: RaggedBatch) -> NDArray[np.float32]:  # [logit rows, vocab]
+    def forward(self, batch: RaggedBatch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:  # [logit rows, vocab], [pooled rows, dim]
         assert len(batch.kv) == len(self.windows)
         assert all(len(set(group.slots.tolist())) == len(batch.tokens) for group in batch.kv), "two rows write one slot"
         assert list(batch.logit_rows) == sorted(set(batch.logit_rows.tolist()))
@@ -98,7 +114,8 @@ class ToyExecutable:
         self.largest = tuple(map(max, self.largest, sizes))
         texts = [self._write(batch, seq, row) for seq in range(len(batch.scheduled_len)) for row in range(*batch.row_start[seq : seq + 2])]
         rows = [self._logits(texts[row]) for row in batch.logit_rows]
-        return np.array(rows, np.float32).reshape(-1, VOCAB)
+        pooled = [self._hidden(texts[row]) for row in (() if batch.pooled_rows is None else batch.pooled_rows)]
+        return np.array(rows, np.float32).reshape(-1, VOCAB), np.array(pooled, np.float32).reshape(-1, TOY_DIM)
 
     def _write(self, batch: RaggedBatch, seq: int, row: int) -> Kept:
         """What a row keeps, from what it sees in every group, which must agree."""
@@ -132,6 +149,9 @@ class ToyExecutable:
 
     def _logits(self, kept: Kept) -> NDArray[np.float32]:
         return np.full(VOCAB, np.nan, np.float32) if kept.is_broken else _logits_of(kept.text)
+
+    def _hidden(self, kept: Kept) -> NDArray[np.float32]:
+        return np.full(TOY_DIM, np.nan, np.float32) if kept.is_broken else toy_hidden(kept.text)
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         for s, t in zip(source.tolist(), target.tolist(), strict=True):

@@ -28,11 +28,11 @@ SHAPES = st.fixed_dictionaries(
 
 
 def decoder(shape: dict[str, Any]) -> tuple[Program, Tensors]:
-    """A decoder of this shape."""
+    """A decoder of this shape, which pools rows."""
     heads, head_dim = shape["kv_heads"] * shape["groups"], shape["head_dim"]
     sizes = {"dim": heads * head_dim, "heads": heads, "kv_heads": shape["kv_heads"], "ffn": 96, "vocab": VOCAB}
     spec, tensors = tiny_model(0, window=shape["window"], format=shape["format"], **sizes)
-    return trace_model(replace(spec, rope=RopeSpec(shape["rotated"])), tensors), tensors
+    return trace_model(replace(spec, rope=RopeSpec(shape["rotated"])), tensors).pooling(), tensors
 
 
 def others(shape: dict[str, Any]) -> tuple[Program, Tensors]:
