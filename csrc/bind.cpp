@@ -220,16 +220,19 @@ void bind_plan(nb::module_& m) {
           nb::arg("isa"), nb::arg("threads"))
       .def(
           "add_kv_group",
-          [](Plan& p, int layers, int kv_heads, int key_dim, int value_dim, int window, int blocks, const std::string& kv_dtype) {
+          [](Plan& p, int layers, int kv_heads, int key_dim, int value_dim, int window, int blocks, const std::string& kv_dtype,
+             int num_sink_tokens) {
             require(layers > 0 && kv_heads > 0 && blocks > 0 && blocks <= kMaxContext / kKvTile,
                     "a KV cache needs layers, heads and blocks");
             require(key_dim % 2 == 0 && value_dim % 2 == 0, "a KV cache needs even head sizes");
             require(kv_heads <= kMaxWidth / std::max({key_dim, value_dim, 1}), "a KV cache is not so wide");
             require(window >= 0, "a window is a number of positions");
-            available(p).add_kv_group({KvCache(layers, kv_heads, blocks, kv_record(kv_dtype, key_dim, value_dim)), window});
+            require(num_sink_tokens >= 0 && num_sink_tokens <= (window ? kMaxContext : 0), "sinks are the first tokens, beside a window");
+            available(p).add_kv_group(
+                {KvCache(layers, kv_heads, blocks, kv_record(kv_dtype, key_dim, value_dim)), window, num_sink_tokens});
           },
           nb::arg("layers"), nb::arg("kv_heads"), nb::arg("key_dim"), nb::arg("value_dim"), nb::arg("window"), nb::arg("blocks"),
-          nb::arg("kv_dtype"),
+          nb::arg("kv_dtype"), nb::arg("num_sink_tokens") = 0,
           "Layers that keep alike and see alike, without values (0) where they are part of the keys. Groups are numbered in the order in "
           "which they come.")
       .def(

@@ -174,7 +174,7 @@ std::array<int, 2> Plan::kv_buffers(int group) {
 AttentionWork& Plan::attention_work(int group, int num_heads, int value_dim) {
   auto& work = attention_work_[{group, num_heads, value_dim}];
   if (!work)
-    work = std::make_unique<AttentionWork>(group, num_heads / kv(group).heads(), kv_[static_cast<size_t>(group)].window,
+    work = std::make_unique<AttentionWork>(group, num_heads / kv(group).heads(), kv_[static_cast<size_t>(group)],
                                            kv(group).shape().computed(value_dim));
   return *work;
 }

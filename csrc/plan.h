@@ -80,10 +80,11 @@ struct ExpertsShape {
   auto operator<=>(const ExpertsShape&) const = default;
 };
 
-// A group of layers that keep alike, and see alike: `window` positions back, the row's own included; 0: all.
+// A group of layers that keep alike, and see alike: `window` positions back, the row's own included, and the first `sink_tokens` of all;
+// 0: everything.
 struct KvGroup {
   KvCache cache;
-  int window;
+  int window, sink_tokens;
 };
 
 // A layer by its group and its place in it.

@@ -221,7 +221,8 @@ class LLM:
         spec, limits = self.spec, self._engine.limits
         shape = f"{spec.architecture}, {spec.num_layers} layers of width {spec.dim}, vocabulary {spec.vocab_size:,}"
         kv = f"KV for {max(limits.kv.num_blocks) * limits.kv.block_size:,} tokens in {limits.kv.dtype}"
-        state = "closed" if self._thread.closed else f"backend {self.config.backend}, context {limits.max_model_len:,}, {kv}"
+        lossy = f"; lossy: {self.config.lossy}" if self.config.lossy else ""
+        state = "closed" if self._thread.closed else f"backend {self.config.backend}, context {limits.max_model_len:,}, {kv}{lossy}"
         return f"LLM({self._model!r}: {shape}; {state})"
 
     def _check(self, read: Callable[[_T], TokenizedPrompt], prompts: Sequence[_T], **asked: object) -> list[CheckedRequest]:

@@ -80,7 +80,7 @@ class CpuExecutable:
             for group, num_blocks in zip(self.kv_groups, kv.num_blocks, strict=True):
                 layout = group.layout
                 sizes = layout.num_heads, layout.key_dim, layout.value_dim
-                self.plan.add_kv_group(len(group.layers), *sizes, group.window, num_blocks, kv.dtype)
+                self.plan.add_kv_group(len(group.layers), *sizes, group.window, num_blocks, kv.dtype, group.num_sink_tokens)
         except ValueError as error:
             raise RequestError(str(error)) from None
         self._pool = self.plan.pool

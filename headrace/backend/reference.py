@@ -135,8 +135,8 @@ class _Step:
         """The rows of a value that another has, which may have some of the gathered ones alone."""
         if x.rows == out.rows:
             return self.x(x)
-        num_logit_rows = len(self.batch.logit_rows)
-        return self.x(x)[:num_logit_rows] if out.rows == "logit" else self.x(x)[num_logit_rows:]
+        cut = len(self.batch.logit_rows)
+        return self.x(x)[cut:] if out.rows == "pooled" else self.x(x)[:cut]
 
     def w(self, weight: Weight) -> Floats:
         return self.executable.weights[weight.name]
@@ -255,13 +255,15 @@ def _attention(s: _Step, op: ops.Attention) -> Floats:
     slopes = np.array(op.slopes or [0.0] * op.num_heads).reshape(op.num_kv_heads, -1, 1)
     sinks = s.w(op.sinks).reshape(op.num_kv_heads, -1, 1) if op.sinks else None
     for row, slots in enumerate(s.visible(group)):
-        seen = slots[-op.window :] if op.window else slots
+        before = max(0, len(slots) - op.window) if op.window else 0
+        at = np.array([*range(min(before, op.num_sink_tokens)), *range(before, len(slots))])
+        seen = slots[at]
         k = store.keys[place, seen]  # [seen, kv heads, head_dim]
         v = k[..., : op.value_dim] if op.latent else store.values[place, seen]
         scores = np.einsum("hgd,shd->hgs", q[row], k) * op.scale
         if op.softcap:
             scores = op.softcap * np.tanh(scores / op.softcap)
-        scores = scores - slopes * np.arange(len(seen) - 1, -1, -1)
+        scores = scores - slopes * (len(slots) - 1 - at)
         most = scores.max(axis=2, keepdims=True)
         if sinks is not None:
             most = np.maximum(most, sinks)
@@ -329,9 +331,8 @@ def _route(s: _Step, op: ops.Route) -> Floats:
         scores = 1 / (1 + np.exp(-logits))
     wanted = scores if op.bias is None else scores + s.w(op.bias)
     if op.groups > 1:
-        best = np.sort(wanted.reshape(-1, op.groups, op.x.width // op.groups), axis=2)[:, :, -1 if op.scoring == "softmax" else -2 :].sum(
-            axis=2
-        )
+        ascending = np.sort(wanted.reshape(-1, op.groups, op.x.width // op.groups), axis=2)
+        best = ascending[:, :, -1 if op.scoring == "softmax" else -2 :].sum(axis=2)
         chosen = np.argsort(-best, axis=1, kind="stable")[:, : op.top_groups]
         within = np.zeros(best.shape, bool)
         np.put_along_axis(within, chosen, True, axis=1)

@@ -280,9 +280,9 @@ class Engine:
         for pool in self._kv.pools:
             if pool.needed(*whole) > pool.num_blocks:
                 outputs = f"{params.max_tokens or 'all possible'} more{f' in each of {width} beams' if width > 1 else ''}"
-                more = "" if pooling else f" and {outputs}"
+                more = " needs" if pooling else f" and {outputs} need"
                 raise RequestError(
-                    f"the prompt of {prompt_len:,} tokens{more} takes up to {pool.needed(*whole):,} blocks of {size} tokens, "
+                    f"the prompt of {prompt_len:,} tokens{more} up to {pool.needed(*whole):,} blocks of {size} tokens, "
                     f"and there are {pool.num_blocks:,}: ask for fewer, or raise kv_blocks"
                 )
 

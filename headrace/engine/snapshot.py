@@ -38,7 +38,7 @@ def _empty_slots(seqs: Iterable[Sequence], group: int, block_size: int, filled: 
     empty: dict[int, int] = {}
     for seq in seqs:
         end, table = filled(seq), seq.tables[group]
-        for i in range(max(end // block_size, table.num_released), len(table)):
+        for i in range(max(end // block_size, table.window_start), len(table)):
             left = min(block_size, (i + 1) * block_size - end)
             block = table[i]
             empty[block] = min(left, empty.get(block, left))

@@ -57,6 +57,16 @@ class Program:
         pooled = replace(last.out, id=1 + max(out.id for op in self.ops if (out := op.output())), rows="pooled")
         return replace(self, ops=(*self.ops, replace(last, out=pooled)), pooled=pooled)
 
+    def with_window(self, window: int, num_sink_tokens: int) -> "Program":
+        """The same program with such a window, beside these sinks, in all layers that see everything; 0: as it is."""
+
+        def limited(op: Op) -> Op:
+            if not isinstance(op, Attention) or op.window:
+                return op
+            return replace(op, window=window, num_sink_tokens=num_sink_tokens)
+
+        return replace(self, ops=tuple(map(limited, self.ops))) if window else self
+
     def _head(self) -> Linear:
         """The product that makes logits of rows."""
         writer = {out.id: op for op in self.ops if (out := op.output())}
@@ -75,7 +85,8 @@ class Program:
     def kv_groups(self) -> tuple[KvGroup, ...]:
         """The KV that the program reads and writes: its layers by what they keep and see, in the order of their first layers."""
         attention = [op for op in self.ops if isinstance(op, Attention)]
-        kinds = {op.layer: (KvLayout(op.num_kv_heads, op.head_dim, 0 if op.latent else op.value_dim), op.window) for op in attention}
+        layouts = {op.layer: KvLayout(op.num_kv_heads, op.head_dim, 0 if op.latent else op.value_dim) for op in attention}
+        kinds = {op.layer: (layouts[op.layer], op.window, op.num_sink_tokens) for op in attention}
         alike = {kind: tuple(layer for layer in kinds if kinds[layer] == kind) for kind in kinds.values()}
         return tuple(KvGroup(layers, *kind) for kind, layers in alike.items())
 
@@ -197,13 +208,14 @@ class Tracer:
         slopes: tuple[float, ...] = (),
         sinks: Weight | None = None,
         latent: bool = False,
+        num_sink_tokens: int = 0,
     ) -> Value:
         """`scale`: 1 / sqrt(head_dim) where it is not given; `value_dim`: head_dim."""
         num_heads, value_dim = q.width // head_dim, value_dim or head_dim
         scale = head_dim**-0.5 if scale is None else scale
         out = self._value(num_heads * value_dim, q.rows)
         shape = (num_heads, num_kv_heads, head_dim, value_dim)
-        self.ops.append(Attention(out, q, layer, *shape, scale, window, softcap, slopes, sinks, latent))
+        self.ops.append(Attention(out, q, layer, *shape, scale, window, softcap, slopes, sinks, latent, num_sink_tokens))
         return out
 
     def glu(self, gate: Value, up: Value, activation: Activation = "silu") -> Value:

@@ -121,7 +121,8 @@ EXPERTS = several(*[lambda rng: [ID(rng) for _ in range(rng.choice([0, 1, 1, 2, 
 BUILDER: dict[str, Maker] = {
     "add_buffer": several(WIDTH, ROWS_OF, FLAG),
     "add_kv_group": several(
-        mostly(1, 2), mostly(1, 2), HEAD_DIM, mostly(0, 2, 16, 32), mostly(0, 5), mostly(1, 9), one_of("f32", "bf16", "int8", "int4", "?")
+        *(mostly(1, 2), mostly(1, 2), HEAD_DIM, mostly(0, 2, 16, 32), mostly(0, 5), mostly(1, 9)),
+        *(one_of("f32", "bf16", "int8", "int4", "?"), mostly(0, 0, 3, 40)),
     ),
     "add_program": several(),
     "add_vector": lambda rng: (spoilt(rng, np.ones(rng.choice([16, 32, 64]), np.float32)),),
@@ -177,7 +178,7 @@ def furnished(rng: Random | None) -> _native.Plan:
     """A plan with some of everything, so that ids are often right; without `rng`, one that runs."""
     plan = _native.Plan(rng.choice(_native.isas()) if rng else "", rng.choice([1, 2]) if rng else 1)
     for head_dim, window, kv_dtype in ((16, 0, rng.choice(["f32", "bf16", "int4"]) if rng else "f32"), (32, 5, "int8")):
-        plan.add_kv_group(2, 1, head_dim, head_dim, window, 2, kv_dtype)
+        plan.add_kv_group(2, 1, head_dim, head_dim, window, 2, kv_dtype, 3 if window else 0)
     plan.add_kv_group(1, 1, 64, 0, 0, 2, rng.choice(["f32", "bf16", "int4"]) if rng else "bf16")
     for rows, cols, name in ((32, 32, "Q8_0"), (64, 32, "F32"), (32, 64, "Q4_1"), (16, 32, "BF16")):
         tensor = stored(name, rows, cols)

@@ -74,6 +74,7 @@ def searching(draw: st.DrawFn) -> SamplingParams:
 WINDOWS = st.sampled_from([(0,), (0,), (0, 2), (0, 5), (3, 0, 9), (4,), (2, 7)])
 SHAPES: dict[str, st.SearchStrategy[Any]] = {
     "windows": WINDOWS,
+    "sinks": st.sampled_from([0, 0, 1, 5]),
     "num_blocks": st.integers(4, 30),
     "block_size": st.sampled_from([1, 3, 4]),
     "max_num_seqs": st.integers(1, 6),
@@ -132,9 +133,9 @@ class Life(RuleBasedStateMachine):
             longest = min(MAX_MODEL_LEN, len(prompt) + (params.max_tokens or 0)) - 1
             width, size = params.beam_width or 1, self.config["block_size"]
             shared, whole = len(prompt) // size, -(-longest // size)
-            rows = self.config["max_num_batched_tokens"]
+            rows, sinks = self.config["max_num_batched_tokens"], -(-self.config.get("sinks", 0) // size)
             needed = max(
-                width * min(whole, touched(window, rows, size)) if window else shared + width * (whole - shared)
+                width * min(whole, sinks + touched(window, rows, size)) if window else shared + width * (whole - shared)
                 for window in self.config["windows"]
             )
             num_running = min(self.config["max_num_seqs"], rows)

@@ -190,7 +190,7 @@ def test_a_prompt_may_fill_the_context() -> None:
     with pytest.raises(RequestError, match=r"13 tokens, and the context of 12 must hold it$"):
         embed(engine, [1] * 13, PoolingParams())
     engine = toy_engine(max_model_len=12, num_blocks=2)
-    with pytest.raises(RequestError, match="the prompt of 12 tokens takes up to 3 blocks of 4 tokens, and there are 2"):
+    with pytest.raises(RequestError, match="the prompt of 12 tokens needs up to 3 blocks of 4 tokens, and there are 2"):
         embed(engine, [1] * 12, PoolingParams())
 
 

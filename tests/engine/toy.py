@@ -17,6 +17,7 @@ from headrace import _native
 from headrace.batch import Ints, RaggedBatch
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
+from headrace.kv.blocks import NULL_BLOCK
 from headrace.kv.manager import KvManager, Tables
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program.kv import KvGroup, KvLayout
@@ -63,14 +64,14 @@ def hash_after(text: int, token: int) -> int:
     return zlib.crc32(bytes([token]), text)
 
 
-def toy_groups(windows: tuple[int, ...]) -> tuple[KvGroup, ...]:
-    """A group of one layer for each window."""
-    return tuple(KvGroup((layer,), KvLayout(1, 2, 2), window) for layer, window in enumerate(windows))
+def toy_groups(windows: tuple[int, ...], sinks: int = 0) -> tuple[KvGroup, ...]:
+    """A group of one layer for each window, whose rows see so many sinks beside it."""
+    return tuple(KvGroup((layer,), KvLayout(1, 2, 2), window, sinks if window else 0) for layer, window in enumerate(windows))
 
 
-def toy_kv(num_blocks: int, block_size: int, windows: tuple[int, ...] = FULL, max_rows: int = 512) -> KvManager:
+def toy_kv(num_blocks: int, block_size: int, windows: tuple[int, ...] = FULL, max_rows: int = 512, sinks: int = 0) -> KvManager:
     """So many blocks for each group."""
-    return KvManager(toy_groups(windows), KvConfig((num_blocks,) * len(windows), block_size), max_rows)
+    return KvManager(toy_groups(windows, sinks), KvConfig((num_blocks,) * len(windows), block_size), max_rows)
 
 
 class Kept(NamedTuple):
@@ -87,8 +88,9 @@ class ToyExecutable:
 
     max_in_flight = 1
 
-    def __init__(self, block_size: int, broken: int = -1, threads: int = 2, windows: tuple[int, ...] = FULL) -> None:
+    def __init__(self, block_size: int, broken: int = -1, threads: int = 2, windows: tuple[int, ...] = FULL, sinks: int = 0) -> None:
         self.block_size = block_size
+        self.sinks = sinks
         self.windows = windows
         self._pool = _native.Pool(threads)
         self._values: list[LogitOpResult] = []
@@ -124,9 +126,10 @@ class ToyExecutable:
         found = set()
         for window, group, kv in zip(self.windows, batch.kv, self.kv, strict=True):
             table = group.block_table[seq]
-            places = seen[1 - window :] if window else seen
+            before = max(0, len(seen) + 1 - window) if window else 0
+            places = seen[: min(before, self.sinks)] + seen[before:]
             visible = [kv[int(table[i // self.block_size]) * self.block_size + i % self.block_size] for i in places]
-            assert [kept.position for kept in visible] == list(range(len(seen) - len(visible), len(seen))), "a row sees wrong positions"
+            assert [kept.position for kept in visible] == [*range(min(before, self.sinks)), *range(before, len(seen))], "wrong positions"
             found.add(visible[-1] if visible else Kept(-1, 0, False))
         (before,) = found
         token = int(batch.tokens[row])
@@ -160,7 +163,7 @@ class ToyExecutable:
     def check(self, kv: KvManager, tables: Tables, tokens: list[int]) -> None:
         """Assert that the slots of a sequence keep these tokens, as far as it still has them."""
         for pool, table, kept in zip(kv.pools, tables, self.kv, strict=True):
-            for i in range(table.num_released * self.block_size, len(tokens)):
+            for i in [i for i in range(len(tokens)) if table[i // self.block_size] != NULL_BLOCK]:
                 assert kept[pool.slot(table, i)][:2] == (i, zlib.crc32(bytes(tokens[: i + 1])))
 
     def close(self) -> None:
@@ -177,16 +180,17 @@ def toy_engine(
     attention_crossover: float = math.inf,
     proposer: Proposer | Mapping[str, Proposer] | None = None,
     windows: tuple[int, ...] = FULL,
+    sinks: int = 0,
     clock: Callable[[], float] = perf_counter,
     late: bool = False,
     **config: Any,
 ) -> Engine:
     kv = KvConfig((num_blocks,) * len(windows), block_size)
-    limits = EngineLimits(VOCAB, max_model_len, kv, toy_groups(windows), attention_crossover)
+    limits = EngineLimits(VOCAB, max_model_len, kv, toy_groups(windows, sinks), attention_crossover)
     defaults: dict[str, Any] = {"multi_step_ms": 0, "adaptive_speculation": False, "max_draft_tokens": 128}
     options = EngineConfig(**defaults | config)
     proposers = proposer if isinstance(proposer, Mapping) else {"test": proposer} if proposer else make_proposers(options)
-    toy = ToyExecutable(block_size, broken, threads, windows)
+    toy = ToyExecutable(block_size, broken, threads, windows, sinks)
     return Engine(LateExecutable(toy) if late else toy, TinyVocabulary(VOCAB), limits, options, proposers, clock=clock)
 
 

@@ -85,7 +85,7 @@ def families(shape: dict[str, Any]) -> tuple[Program, Tensors]:
         g.kv_write(k, linear(y, "v"), 0)
         slopes = tuple(0.5**head for head in range(heads))
         options: dict[str, Any] = {"softcap": 5.0, "slopes": slopes, "sinks": vector("sinks"), "value_dim": 32}
-        x = g.add(x, linear(g.attention(q, 0, shape["kv_heads"], head_dim, 7, **options), "o"))
+        x = g.add(x, linear(g.attention(q, 0, shape["kv_heads"], head_dim, 7, num_sink_tokens=3, **options), "o"))
         g.kv_write(linear(x, "latent.k"), None, 1)
         x = g.add(x, g.attention(linear(x, "latent.q"), 1, 1, 2 * head_dim, scale=0.3, value_dim=head_dim, latent=True))
         hidden = g.linear(x, g.weight("up", *shapes["up"]), vector("up.bias"))
