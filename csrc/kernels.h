@@ -85,7 +85,8 @@ struct AttendSplit {
   size_t query_stride;
   const int* first;  // [num] visible tokens of the split: first..last-1
   const int* last;
-  float* max;  // [num] maximum, sum of weights and weighted values, written
+  const int* own;  // [num] the query's own place, counted from the start of the split
+  float* max;      // [num] maximum, sum of weights and weighted values, written
   float* sum;
   float* out;  // [num][value columns]
 };

@@ -8,6 +8,9 @@ from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, TypedDict, TypeVar, Unpack
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace.assembly.load import load_model
 from headrace.assembly.options import engine_config
 from headrace.checkpoint.tokenizer import Tokenizer
@@ -16,7 +19,7 @@ from headrace.engine.thread import EngineThread
 from headrace.errors import RequestError, RequestFailedError
 from headrace.model.spec import ModelSpec
 from headrace.prompts import Message, Prompt, TokenizedPrompt, is_conversation
-from headrace.request import CheckedRequest, RequestOutput, SamplingParams, Update
+from headrace.request import CheckedRequest, Pooling, PoolingParams, RequestOutput, SamplingParams, Update
 from headrace.stats import BlockMap, Stats
 
 _T = TypeVar("_T")
@@ -104,6 +107,36 @@ class LLM:
         terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
         return self._run(self._check(read, several, params=params, **terms), progress)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: Pooling = "last",
+        *,
+        normalise: bool = False,
+        priority: int | Sequence[int] = 0,
+        timeout: float | Sequence[float | None] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
+        progress: bool = False,
+    ) -> NDArray[np.float32]:  # [prompts, dim]
+        """A vector for each prompt, in their order, of what the model makes of its tokens: the rows behind the model's last norm.
+
+        `pooling` says of which tokens: the `last`, the `mean` of all, or the first (`cls`); with `normalise` each vector has a length
+        of 1. The requests share steps with all others, and a vector has the same bits whatever those are. With `mean` nothing of the
+        prompt comes from the prefix cache, since every row is needed. Raises as `generate` does; a request that its timeout ends has
+        failed.
+        """
+        if not isinstance(prompts, Iterable):
+            raise RequestError(f"prompts must be text, a dictionary or a list of these, not {type(prompts).__name__}")
+        several = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
+        how = PoolingParams(pooling=pooling, normalise=normalise)
+        outputs = self._run(self._check(self._prompts.read_prompt, several, pooling=how, **terms), progress)
+        vectors = [output.embedding for output in outputs if output.embedding is not None]
+        if len(vectors) < len(outputs):
+            first = next(i for i, output in enumerate(outputs) if output.embedding is None)
+            raise RequestFailedError(f"prompt {first} was not embedded in time", outputs)
+        return np.stack(vectors) if vectors else np.zeros((0, self.spec.dim), np.float32)
+
     def stream(
         self,
         prompt: Prompt | Sequence[Message],
@@ -188,7 +221,8 @@ class LLM:
         spec, limits = self.spec, self._engine.limits
         shape = f"{spec.architecture}, {spec.num_layers} layers of width {spec.dim}, vocabulary {spec.vocab_size:,}"
         kv = f"KV for {max(limits.kv.num_blocks) * limits.kv.block_size:,} tokens in {limits.kv.dtype}"
-        state = "closed" if self._thread.closed else f"backend {self.config.backend}, context {limits.max_model_len:,}, {kv}"
+        lossy = f"; lossy: {self.config.lossy}" if self.config.lossy else ""
+        state = "closed" if self._thread.closed else f"backend {self.config.backend}, context {limits.max_model_len:,}, {kv}{lossy}"
         return f"LLM({self._model!r}: {shape}; {state})"
 
     def _check(self, read: Callable[[_T], TokenizedPrompt], prompts: Sequence[_T], **asked: object) -> list[CheckedRequest]:

@@ -59,7 +59,8 @@ class ReferenceExecutable:
         for op in self.program.ops:
             step.run(op)
         rows = step.rows[self.program.logits.id].astype(np.float32)
-        self._results = run_logit_ops(ops, rows)
+        pooled = step.rows[self.program.pooled.id].astype(np.float32) if self.program.pooled else None
+        self._results = run_logit_ops(ops, rows, pooled)
         kept = step.rows[self.program.hidden.id].astype(np.float32) if hidden and self.program.hidden else None
         return Done(StepResult(self._results, rows if logits else None, kept))
 
@@ -130,6 +131,13 @@ class _Step:
     def x(self, value: Value) -> Floats:
         return self.rows[value.id]
 
+    def some_rows(self, x: Value, out: Value) -> Floats:
+        """The rows of a value that another has, which may have some of the gathered ones alone."""
+        if x.rows == out.rows:
+            return self.x(x)
+        cut = len(self.batch.logit_rows)
+        return self.x(x)[cut:] if out.rows == "pooled" else self.x(x)[:cut]
+
     def w(self, weight: Weight) -> Floats:
         return self.executable.weights[weight.name]
 
@@ -184,7 +192,7 @@ def _rope_angles(s: _Step, op: ops.RopeAngles) -> Floats:
 
 
 def _norm(s: _Step, op: ops.Norm) -> Floats:
-    x = s.x(op.x).reshape(-1, op.x.width // op.size, op.size)  # there may be no rows
+    x = s.some_rows(op.x, op.out).reshape(-1, op.x.width // op.size, op.size)  # there may be no rows
     if op.kind == "layer":
         x = x - np.mean(x, axis=2, keepdims=True)
     mean_square: Floats = np.mean(x * x, axis=2, keepdims=True)
@@ -262,13 +270,15 @@ def _attention(s: _Step, op: ops.Attention) -> Floats:
     slopes = np.array(op.slopes or [0.0] * op.num_heads).reshape(op.num_kv_heads, -1, 1)
     sinks = s.w(op.sinks).reshape(op.num_kv_heads, -1, 1) if op.sinks else None
     for row, slots in enumerate(s.visible(group)):
-        seen = slots[-op.window :] if op.window else slots
+        before = max(0, len(slots) - op.window) if op.window else 0
+        at = np.array([*range(min(before, op.num_sink_tokens)), *range(before, len(slots))])
+        seen = slots[at]
         k = store.keys[place, seen]  # [seen, kv heads, head_dim]
         v = k[..., : op.value_dim] if op.latent else store.values[place, seen]
         scores = np.einsum("hgd,shd->hgs", q[row], k) * op.scale
         if op.softcap:
             scores = op.softcap * np.tanh(scores / op.softcap)
-        scores = scores - slopes * np.arange(len(seen) - 1, -1, -1)
+        scores = scores - slopes * (len(slots) - 1 - at)
         most = scores.max(axis=2, keepdims=True)
         if sinks is not None:
             most = np.maximum(most, sinks)
@@ -309,9 +319,8 @@ def _route(s: _Step, op: mixture.Route) -> Floats:
         scores = 1 / (1 + np.exp(-logits))
     wanted = scores if op.bias is None else scores + s.w(op.bias)
     if op.groups > 1:
-        best = np.sort(wanted.reshape(-1, op.groups, op.x.width // op.groups), axis=2)[:, :, -1 if op.scoring == "softmax" else -2 :].sum(
-            axis=2
-        )
+        ascending = np.sort(wanted.reshape(-1, op.groups, op.x.width // op.groups), axis=2)
+        best = ascending[:, :, -1 if op.scoring == "softmax" else -2 :].sum(axis=2)
         chosen = np.argsort(-best, axis=1, kind="stable")[:, : op.top_groups]
         within = np.zeros(best.shape, bool)
         np.put_along_axis(within, chosen, True, axis=1)
@@ -349,7 +358,7 @@ def _add(s: _Step, op: ops.Add) -> Floats:
 
 
 def _gather_rows(s: _Step, op: ops.GatherRows) -> Floats:
-    return s.x(op.x)[s.batch.logit_rows]
+    return s.x(op.x)[s.batch.gathered_rows]
 
 
 _RUN: dict[type[Op], Callable[[_Step, Any], Floats | None]] = {

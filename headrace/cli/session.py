@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
+from headrace.assembly.drafts import own_program
 from headrace.assembly.load import load_model
 from headrace.backend import lower_program
 from headrace.cli.signals import Stop
 from headrace.config import EngineConfig
-from headrace.model import trace_model
 from headrace.planner import hardware
 from headrace.planner.answer import decode_loads, decode_seconds
 from headrace.program.kv import number_bytes
@@ -52,7 +52,7 @@ class Session:
             raise self.result.error
 
     def closing_line(self) -> str:
-        """Tokens and speed of the last answer, the limit that this machine sets to the steps it took, and the accepted draft tokens."""
+        """Tokens and speed of the last answer, the limit that this machine sets to its steps, accepted draft tokens, what is lossy."""
         result = self.result
         if result is None:
             return ""
@@ -70,6 +70,8 @@ class Session:
             parts.append(f"{num_out:,} out")
         if accepted := sum(stats.accepted for stats in result.drafts.values()):
             parts.append(f"{accepted:,} accepted from drafts")
+        if self.config.lossy:
+            parts.append(f"lossy: {self.config.lossy}")
         return f"[{' · '.join(parts)}]"
 
     def _share_of_limit(self, result: RequestOutput) -> float:
@@ -77,7 +79,7 @@ class Session:
 
         A measurement that the answer has just beaten was taken on a busy machine, and is taken again.
         """
-        traced = trace_model(self._checkpoint.spec, self._checkpoint.tensors)
+        traced = own_program(self.config, self._checkpoint)
         program = lower_program(self.config.backend, traced, self._checkpoint.tensors)
         loads = decode_loads(result, number_bytes(program.kv_groups, self.config.kv_dtype), self._beam_width)
         if not loads or not result.timing.decode:
