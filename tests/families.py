@@ -142,10 +142,10 @@ def spec_of(name: str) -> ModelSpec:
     return layout.spec(JsonFields(config_of(name).to_dict(), "config.json").named(layout.fields))
 
 
-def config_of(name: str) -> Any:
-    """The configuration of a variant."""
+def config_of(name: str, **changed: Any) -> Any:
+    """The configuration of a variant, with other options laid over its own."""
     model: Any = getattr(transformers, VARIANTS[name].model)
-    return model.config_class(**{"bos_token_id": 0, "eos_token_id": 0} | VARIANTS[name].options)
+    return model.config_class(**{"bos_token_id": 0, "eos_token_id": 0} | VARIANTS[name].options | changed)
 
 
 def save_model(name: str, folder: Path) -> Any:

@@ -1,0 +1,116 @@
+"""`make gguf`: llama.cpp judges our GGUF routes.
+
+Of every variant of a family, llama.cpp's converter makes a GGUF file. Our two routes must give the same tensors and the same
+specification, and on that file our logits must be those of llama.cpp. What was found goes to tests/data/gguf, where the short form of
+this, in `make test`, and the table of docs/families.md find it.
+
+    python -m tests.llama_cpp                 all of them
+    python -m tests.llama_cpp gpt2 gemma3     some of them; nothing is written
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import transformers
+from engines import ENGINES
+from engines.process import BENCH, Unavailable, interpreter
+
+from tests.llama_cpp import fixtures
+from tests.llama_cpp.convert import convert
+from tests.llama_cpp.judge import Logits, differences, our_logits, relative_error
+from tests.llama_cpp.models import CASES, NOT_CONVERTED, NOT_RUN, TOKENS, UNSAID, save_coarse
+
+(PACKAGE,) = (word for word in ENGINES["llama.cpp"].pip[0].split() if "==" in word)
+WORKER = Path(__file__).with_name("worker.py")
+
+
+class LlamaCpp(NamedTuple):
+    """Where it lies: an interpreter that has it, and its sources."""
+
+    python: str
+    source: Path
+
+    def logits(self, file: Path) -> Logits | None:
+        """Its logits of all tokens, or None where it does not load the file."""
+        out = file.with_suffix(".npy")
+        command = [self.python, str(WORKER), str(file), json.dumps(TOKENS), str(out)]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it sees its own packages alone
+        result = subprocess.run(command, capture_output=True, env=environment, timeout=300)
+        return np.load(out) if result.returncode == 0 else None
+
+
+def checked(python: str) -> str:
+    """The same interpreter, if it has that version."""
+    command = [python, "-c", "import llama_cpp; print('llama-cpp-python==' + llama_cpp.__version__)"]
+    if (has := subprocess.run(command, capture_output=True, text=True).stdout.strip()) != PACKAGE:
+        sys.exit(f"{python} has {has or 'no llama-cpp-python'}, not {PACKAGE}")
+    return python
+
+
+def sources() -> Path:
+    """llama.cpp as it lies in the source package of llama-cpp-python, downloaded on first use."""
+    folder = BENCH / "llama.cpp-source"
+    vendored = folder / PACKAGE.replace("-", "_").replace("==", "-") / "vendor" / "llama.cpp"
+    if not vendored.exists():
+        print(f"downloading the sources of {PACKAGE}, once", file=sys.stderr)
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", PACKAGE.partition("==")[0]]
+        subprocess.run([*pip, "-d", str(folder), PACKAGE], check=True)
+        with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+            archive.extractall(folder, filter="data")
+    return vendored
+
+
+def verdict(name: str, llama: LlamaCpp, scratch: Path) -> fixtures.Verdict:
+    """What is found of a case."""
+    folder, file = scratch / name, scratch / f"{name}.gguf"
+    save_coarse(name, folder)
+    try:
+        convert(llama.source, folder, file)
+    except (NotImplementedError, ValueError) as error:
+        return fixtures.Verdict(name in NOT_CONVERTED, f"not converted: {error}")
+    if name in NOT_CONVERTED:
+        return fixtures.Verdict(False, "it is converted now")
+    theirs = llama.logits(file)
+    if theirs is None or name in NOT_RUN:
+        return fixtures.Verdict(theirs is None and name in NOT_RUN, "not run" if theirs is None else "it is run now")
+    different = differences(folder, file)
+    ours = [our_logits(file, TOKENS, like_theirs) for like_theirs in (False, True)]
+    errors = [relative_error(logits, theirs) for logits, _ in ours]
+    right = errors[1] < ours[1][1] and bool(different) == (name in UNSAID)
+    return fixtures.Verdict(right, f"routes differ in {', '.join(different)}" if different else "", *errors)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--python", help="an interpreter that has llama-cpp-python; else one is set up in .bench")
+    parser.add_argument("--source", type=Path, help="llama.cpp's sources of that version; else they are downloaded to .bench")
+    args = parser.parse_args()
+    if unknown := [name for name in args.cases if name not in CASES]:
+        parser.error(f"unknown: {', '.join(unknown)}")
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        llama = LlamaCpp(checked(args.python or interpreter("llama.cpp")), args.source or sources())
+    except (Unavailable, subprocess.CalledProcessError) as error:
+        sys.exit(f"llama.cpp: {error}")
+    found = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in args.cases or CASES:
+            found[name] = verdict(name, llama, Path(scratch))
+            print(f"{name:24} {found[name]}", flush=True)
+        if not args.cases and all(each.right for each in found.values()):
+            fixtures.write(PACKAGE, found, Path(scratch))
+    if wrong := [name for name, each in found.items() if not each.right]:
+        sys.exit(f"not as expected: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()
