@@ -1,7 +1,9 @@
-"""The table of docs/families.md, which is made here: `python -m tests.test_families_page` writes it anew."""
+"""The tables of docs/families.md, which are made here: `python -m tests.test_families_page` writes them anew."""
 
 from headrace.model import FAMILIES
 from tests.families import VARIANTS
+from tests.llama_cpp import fixtures
+from tests.llama_cpp.models import CASES, NOT_CONVERTED, NOT_RUN, UNSAID
 from tests.texts import ROOT
 
 PAGE = ROOT / "docs/families.md"
@@ -9,22 +11,44 @@ BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
 
 
 def table() -> str:
-    lines = ["| family | `config.json` | GGUF | variants that tests hold |", "|---|---|---|---|"]
+    lines = ["| family | `config.json` | GGUF | logits of llama.cpp | variants that tests hold |", "|---|---|---|---|---|"]
     for name, family in FAMILIES.items():
         config, gguf = (f"`{layout.architectures[0]}`" if layout else "-" for layout in (family.config, family.gguf))
         variants = ", ".join(variant for variant, made in VARIANTS.items() if made.family == name)
-        lines.append(f"| {name} | {config} | {gguf} | {variants} |")
-    return "\n".join(lines) + "\n"
+        lines.append(f"| {name} | {config} | {gguf} | {llama_cpp(name)} | {variants} |")
+    return "\n".join([*lines, "", *exceptions()]) + "\n"
+
+
+def llama_cpp(family: str) -> str:
+    """The largest relative error of a row of logits, over all variants of a family that llama.cpp runs."""
+    errors = [error for case, (_, error) in fixtures.verdicts().items() if VARIANTS[CASES[case].variant].family == family]
+    return f"{max(errors):.0e}" if errors else "-"
+
+
+def exceptions() -> list[str]:
+    """What llama.cpp does not say anything about, or of a file that is not quite the variant."""
+    judged = {name: case.why for name, case in CASES.items() if case.why}
+    rows = [
+        ("its converter has no place for", NOT_CONVERTED),
+        ("it does not run", NOT_RUN),
+        ("nor does it run, so that those variants are judged without it", judged),
+        ("a GGUF file does not say, so that it is the file that is judged", UNSAID),
+    ]
+    return [f"Of `{fixtures.package()}`:", "", *(f"* {what}: {listed(names)}" for what, names in rows)]
+
+
+def listed(reasons: dict[str, str]) -> str:
+    return "; ".join(f"{reason} ({', '.join(n for n in reasons if reasons[n] == reason)})" for reason in dict.fromkeys(reasons.values()))
 
 
 def page() -> tuple[str, str, str]:
-    """What stands before the table, the table, and what stands after it."""
+    """What stands before the tables, the tables, and what stands after them."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     found, _, after = rest.partition(END)
     return before, found, after
 
 
-def test_the_table_is_that_of_the_families() -> None:
+def test_the_tables_are_those_of_the_families() -> None:
     assert page()[1] == table()
 
 
