@@ -13,13 +13,14 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test soak cli fuzz sanitize mutate lint format bench micro clean
+.PHONY: help run test soak cli fuzz gguf sanitize mutate lint format bench micro clean
 
 help:
 	@echo 'make run     a real model answers a prompt (MODEL=$(MODEL), PROMPT="...")'
 	@echo 'make test    all tests'
 	@echo 'make soak    2,000 rounds of interrupts, closes, forks, failures'
 	@echo 'make fuzz    hostile files, templates, batches and native calls, for SECONDS=$(SECONDS)'
+	@echo 'make gguf    GGUF files of all families by llama.cpp: the same tensors, and the logits that it computes (LLAMA_PYTHON=...)'
 	@echo 'make cli     the command line under all conditions of its table, and with signals at ROUNDS=$(ROUNDS) random moments'
 	@echo 'make sanitize native tests under three sanitizers; SHORT=1: fewer'
 	@echo 'make lint    ruff, mypy, clang-format; `make format` repairs what can be repaired'
@@ -42,6 +43,11 @@ soak: .venv/.test
 
 fuzz: .venv/.test
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
+
+# LLAMA_PYTHON: an interpreter that has llama-cpp-python, which else is compiled into .bench, in many minutes, for `make bench` as well.
+gguf: .venv/.test
+	PYTHONPATH=benchmarks TQDM_DISABLE=1 $(BIN)/python -m tests.llama_cpp $(if $(LLAMA_PYTHON),--python '$(LLAMA_PYTHON)')
+	$(BIN)/python -m tests.test_families_page
 
 cli: .venv/.test
 	HEADRACE_CLI_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest tests/cli/test_invocations.py
