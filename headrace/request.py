@@ -169,6 +169,8 @@ class CheckedRequest(NamedTuple):
     """Seconds from submission after which the request ends with what it has; None: no end."""
     cache_salt: str | None
     """Only requests of the same salt share KV in the prefix cache."""
+    adapter: str | None
+    """The name of the adapter that the model has for it."""
     pooling: PoolingParams | None = None
     """How the prompt is embedded; None: it is continued."""
 
