@@ -48,6 +48,7 @@ class StaticScheduler(Scheduler):
 
     def schedule(self) -> SchedulerOutput:
         """The rows of the batch; when there is none, of the next one."""
+        self._end_batch()  # whose live members may all have given way
         if not self.running:
             self._form()
         return super().schedule()
