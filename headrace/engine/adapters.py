@@ -33,11 +33,6 @@ class Adapters:
         self._scopes = count()
 
     @property
-    def names(self) -> list[str]:
-        """Those that requests may name."""
-        return list(self._loaded)
-
-    @property
     def users(self) -> dict[str, int]:
         """Requests under way of each, by name."""
         return {name: adapter.num_users for name, adapter in self._loaded.items()}
