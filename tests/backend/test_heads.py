@@ -32,7 +32,7 @@ def random_rows(num_rows: int, width: int) -> Floats:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ["F32", "F16", "BF16", "Q8_0", "Q4_K", "MXFP4", "I8_ROW"])
 @settings(max_examples=4, deadline=None)
 @given(
     num_heads=st.sampled_from([1, 2, 5]),
