@@ -13,9 +13,9 @@
 
 #include <algorithm>
 #include <optional>
-#include <variant>
 #include <span>
 #include <stdexcept>
+#include <variant>
 
 #include "hardware.h"
 #include "plan.h"
@@ -230,7 +230,8 @@ void bind_plan(nb::module_& m) {
             return unlocked(p, [&](Plan& plan) { return plan.add_weight(weight.stored); });
           },
           nb::arg("format"), nb::arg("rows"), nb::arg("cols"), nb::arg("data"), nb::arg("row_order").none(),
-          nb::arg("scales").none() = nb::none(), "Scales that lie apart are those of rows, as floats, or of the blocks of each row, as bytes.")
+          nb::arg("scales").none() = nb::none(),
+          "Scales that lie apart are those of rows, as floats, or of the blocks of each row, as bytes.")
       .def(
           "add_weight_pair",
           [](Plan& p, const std::string& format_a, const Array<uint8_t>& a, const std::optional<GivenScales>& scales_a,
