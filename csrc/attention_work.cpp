@@ -24,25 +24,28 @@ void AttentionWork::prepare(const Plan& plan, const Step& step) {
     for (int row = step.row_start[b]; row < step.row_start[b + 1]; row += rows_per_item) {
       const int last = std::min(row + rows_per_item, step.row_start[b + 1]);
       const auto [low, high] = std::minmax_element(step.positions + row, step.positions + last);
-      for (int h = 0; h < heads; h++)
-        add({b, h, row, last, first_visible(*low) / kSplitTokens, *high / kSplitTokens + 1, *high + 1, -1}, cut);
+      const int first = first_visible(*low) / kSplitTokens;
+      const int sinks = first_visible(*high) ? (sink_tokens + kSplitTokens - 1) / kSplitTokens : 0;
+      for (int h = 0; h < heads; h++) add({b, h, row, last, 0, sinks + *high / kSplitTokens + 1 - first, sinks, first, *high + 1, -1}, cut);
     }
   // Long ones first, so that the threads end together.
   const auto cost = [&](const AttentionItem& i) {
-    return static_cast<int64_t>(i.rows()) * (std::min(i.last_split * kSplitTokens, i.context) - i.first_split * kSplitTokens);
+    const int before = i.window_split - i.sink_parts;  // so that a part with sinks counts as a whole split
+    return static_cast<int64_t>(i.rows()) *
+           (std::min((before + i.last_part) * kSplitTokens, i.context) - (before + i.first_part) * kSplitTokens);
   };
   if (items.size() > static_cast<size_t>(plan.threads()))
     std::stable_sort(items.begin(), items.end(), [&](const AttentionItem& a, const AttentionItem& b) { return cost(a) > cost(b); });
 }
 
 void AttentionWork::add(const AttentionItem& item, bool cut) {
-  if (!cut || item.last_split - item.first_split == 1) return items.push_back(item);
+  if (!cut || item.last_part - item.first_part == 1) return items.push_back(item);
   const int queries = item.rows() * share;
   AttentionItem part = item;
   part.partial = static_cast<int>(partial.sum.size());
   merges.push_back(part);
-  for (int s = item.first_split; s < item.last_split; s++, part.partial += queries) {
-    part.first_split = s, part.last_split = s + 1;
+  for (int i = item.first_part; i < item.last_part; i++, part.partial += queries) {
+    part.first_part = i, part.last_part = i + 1;
     items.push_back(part);
   }
   partial.resize(part.partial, shape.value_columns());

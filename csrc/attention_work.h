@@ -6,13 +6,18 @@
 
 namespace headrace {
 
-// Some rows of a sequence, one KV head, and the splits [first_split, last_split) of their context.
+// Some rows of a sequence, one KV head, and parts of what they see: [first_part, last_part) of the splits with tokens that they see as
+// sinks, and then of the splits that their windows reach.
 struct AttentionItem {
-  int seq, head, first_row, last_row, first_split, last_split;
-  int context;  // tokens that the deepest row sees
-  int partial;  // >= 0: the first of this item's entries among the partial results, to be merged once all splits are there
+  int seq, head, first_row, last_row, first_part, last_part;
+  int sink_parts;    // parts with sinks, of all that there are
+  int window_split;  // of the first part behind them
+  int context;       // tokens up to the deepest row
+  int partial;       // >= 0: the first of this item's entries among the partial results, to be merged once all splits are there
 
   int rows() const { return last_row - first_row; }
+  bool is_sinks(int part) const { return part < sink_parts; }
+  int split(int part) const { return is_sinks(part) ? part : window_split + part - sink_parts; }
 };
 
 // Softmax of some query vectors over a part of their context: maximum, sum of weights, weighted values.
@@ -28,15 +33,16 @@ struct SoftmaxStates {
 class AttentionWork {
  public:
   // `share`: query heads of a KV head; `shape`: what is computed with.
-  AttentionWork(int group, int share, int window, const KvRecord& shape) : group(group), share(share), shape(shape), window_(window) {}
+  AttentionWork(int group, int share, const KvGroup& seen, const KvRecord& shape)
+      : group(group), share(share), sink_tokens(seen.sink_tokens), shape(shape), window_(seen.window) {}
 
   // Plans the running step, unless that is done already.
   void prepare(const Plan& plan, const Step& step);
 
-  // Visible tokens for a row at `position`: from here to `position`.
-  int first_visible(int position) const { return window_ && position >= window_ ? position - window_ + 1 : 0; }
+  // Visible tokens for a row at `position`: from here to `position`, and the sinks before it.
+  int first_visible(int position) const { return window_ && position - window_ >= sink_tokens ? position - window_ + 1 : 0; }
 
-  const int group, share;
+  const int group, share, sink_tokens;
   const KvRecord shape;
   std::vector<AttentionItem> items;
   std::vector<AttentionItem> merges;  // items that were cut into splits

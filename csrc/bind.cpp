@@ -8,6 +8,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
@@ -63,6 +64,13 @@ KvRecord kv_record(const std::string& dtype, int key_dim, int value_dim) {
 }
 
 constexpr const char* kVectorLength = "a vector has 1 to 2^24 numbers";
+RowKind row_kind(const std::string& name) {
+  for (const auto& [known, kind] :
+       {std::pair("step", RowKind::kStep), {"gathered", RowKind::kGathered}, {"logit", RowKind::kLogit}, {"pooled", RowKind::kPooled}})
+    if (name == known) return kind;
+  throw std::invalid_argument("unknown rows of a buffer: " + name);
+}
+
 constexpr int kMaxContext = 1 << 30, kMaxRows = 1 << 24;
 
 void check_sequences(const Step& s) {
@@ -105,13 +113,19 @@ void check_step(const Step& s, const Plan& plan, int vocab) {  // tokens that th
   check_sequences(s);
   for (size_t g = 0; g < s.kv.size(); g++) check_kv(s, s.kv[g], plan.kv(static_cast<int>(g)));
   for (int i = 0; i < s.rows; i++) require(s.tokens[i] >= 0 && s.tokens[i] < vocab, "a token lies outside the vocabulary");
-  for (int i = 0; i < s.logit_rows; i++) require(s.logit_row[i] >= 0 && s.logit_row[i] < s.rows, "a logit row lies outside the step");
+  for (int i = 0; i < s.logit_rows + s.pooled_rows; i++)
+    require(s.gathered_row[i] >= 0 && s.gathered_row[i] < s.rows, "a logit row or a pooled row lies outside the step");
 }
 
 // Copies of the numbers that a step is steered by: while it runs, without Python's lock, other threads may write to the arrays.
 class Copies {
  public:
   const int32_t* operator()(const Ints& array) { return ints_.emplace_back(array.data(), array.data() + array.size()).data(); }
+  const int32_t* operator()(const Ints& array, const std::optional<Ints>& behind) {
+    (*this)(array);
+    if (behind) ints_.back().insert(ints_.back().end(), behind->data(), behind->data() + behind->size());
+    return ints_.back().data();
+  }
   const uint64_t* operator()(const Array<uint64_t>& array) {
     words_.assign(array.data(), array.data() + array.size());
     return words_.data();
@@ -138,22 +152,25 @@ std::vector<KvRows> kv_rows(const std::vector<std::pair<Ints, Ints>>& kv, const 
 }
 
 // tokens, positions [T]; row_start [B + 1]; context_len, scheduled_len [B]; (slots, block_table) of each group; ancestors [T, words];
-// logit_rows [R]; inputs [T, width] or none
+// logit_rows [R]; pooled_rows [P] or none; inputs [T, width] or none; adapters [B] or none
 bool run(Plan& plan, const Ints& tokens, const Ints& positions, const Ints& row_start, const Ints& context_len, const Ints& scheduled_len,
          const std::vector<std::pair<Ints, Ints>>& kv, const std::optional<Array<uint64_t>>& ancestors, const Ints& logit_rows,
-         const std::optional<Array<float>>& inputs, int program) {
+         const std::optional<Ints>& pooled_rows, const std::optional<Array<float>>& inputs, int program,
+         const std::optional<Ints>& adapters) {
   const OneCaller::Turn turn(plan.caller(), "the plan is at work in another thread: one at a time");
   require(program >= 0 && program < plan.num_programs(), "a plan has no such program");
   require(tokens.size() <= kMaxRows && logit_rows.size() <= kMaxRows && context_len.size() <= kMaxRows, "a step has at most 2^24 rows");
+  require(!pooled_rows || pooled_rows->size() <= kMaxRows, "a step has at most 2^24 pooled rows");
   Copies copy;
   Step s{};
   s.rows = static_cast<int>(tokens.size());
   s.num_seqs = static_cast<int>(context_len.size());
   s.logit_rows = static_cast<int>(logit_rows.size());
+  s.pooled_rows = pooled_rows ? static_cast<int>(pooled_rows->size()) : 0;
   require(positions.size() == tokens.size() && row_start.size() == context_len.size() + 1 && scheduled_len.size() == context_len.size(),
           "the arrays of a step must agree in length");
   s.tokens = copy(tokens), s.positions = copy(positions), s.row_start = copy(row_start);
-  s.context_len = copy(context_len), s.scheduled_len = copy(scheduled_len), s.logit_row = copy(logit_rows);
+  s.context_len = copy(context_len), s.scheduled_len = copy(scheduled_len), s.gathered_row = copy(logit_rows, pooled_rows);
   s.kv = kv_rows(kv, plan, plan.program(program).keeps, tokens.size(), context_len.size(), copy);
   if (ancestors) {
     require(ancestors->ndim() == 2 && ancestors->shape(0) == tokens.size() && ancestors->shape(1) <= tokens.size() / 64 + 1,
@@ -168,9 +185,34 @@ bool run(Plan& plan, const Ints& tokens, const Ints& positions, const Ints& row_
             "inputs must be [rows, the width that the program reads]");
     s.inputs = inputs->data();
   }
+  if (adapters) {
+    require(adapters->size() == context_len.size(), "adapters has a number for each sequence");
+    s.adapters = copy(*adapters);
+    for (int b = 0; b < s.num_seqs; b++) require(s.adapters[b] == -1 || plan.adapters().has(s.adapters[b]), "there is no such adapter");
+  }
   check_step(s, plan, plan.program(program).vocab);
   nb::gil_scoped_release release;
   return plan.run(program, s);
+}
+
+constexpr int kMaxRank = 1 << 12;
+
+// An adapter of matrices down [rank, columns] and up [rows, rank], with a scale, for some weights; returns its number.
+int add_adapter(Plan& plan, const std::vector<std::tuple<int, Array<float>, Array<float>, float>>& matrices) {
+  available(plan);
+  std::vector<std::pair<int, LowRank>> all;
+  for (const auto& [id, down, up, scale] : matrices) {
+    require(id >= 0 && id < plan.num_weights(), "a plan has no such weight");
+    const Weight& weight = plan.weight(id);
+    require(down.ndim() == 2 && up.ndim() == 2 && down.shape(0) == up.shape(1), "down is [rank, columns], and up [rows, rank]");
+    require(down.shape(0) > 0 && down.shape(0) <= kMaxRank, "an adapter has a rank of 1 to 4,096");
+    require(down.shape(1) == static_cast<size_t>(weight.cols) && up.shape(0) == static_cast<size_t>(weight.rows),
+            "an adapter has the shape of its weight");
+    all.emplace_back(id, LowRank(down.data(), up.data(), scale, static_cast<int>(down.shape(0)), weight.rows, weight.cols));
+  }
+  const int adapter = plan.add_adapter();
+  for (auto& [id, low_rank] : all) plan.adapters().put(adapter, id, std::move(low_rank));
+  return adapter;
 }
 
 int checked_threads(int threads) {
@@ -210,16 +252,19 @@ void bind_plan(nb::module_& m) {
           nb::arg("isa"), nb::arg("threads"))
       .def(
           "add_kv_group",
-          [](Plan& p, int layers, int kv_heads, int key_dim, int value_dim, int window, int blocks, const std::string& kv_dtype) {
+          [](Plan& p, int layers, int kv_heads, int key_dim, int value_dim, int window, int blocks, const std::string& kv_dtype,
+             int num_sink_tokens) {
             require(layers > 0 && kv_heads > 0 && blocks > 0 && blocks <= kMaxContext / kKvTile,
                     "a KV cache needs layers, heads and blocks");
             require(key_dim % 2 == 0 && value_dim % 2 == 0, "a KV cache needs even head sizes");
             require(kv_heads <= kMaxWidth / std::max({key_dim, value_dim, 1}), "a KV cache is not so wide");
             require(window >= 0, "a window is a number of positions");
-            available(p).add_kv_group({KvCache(layers, kv_heads, blocks, kv_record(kv_dtype, key_dim, value_dim)), window});
+            require(num_sink_tokens >= 0 && num_sink_tokens <= (window ? kMaxContext : 0), "sinks are the first tokens, beside a window");
+            available(p).add_kv_group(
+                {KvCache(layers, kv_heads, blocks, kv_record(kv_dtype, key_dim, value_dim)), window, num_sink_tokens});
           },
           nb::arg("layers"), nb::arg("kv_heads"), nb::arg("key_dim"), nb::arg("value_dim"), nb::arg("window"), nb::arg("blocks"),
-          nb::arg("kv_dtype"),
+          nb::arg("kv_dtype"), nb::arg("num_sink_tokens") = 0,
           "Layers that keep alike and see alike, without values (0) where they are part of the keys. Groups are numbered in the order in "
           "which they come.")
       .def(
@@ -251,17 +296,32 @@ void bind_plan(nb::module_& m) {
            })
       .def(
           "add_buffer",
-          [](Plan& p, int width, bool logit, bool packed) {
+          [](Plan& p, int width, const std::string& rows, bool packed) {
             require(width > 0 && width <= kMaxWidth, "a buffer is 1 to 2^24 numbers wide");
-            return available(p).add_buffer(width, logit, packed);
+            return available(p).add_buffer(width, row_kind(rows), packed);
           },
-          nb::arg("width"), nb::arg("logit"), nb::arg("packed"))
+          nb::arg("width"), nb::arg("rows"), nb::arg("packed"))
       .def(
           "add_program", [](Plan& p) { return available(p).add_program(); },
           "Begin another program over the same weights, KV and buffers; returns its number.")
       .def("run", &run, nb::arg("tokens"), nb::arg("positions"), nb::arg("row_start"), nb::arg("context_len"), nb::arg("scheduled_len"),
-           nb::arg("kv"), nb::arg("ancestors").none(), nb::arg("logit_rows"), nb::arg("inputs").none() = nb::none(), nb::arg("program") = 0,
+           nb::arg("kv"), nb::arg("ancestors").none(), nb::arg("logit_rows"), nb::arg("pooled_rows").none() = nb::none(),
+           nb::arg("inputs").none() = nb::none(), nb::arg("program") = 0, nb::arg("adapters").none() = nb::none(),
            "Run a step; returns whether the buffers have moved.")
+      .def("add_adapter", &add_adapter, nb::arg("matrices"),
+           "An adapter: (weight, down [rank, columns], up [rows, rank], scale) for some weights. Returns its number.")
+      .def(
+          "remove_adapter",
+          [](Plan& p, int adapter) {
+            require(available(p).adapters().has(adapter), "there is no such adapter");
+            p.adapters().remove(adapter);
+          },
+          "Give the memory of an adapter back; its number may come again.")
+      .def("adapter_bytes",
+           [](const Plan& p, int adapter) {
+             require(available(p).adapters().has(adapter), "there is no such adapter");
+             return p.adapters().bytes(adapter);
+           })
       .def("floats", &floats_of, "A view of the float rows of a buffer; valid until the next run overwrites them or moves the buffers.")
       .def("move_slots",
            [](Plan& p, int group, const Ints& source, const Ints& target) {

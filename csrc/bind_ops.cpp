@@ -37,7 +37,7 @@ const Buffer& floats(const Plan& p, int id) {
 // Floats with a row for each row of the step.
 const Buffer& row_floats(const Plan& p, int id) {
   const Buffer& b = floats(p, id);
-  require(!b.logit, "an op works on a buffer with all rows here, not with the logit rows alone");
+  require(b.rows == RowKind::kStep, "an op works on a buffer with all rows here, not with some of them");
   return b;
 }
 
@@ -57,7 +57,7 @@ void check_bias(const Plan& p, int id, int length) {
 void check_cap(float cap) { require(cap >= 1e-6f && cap <= 1e6f, "a cap lies between 1e-6 and 1e6"); }
 
 void check_alike(const Buffer& a, const Buffer& b) {
-  require(a.width == b.width && a.logit == b.logit, "an op works on buffers of one width, all with the logit rows alone, or none");
+  require(a.width == b.width && a.rows == b.rows, "an op works on buffers of one width, all with the same rows of a step");
 }
 
 // A vector of one number for each of `size` columns, which all groups of columns share, or for each of all columns.
@@ -115,7 +115,8 @@ KvLayer kv_layer(Plan& p, std::array<int, 2> layer) {
 
 // A buffer that takes the embeddings of all rows.
 void check_embedding(const Plan& p, int out, int w) {
-  require(!buffer(p, out).logit && p.buffer(out).width == weight(p, w).cols, "an embedding is as wide as its buffer, which has all rows");
+  require(buffer(p, out).rows == RowKind::kStep && p.buffer(out).width == weight(p, w).cols,
+          "an embedding is as wide as its buffer, which has all rows");
 }
 
 void embed(Plan& p, int out, int w) {
@@ -129,12 +130,15 @@ void embed_position(Plan& p, int out, int w) {
 }
 
 void input(Plan& p, int out) {
-  require(!buffer(p, out).logit, "input rows are all rows of a step");
+  require(buffer(p, out).rows == RowKind::kStep, "input rows are all rows of a step");
   p.add_input(out);
 }
 
+// Of gathered rows a norm may take those that have logits, or those that are pooled.
 void norm(Plan& p, int out, int x, int w, int bias, const std::string& kind, int size, float eps) {
-  check_alike(buffer(p, out), floats(p, x));
+  const bool takes_some = floats(p, x).rows == RowKind::kGathered && buffer(p, out).rows >= RowKind::kLogit;
+  require(buffer(p, out).width == p.buffer(x).width && (takes_some || p.buffer(out).rows == p.buffer(x).rows),
+          "a norm works on buffers of one width, with the same rows of a step, or some of the gathered ones");
   const int width = p.buffer(x).width;
   require(size > 0 && width % size == 0, "a norm takes whole groups of columns");
   check_column_vector(p, w, size, width);
@@ -145,7 +149,7 @@ void norm(Plan& p, int out, int x, int w, int bias, const std::string& kind, int
 
 int rope_angles(Plan& p, std::vector<double> inverse_frequencies, double scale, int head_dim) {
   require(head_dim > 0 && head_dim % 2 == 0 && head_dim <= kMaxHeadDim, "a rope needs an even head size");
-  const int out = available(p).add_buffer(angles_width(head_dim), false, false);
+  const int out = available(p).add_buffer(angles_width(head_dim), RowKind::kStep, false);
   p.add_op(make_rope_angles(out, std::move(inverse_frequencies), scale, head_dim));
   return out;
 }
@@ -164,7 +168,8 @@ void pack_rows(Plan& p, int out, int x) {
 }
 
 void gather_rows(Plan& p, int out, int x) {
-  require(buffer(p, out).logit && row_floats(p, x).width == p.buffer(out).width, "logit rows are as wide as the rows that they come from");
+  require(buffer(p, out).rows == RowKind::kGathered && row_floats(p, x).width == p.buffer(out).width,
+          "gathered rows are as wide as the rows that they come from");
   p.add_op(make_gather_rows(out, x));
 }
 
@@ -198,22 +203,29 @@ void soft_cap(Plan& p, int out, int x, float cap) {
 
 void gate_rows(Plan& p, int out, int x, int gate) {
   check_alike(buffer(p, out), floats(p, x));
-  require(floats(p, gate).width == 1 && p.buffer(gate).logit == p.buffer(out).logit, "a row has one gate");
+  require(floats(p, gate).width == 1 && p.buffer(gate).rows == p.buffer(out).rows, "a row has one gate");
   p.add_op(make_gate_rows(out, x, gate));
+}
+
+// Adds the op that comes before a linear op over these weights.
+void adapt(Plan& p, int x, std::vector<int> weights) {
+  p.adapts(x);
+  p.add_op(make_adapter_down(p.adapters(), x, std::move(weights)));
 }
 
 void linear(Plan& p, int out, int x, int w, int bias, int residual, bool offset) {
   const int rows = factor(p, x, w, offset).rows;
-  require(floats(p, out).width == rows && p.buffer(out).logit == p.buffer(x).logit,
+  require(floats(p, out).width == rows && p.buffer(out).rows == p.buffer(x).rows,
           "a linear op writes as many columns as its weight has rows");
   check_bias(p, bias, rows);
   if (residual != -1) check_alike(p.buffer(out), floats(p, residual));
+  adapt(p, x, {w});
   p.add_op(make_linear(out, x, w, bias, residual, offset));
 }
 
 // What writes tile by tile, packed or not, what it multiplies with `rows` rows of weights.
 void check_tiled(Plan& p, int out, int x, int rows) {
-  require(buffer(p, out).width == rows && p.buffer(out).logit == p.buffer(x).logit,
+  require(buffer(p, out).width == rows && p.buffer(out).rows == p.buffer(x).rows,
           "a linear op writes as many columns as its weights have rows");
   require(out != x, "a linear op cannot overwrite the rows that it reads");
   p.writes_pieces(out);
@@ -224,6 +236,7 @@ void linear_activate(Plan& p, int out, int x, int w, int bias, const std::string
   const int rows = factor(p, x, w, false).rows;
   check_bias(p, bias, rows);
   check_tiled(p, out, x, rows);
+  adapt(p, x, {w});
   p.add_op(make_linear_activate(out, x, w, bias, by));
 }
 
@@ -234,6 +247,7 @@ void glu_linear(Plan& p, int out, int x, int gate, int up, int gate_bias, int up
   check_bias(p, gate_bias, rows);
   check_bias(p, up_bias, rows);
   check_tiled(p, out, x, rows);
+  adapt(p, x, {gate, up});
   p.add_op(make_glu_linear(out, x, gate, up, gate_bias, up_bias, by));
 }
 
@@ -250,7 +264,7 @@ void head_linear(Plan& p, int out, int x, const std::vector<int>& weights) {
   const Weight& first = weight(p, weights[0]);
   for (const int w : weights) require(weight(p, w).rows == first.rows && weight(p, w).cols == first.cols, "heads are of one shape");
   const Buffer& from = heads(p, x, static_cast<int>(weights.size()), first.cols);
-  require(floats(p, out).logit == from.logit && p.buffer(out).width == static_cast<int64_t>(weights.size()) * first.rows,
+  require(floats(p, out).rows == from.rows && p.buffer(out).width == static_cast<int64_t>(weights.size()) * first.rows,
           "a linear op by heads writes as many columns as its weights have rows");
   require(out != x, "a linear op cannot overwrite the rows that it reads");
   p.add_op(make_head_linear(out, x, weights));
@@ -258,7 +272,7 @@ void head_linear(Plan& p, int out, int x, const std::vector<int>& weights) {
 
 void concat_heads(Plan& p, int out, int x, int y, int num_heads, int x_dim, int y_dim) {
   const Buffer &first = heads(p, x, num_heads, x_dim), &second = heads(p, y, num_heads, y_dim), &to = buffer(p, out);
-  require(to.logit == first.logit && to.logit == second.logit, "heads are put together for all rows, or for the logit rows alone");
+  require(to.rows == first.rows && to.rows == second.rows, "heads are put together for all rows, or for the logit rows alone");
   require(to.width == static_cast<int64_t>(num_heads) * (static_cast<int64_t>(x_dim) + y_dim),
           "heads are as long as what they are put together of");
   p.add_op(make_concat_heads(out, x, y, x_dim, y_dim));
@@ -270,13 +284,14 @@ void qkv_rope_write(Plan& p, int out, int x, int angles, std::array<int, 3> weig
   const int head_dim = shape.key_dim, kv_width = p.kv(at.group).heads() * head_dim;
   require(shape.value_dim == head_dim, "queries, keys and values are one op where keys are as long as values");
   check_angles(p, angles, head_dim);
-  require(!buffer(p, x).logit, "keys and values are those of all rows");
+  require(buffer(p, x).rows == RowKind::kStep, "keys and values are those of all rows");
   require(out != angles, "queries cannot overwrite the angles that they are rotated by");
   const int widths[] = {row_floats(p, out).width, kv_width, kv_width};
   for (int i = 0; i < 3; i++) {
     require(factor(p, x, weights[i], true).rows == widths[i] && widths[i] % head_dim == 0, "queries, keys and values are whole heads");
     check_bias(p, biases[i], widths[i]);
   }
+  adapt(p, x, {weights.begin(), weights.end()});
   for (auto& op : make_qkv_rope_write({out, x, angles, weights, biases, at, p.kv_buffers(at.group)})) p.add_op(std::move(op));
 }
 
@@ -298,7 +313,7 @@ void attention(Plan& p, int out, int q, std::array<int, 2> layer, int num_heads,
   require(num_heads > 0 && num_heads <= kMaxWidth / std::max(shape.key_dim, value_dim) && num_heads % p.kv(at.group).heads() == 0,
           "query heads must be a multiple of KV heads");
   require(row_floats(p, q).width == num_heads * shape.key_dim, "queries are as wide as their heads");
-  require(!buffer(p, out).logit && p.buffer(out).width == num_heads * value_dim, "attention writes a value for each head");
+  require(buffer(p, out).rows == RowKind::kStep && p.buffer(out).width == num_heads * value_dim, "attention writes a value for each head");
   require(out != q, "attention cannot overwrite the queries that it reads");
   require(!p.buffer(out).packed || value_dim % kGroup == 0, "what attention packs are heads of whole groups");
   require(scale >= 1e-20f && std::isfinite(scale), "scores have a scale above 0");
@@ -318,7 +333,7 @@ void route(Plan& p, int out, int x, int top_k, const std::string& scoring, bool 
   require(all > 0 && experts % all == 0 && kept > 0 && kept <= all, "groups of experts are of one size, and some of them are kept");
   require(experts <= kMaxExperts && top_k > 0 && top_k <= kMaxTopK && top_k <= experts / all * kept,
           "a row goes to at most 1,024 of the experts, of which there are at most 65,536");
-  require(floats(p, out).width == 2 * top_k && p.buffer(out).logit == p.buffer(x).logit,
+  require(floats(p, out).width == 2 * top_k && p.buffer(out).rows == p.buffer(x).rows,
           "a routing has a number and a weight for each choice");
   require(std::isfinite(factor), "a factor is a number");
   check_bias(p, bias, experts);
@@ -345,8 +360,8 @@ void experts(Plan& p, int out, int x, int routing, const std::array<std::vector<
   require(!gate.empty() && gate.size() <= kMaxExperts && gate.size() == up.size() && gate.size() == down.size(),
           "each expert has gate, up and down, and there are at most 65,536");
   const ExpertsShape shape{floats(p, x).width, weight(p, gate[0]).rows, floats(p, out).width, floats(p, routing).width / 2,
-                           p.buffer(x).logit};
-  require(p.buffer(out).logit == shape.logit && p.buffer(routing).logit == shape.logit, "experts work on all rows, or on the logit rows");
+                           p.buffer(x).rows};
+  require(p.buffer(out).rows == shape.rows && p.buffer(routing).rows == shape.rows, "experts read and write the same rows of a step");
   require(p.buffer(routing).width % 2 == 0 && shape.top_k <= kMaxTopK, "a routing has a number and a weight for each choice");
   require(out != routing, "experts cannot overwrite the routing that they read");
   check_experts(p, gate, shape.hidden, shape.width);

@@ -23,10 +23,10 @@ int expert_of(float number, size_t experts) { return number >= 0 && number < sta
 
 ExpertsWork::ExpertsWork(Plan& plan, const ExpertsShape& shape)
     : top_k(shape.top_k),
-      packed(plan.add_buffer(shape.width, shape.logit, true, top_k)),
-      hidden(plan.add_buffer(shape.hidden, shape.logit, true, top_k)),
-      loose_hidden(plan.add_buffer(shape.hidden, shape.logit, false, top_k)),
-      result(plan.add_buffer(shape.out, shape.logit, false, top_k)) {}
+      packed(plan.add_buffer(shape.width, shape.rows, true, top_k)),
+      hidden(plan.add_buffer(shape.hidden, shape.rows, true, top_k)),
+      loose_hidden(plan.add_buffer(shape.hidden, shape.rows, false, top_k)),
+      result(plan.add_buffer(shape.out, shape.rows, false, top_k)) {}
 
 void ExpertsWork::prepare(const Buffer& routing, int rows, int max_rows, std::span<int64_t> loads) {
   routed.resize(static_cast<size_t>(checked(static_cast<int64_t>(rows) * top_k)));

@@ -94,7 +94,7 @@ HR_INLINE void bend(const AttendSplit& t, int n, int begin, int end, float* scor
   for (int i = begin; i < end; i += 16) {
     Vf s = mul(load(scores + i), set1(t.scale));
     if (t.softcap > 0) s = soft_cap(s, t.softcap);
-    if (t.slopes) s = fma(add(load(kLanes), set1(static_cast<float>(i + 1 - t.last[n]))), set1(t.slopes[n]), s);
+    if (t.slopes) s = fma(add(load(kLanes), set1(static_cast<float>(i - t.own[n]))), set1(t.slopes[n]), s);
     store(scores + i, s);
   }
 }

@@ -1,6 +1,6 @@
 // Paged attention. The context of a row is cut into splits of 256 tokens counted from position 0; each split is a softmax of its own,
 // and the splits are merged in ascending order. Where the splits of a row are computed, by one thread or by several, does not
-// change a bit.
+// change a bit. Sinks, the first tokens of all, which a row sees besides its window, are splits of their own that come first.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -18,7 +18,7 @@ struct Scratch {
   Arena expanded;  // read in steps of a value, which may be as long as a page
   std::vector<float> query, slopes;
   SoftmaxStates split, total;
-  std::vector<int> first, last;
+  std::vector<int> first, last, own;
 };
 thread_local Scratch scratch;
 
@@ -32,7 +32,7 @@ class Attention : public Op {
   }
 
   void run(const Plan& plan, const Step& step, int begin, int end, int) override {
-    SplitRecords records = locate(plan, step, work_.items[begin], work_.items[begin].first_split);
+    SplitRecords records = locate(plan, step, work_.items[begin], work_.items[begin].first_part);
     for (int i = begin; i < end; i++) run_item(plan, step, work_.items[i], i + 1 < end ? &work_.items[i + 1] : nullptr, records, scratch);
   }
 
@@ -40,7 +40,7 @@ class Attention : public Op {
   int merge_items() const { return static_cast<int>(work_.merges.size()); }
   void merge(const Plan& plan, int i) const {
     const AttentionItem& item = work_.merges[i];
-    const int queries = num_queries(item), splits = item.last_split - item.first_split;
+    const int queries = num_queries(item), splits = item.last_part - item.first_part;
     SoftmaxStates& total = work_.partial;  // the first split's, where no other thread writes
     for (int s = 1; s < splits; s++) merge_states(plan, total, item.partial, work_.partial, item.partial + s * queries, queries);
     finish(plan, item, total, item.partial);
@@ -52,11 +52,11 @@ class Attention : public Op {
   size_t query_stride() const { return (static_cast<size_t>(work_.shape.key_dim) + 16) * 4; }
   int width() const { return work_.shape.value_columns(); }
 
-  SplitRecords locate(const Plan& plan, const Step& step, const AttentionItem& item, int split) const {
+  SplitRecords locate(const Plan& plan, const Step& step, const AttentionItem& item, int part) const {
     SplitRecords records;
     const KvRows& kv = step.kv[work_.group];
-    const int first = split * kSplitBlocks;
-    for (; records.blocks < kSplitBlocks && (first + records.blocks) * kKvTile < item.context; records.blocks++)
+    const int first = item.split(part) * kSplitBlocks, end = item.is_sinks(part) ? work_.sink_tokens : item.context;
+    for (; records.blocks < kSplitBlocks && (first + records.blocks) * kKvTile < end; records.blocks++)
       put(plan, records, records.blocks,
           cache(plan).record(a_.layer, item.head, kv.block_table[static_cast<size_t>(item.seq) * kv.max_blocks + first + records.blocks]));
     return records;
@@ -67,21 +67,21 @@ class Attention : public Op {
     records.values[i] = record + cache(plan).shape().value_offset();
   }
 
-  // `records` are those of the first split; when it is done, those of the next item.
+  // `records` are those of the first part; when it is done, those of the next item.
   void run_item(const Plan& plan, const Step& step, const AttentionItem& item, const AttentionItem* next_item, SplitRecords& records,
                 Scratch& s) const {
     const int queries = num_queries(item);
     s.blocks.resize(std::max(s.blocks.size(), kSplitBlocks * cache(plan).shape().bytes()));
-    s.first.resize(queries), s.last.resize(queries);
+    s.first.resize(queries), s.last.resize(queries), s.own.resize(queries);
     s.total.resize(queries, width()), s.split.resize(queries, width());
     pack_queries(plan, item, queries, s);
-    for (int split = item.first_split; split < item.last_split; split++) {
-      SoftmaxStates& states = split == item.first_split ? s.total : s.split;
-      const SplitRecords next = split + 1 < item.last_split ? locate(plan, step, item, split + 1)
-                                : next_item                 ? locate(plan, step, *next_item, next_item->first_split)
-                                                            : records;
-      attend_split(plan, step, item, split, records, next, states, s);
-      if (split > item.first_split) merge_states(plan, s.total, 0, s.split, 0, queries);
+    for (int part = item.first_part; part < item.last_part; part++) {
+      SoftmaxStates& states = part == item.first_part ? s.total : s.split;
+      const SplitRecords next = part + 1 < item.last_part ? locate(plan, step, item, part + 1)
+                                : next_item               ? locate(plan, step, *next_item, next_item->first_part)
+                                                          : records;
+      attend_split(plan, step, item, part, records, next, states, s);
+      if (part > item.first_part) merge_states(plan, s.total, 0, s.split, 0, queries);
       records = next;
     }
     if (item.partial < 0) return finish(plan, item, s.total, 0);
@@ -118,14 +118,18 @@ class Attention : public Op {
 
   // One split of the context against all rows of the item. Below the draft rows of a tree every row sees the same slots; from there
   // on each row has a path of its own, gathered in position order so that every lane holds what it would hold in plain decoding.
-  void attend_split(const Plan& plan, const Step& step, const AttentionItem& item, int split, const SplitRecords& records,
+  void attend_split(const Plan& plan, const Step& step, const AttentionItem& item, int part, const SplitRecords& records,
                     const SplitRecords& next, SoftmaxStates& states, Scratch& s) const {
-    const int b = item.seq, shared = step.context_len[b] + step.scheduled_len[b], group = work_.share;
-    for (int row = item.first_row, n = 0; row < item.last_row; row++)
+    const int b = item.seq, shared = step.context_len[b] + step.scheduled_len[b], group = work_.share, split = item.split(part);
+    for (int row = item.first_row, n = 0; row < item.last_row; row++) {
+      const int position = step.positions[row], seen = work_.first_visible(position);
+      const int first = item.is_sinks(part) ? 0 : seen, last = !item.is_sinks(part) ? position + 1 : seen ? work_.sink_tokens : 0;
       for (int g = 0; g < group; g++, n++) {
-        s.first[n] = work_.first_visible(step.positions[row]) - split * kSplitTokens;
-        s.last[n] = step.positions[row] + 1 - split * kSplitTokens;
+        s.first[n] = first - split * kSplitTokens;
+        s.last[n] = last - split * kSplitTokens;
+        s.own[n] = position - split * kSplitTokens;
       }
+    }
     SplitRecords shared_records = records;
     expand(plan, records, next, shared_records, s);
     int row = item.last_row;
@@ -184,10 +188,10 @@ class Attention : public Op {
     if (is_quantised(cache(plan).shape().type)) next = nullptr;  // fetched already
     for (int c = 0; c < chunks.count; c++) {
       const int n = begin + chunks.first(c);
-      plan.kernels().attend[static_cast<int>(shape.type)]({records, c ? nullptr : next, shape, a_.scale, a_.softcap,
-                                                           a_.slopes.empty() ? nullptr : &s.slopes[n], chunks.rows(c),
-                                                           s.queries.data() + n * query_stride(), query_stride(), &s.first[n], &s.last[n],
-                                                           &states.max[n], &states.sum[n], &states.out[static_cast<size_t>(n) * width()]});
+      plan.kernels().attend[static_cast<int>(shape.type)](
+          {records, c ? nullptr : next, shape, a_.scale, a_.softcap, a_.slopes.empty() ? nullptr : &s.slopes[n], chunks.rows(c),
+           s.queries.data() + n * query_stride(), query_stride(), &s.first[n], &s.last[n], &s.own[n], &states.max[n], &states.sum[n],
+           &states.out[static_cast<size_t>(n) * width()]});
     }
   }
 

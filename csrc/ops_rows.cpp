@@ -127,11 +127,12 @@ class Norm : public RowWriter {
   explicit Norm(const NormArgs& args) : RowWriter("norm", args.out), a_(args) {}
 
  private:
-  void compute(const Plan& plan, const Step&, int row, float* y) override {
+  void compute(const Plan& plan, const Step& step, int row, float* y) override {
     const Buffer& x = plan.buffer(a_.x);
     const float *weight = plan.vector(a_.weight), *bias = plan.vector(a_.bias);
     const int weight_step = plan.vector_length(a_.weight) == x.width ? a_.size : 0;  // else all groups of columns share one
     const int bias_step = bias && plan.vector_length(a_.bias) == x.width ? a_.size : 0;
+    if (x.rows == RowKind::kGathered && plan.buffer(out_).rows == RowKind::kPooled) row += step.logit_rows;
     for (int first = 0; first < x.width; first += a_.size, weight += weight_step, bias += bias_step)
       plan.kernels().norm[static_cast<int>(a_.kind)](x.row(row) + first, weight, bias, a_.eps, a_.size, y + first);
   }
@@ -158,7 +159,7 @@ class GatherRows : public RowOp {
  protected:
   void run_row(const Plan& plan, const Step& step, int row) override {
     const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
-    const float* from = x.row(step.logit_row[row]);
+    const float* from = x.row(step.gathered_row[row]);
     if (out.packed)
       plan.pack_columns(out, row, 1, 0, from, x.width, out.width);
     else

@@ -66,14 +66,14 @@ int Plan::add_vector(const float* data, int n) {
   return static_cast<int>(vectors_.size()) - 1;
 }
 
-int Plan::add_buffer(int width, bool logit, bool packed, int per_row) {
+int Plan::add_buffer(int width, RowKind rows, bool packed, int per_row) {
   Buffer buffer;
   buffer.width = width;
-  buffer.logit = logit;
+  buffer.rows = rows;
   buffer.packed = packed;
   buffer.per_row = per_row;
   buffers_.push_back(std::move(buffer));
-  capacity_rows_ = capacity_logit_rows_ = 0;  // the next step makes room for it
+  capacity_ = {};  // the next step makes room for it
   return static_cast<int>(buffers_.size()) - 1;
 }
 
@@ -100,7 +100,7 @@ void Plan::reads(int buffer, int weight, bool offset) {
   const Weight& w = weights_[weight];
   if (!b.packed || b.width != w.cols) throw std::invalid_argument("a linear op reads a packed buffer as wide as its weight");
   b.wanted[static_cast<int>(kernels_->form[offset][static_cast<int>(w.format)])] = true;
-  capacity_rows_ = capacity_logit_rows_ = 0;  // the next step makes room for this form, also if the op is refused after all
+  capacity_ = {};  // the next step makes room for this form, also if the op is refused after all
   check_whole_rows(b);
   // Readers of different formats share the buffer: the longest padding serves all, since each reads its own units from the start.
   const int unit = std::max({unit_columns(w.format), kGroup});
@@ -112,11 +112,30 @@ void Plan::writes_pieces(int buffer) {
   check_whole_rows(buffers_[buffer]);
 }
 
+// In the form of pairs of columns in float32.
+void Plan::want_floats(int buffer) {
+  buffers_[buffer].wanted[static_cast<int>(Form::kF32)] = true;
+  capacity_ = {};  // the next step makes room for it
+}
+
+void Plan::adapts(int buffer) {
+  if (adapted_.insert(buffer).second && has_adapters_) want_floats(buffer);
+}
+
+int Plan::add_adapter() {
+  if (!has_adapters_)
+    for (const int buffer : adapted_) want_floats(buffer);
+  has_adapters_ = true;
+  return adapters_.add();
+}
+
 // Gives every buffer room for the rows of the step; returns whether the buffers have moved. Grows by doubling, and never shrinks.
 bool Plan::reserve(const Step& step) {
-  if (step.rows <= capacity_rows_ && step.logit_rows <= capacity_logit_rows_) return false;
-  const auto grown = [](int needed, int capacity) { return needed > capacity ? std::max(needed, 2 * capacity) : capacity; };
-  const int capacity_rows = grown(step.rows, capacity_rows_), capacity_logit_rows = grown(step.logit_rows, capacity_logit_rows_);
+  std::array<int, kNumRowKinds> capacity = capacity_;
+  for (size_t kind = 0; kind < kNumRowKinds; kind++)
+    if (const int needed = rows_of(static_cast<RowKind>(kind), step); needed > capacity[kind])
+      capacity[kind] = std::max(needed, 2 * capacity[kind]);
+  if (capacity == capacity_) return false;
   const auto walk = [&](uint8_t* base) {  // lays all buffers out from `base` on; returns where they end
     size_t at = 0;
     const auto place = [&](size_t bytes) {
@@ -128,7 +147,7 @@ bool Plan::reserve(const Step& step) {
       return p;
     };
     for (Buffer& b : buffers_) {
-      const auto rows_of = [&](size_t bytes) { return product({b.logit ? capacity_logit_rows : capacity_rows, b.per_row}, bytes); };
+      const auto rows_of = [&](size_t bytes) { return product({capacity[static_cast<size_t>(b.rows)], b.per_row}, bytes); };
       if (!b.packed) b.floats = reinterpret_cast<float*>(place(rows_of(static_cast<size_t>(b.width) * 4)));
       for (int f = 0; f < kNumForms; f++)
         if (b.wanted[f]) b.forms[f] = place(rows_of(form_row_bytes(static_cast<Form>(f), b.columns)));
@@ -136,12 +155,12 @@ bool Plan::reserve(const Step& step) {
     return at;
   };
   activations_.reset();
-  capacity_rows_ = capacity_logit_rows_ = 0;  // so it stays if there is not enough memory
+  capacity_ = {};  // so it stays if there is not enough memory
   const size_t bytes = walk(nullptr);
   check_fits_memory(bytes);
   activations_ = std::make_shared<Arena>(bytes);
   walk(activations_->data());
-  capacity_rows_ = capacity_rows, capacity_logit_rows_ = capacity_logit_rows;
+  capacity_ = capacity;
   return true;
 }
 
@@ -165,14 +184,14 @@ std::array<int, 2> Plan::kv_buffers(int group) {
   const int width = cache.heads() * cache.shape().key_dim;
   const auto [at, is_new] = kv_buffers_.try_emplace(width);
   if (is_new)
-    for (int& buffer : at->second) buffer = add_buffer(width, false, false);
+    for (int& buffer : at->second) buffer = add_buffer(width, RowKind::kStep, false);
   return at->second;
 }
 
 AttentionWork& Plan::attention_work(int group, int num_heads, int value_dim) {
   auto& work = attention_work_[{group, num_heads, value_dim}];
   if (!work)
-    work = std::make_unique<AttentionWork>(group, num_heads / kv(group).heads(), kv_[static_cast<size_t>(group)].window,
+    work = std::make_unique<AttentionWork>(group, num_heads / kv(group).heads(), kv_[static_cast<size_t>(group)],
                                            kv(group).shape().computed(value_dim));
   return *work;
 }
@@ -201,9 +220,9 @@ int Plan::advance(const Program& program, int op, const Step& step, int thread) 
 
 bool Plan::run(int number, const Step& step) {
   const Program& program = programs_[static_cast<size_t>(number)];
-  row_blocks_ = Blocks(step.rows, kernels_->max_rows);
-  logit_blocks_ = Blocks(step.logit_rows, kernels_->max_rows);
+  for (size_t kind = 0; kind < kNumRowKinds; kind++) blocks_[kind] = Blocks(rows_of(static_cast<RowKind>(kind), step), kernels_->max_rows);
   const bool moved = reserve(step);
+  adapters_.begin(step);
   step_number_++;
   last_time_ = now();
   FirstError error;

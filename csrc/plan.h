@@ -4,10 +4,12 @@
 #include <climits>
 #include <map>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "adapters.h"
 #include "kernels.h"
 #include "kv.h"
 #include "memory.h"
@@ -25,12 +27,13 @@ struct KvRows {
 
 // One ragged batch, as in headrace/batch.py. Validated before it gets here.
 struct Step {
-  int rows, num_seqs, logit_rows, ancestor_words;
+  int rows, num_seqs, logit_rows, pooled_rows, ancestor_words;
   const int32_t *tokens, *positions, *row_start, *context_len, *scheduled_len;
-  std::vector<KvRows> kv;     // by group; empty where the program keeps nothing
-  const uint64_t* ancestors;  // null: every draft tree is a chain
-  const int32_t* logit_row;
-  const float* inputs;  // [rows, as wide as the program reads]; null where it begins with tokens
+  std::vector<KvRows> kv;       // by group; empty where the program keeps nothing
+  const uint64_t* ancestors;    // null: every draft tree is a chain
+  const int32_t* gathered_row;  // the logit rows, and behind them the pooled rows
+  const float* inputs;          // [rows, as wide as the program reads]; null where it begins with tokens
+  const int32_t* adapters;      // of each sequence, -1: none; null: none has one
 };
 
 // `count` rows cut into blocks of at most max_rows whose sizes differ by one at most: no block is left with a slow tail.
@@ -46,10 +49,15 @@ struct Blocks {
   int of_row(int row) const { return row < extra * (base + 1) ? row / (base + 1) : (row - extra) / base; }
 };
 
+// Which rows of a step a buffer has: all; those that are gathered, of which the first have logits and the others are pooled; or one of
+// these two kinds alone.
+enum class RowKind { kStep, kGathered, kLogit, kPooled };
+constexpr int kNumRowKinds = 4;
+
 // Rows of numbers between two ops: float32, or packed in each form that a reader wants (and then not as float32).
 struct Buffer {
   int width;
-  bool logit;  // one row for each logit row of the step, else one for each row
+  RowKind rows;
   bool packed;
   int per_row = 1;         // its rows for each of those
   bool in_pieces = false;  // its rows are not written whole, so no form can be wanted that takes a whole row
@@ -73,14 +81,15 @@ class ExpertsWork;
 // What ops over experts must share to share the memory of their rows.
 struct ExpertsShape {
   int width, hidden, out, top_k;
-  bool logit;
+  RowKind rows;
   auto operator<=>(const ExpertsShape&) const = default;
 };
 
-// A group of layers that keep alike, and see alike: `window` positions back, the row's own included; 0: all.
+// A group of layers that keep alike, and see alike: `window` positions back, the row's own included, and the first `sink_tokens` of all;
+// 0: everything.
 struct KvGroup {
   KvCache cache;
-  int window;
+  int window, sink_tokens;
 };
 
 // A layer by its group and its place in it.
@@ -126,7 +135,7 @@ class Plan {
   int add_vector(const float* data, int n);
   // Makes room for so many bytes of weights that come next, in one piece.
   void reserve_weights(size_t bytes);
-  int add_buffer(int width, bool logit, bool packed, int per_row = 1);
+  int add_buffer(int width, RowKind rows, bool packed, int per_row = 1);
   // Begins another program; returns its number. Ops go to the last one.
   int add_program();
   void add_op(std::unique_ptr<Op> op) { programs_.back().ops.push_back(std::move(op)); }
@@ -140,6 +149,13 @@ class Plan {
   void reads(int buffer, int weight, bool offset);
   // Declares that an op writes the rows of `buffer` piece by piece.
   void writes_pieces(int buffer);
+
+  // Declares that a linear op reads `buffer` through weights that adapters may add to.
+  void adapts(int buffer);
+  // The buffers that adapters read have the form that they need from the first one on.
+  Adapters& adapters() { return adapters_; }
+  const Adapters& adapters() const { return adapters_; }
+  int add_adapter();
 
   // Runs a step; returns whether the buffers have moved. What an op throws ends the step, and is thrown here.
   bool run(int program, const Step& step);
@@ -164,12 +180,10 @@ class Plan {
   const std::shared_ptr<Pool>& pool() const { return pool_; }
   // The memory of the buffers, and the rows that a buffer has room for. The memory is another when they have grown.
   const std::shared_ptr<Arena>& activations() const { return activations_; }
-  size_t capacity(const Buffer& buffer) const {
-    return static_cast<size_t>(buffer.logit ? capacity_logit_rows_ : capacity_rows_) * buffer.per_row;
-  }
+  size_t capacity(const Buffer& buffer) const { return static_cast<size_t>(capacity_[static_cast<size_t>(buffer.rows)]) * buffer.per_row; }
   // Rows of a buffer in a step, and the blocks that they are packed in.
-  static int rows_of(const Buffer& buffer, const Step& step) { return buffer.logit ? step.logit_rows : step.rows; }
-  const Blocks& blocks_of(const Buffer& buffer) const { return buffer.logit ? logit_blocks_ : row_blocks_; }
+  static int rows_of(const Buffer& buffer, const Step& step) { return rows_of(buffer.rows, step); }
+  const Blocks& blocks_of(const Buffer& buffer) const { return blocks_[static_cast<size_t>(buffer.rows)]; }
   // Writes x[count][n], `stride` apart, to columns `first`.. of rows `row`.. of a packed buffer, in all wanted forms; `first` is a
   // multiple of the group. What comes last in a row brings the zeros behind it.
   void pack_columns(const Buffer& buffer, int row, int count, int first, const float* x, size_t stride, int n) const;
@@ -191,7 +205,12 @@ class Plan {
   size_t weight_bytes() const { return weight_bytes_; }  // of packed matrices and of vectors
 
  private:
+  static int rows_of(RowKind kind, const Step& step) {
+    const int rows[kNumRowKinds] = {step.rows, step.logit_rows + step.pooled_rows, step.logit_rows, step.pooled_rows};
+    return rows[static_cast<int>(kind)];
+  }
   uint8_t* allocate(size_t bytes);
+  void want_floats(int buffer);
   bool reserve(const Step& step);
   int advance(const Program& program, int op, const Step& step, int thread);
   void add_time(const Op& op);
@@ -206,11 +225,14 @@ class Plan {
   std::vector<int> vector_lengths_;  // without what fills their last line
   std::vector<Buffer> buffers_;
   std::map<int, std::array<int, 2>> kv_buffers_;  // by width
+  std::set<int> adapted_;                         // buffers that adapters read
+  bool has_adapters_ = false;                     // whether there has been one
+  Adapters adapters_;
   std::vector<Program> programs_;
-  Blocks row_blocks_, logit_blocks_;
+  std::array<Blocks, kNumRowKinds> blocks_;
   std::shared_ptr<Arena> activations_;
   OneCaller caller_;
-  int capacity_rows_ = 0, capacity_logit_rows_ = 0;
+  std::array<int, kNumRowKinds> capacity_{};  // rows that buffers of each kind have room for
   Deal deal_;
   std::map<std::array<int, 3>, std::unique_ptr<AttentionWork>> attention_work_;  // by group, heads and value_dim
   std::map<ExpertsShape, std::unique_ptr<ExpertsWork>> experts_work_;
@@ -245,6 +267,8 @@ std::unique_ptr<Op> make_scale(int out, int x, float factor);
 std::unique_ptr<Op> make_soft_cap(int out, int x, float cap);
 // x / (1 + exp(-gate)), where a gate is one number for its row.
 std::unique_ptr<Op> make_gate_rows(int out, int x, int gate);
+// What comes before a linear op over these weights: the first half of what adapters add to it.
+std::unique_ptr<Op> make_adapter_down(Adapters& adapters, int x, std::vector<int> weights);
 std::unique_ptr<Op> make_linear(int out, int x, int weight, int bias, int residual, bool offset);
 std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias, Activation activation);
 std::unique_ptr<Op> make_linear_activate(int out, int x, int weight, int bias, Activation activation);

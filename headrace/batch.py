@@ -3,7 +3,7 @@
 Every step is one ragged batch of rows, of prompt chunks, plain decoding, draft trees or recomputation alike. Each sequence has the
 rows of its scheduled known tokens, which have no KV yet, and below the last of them a tree of draft rows. The rows of a sequence are
 adjacent: known tokens first, then drafts, parents before children.
-Shapes: T rows, B sequences, R rows whose logits are computed.
+Shapes: T rows, B sequences, R rows whose logits are computed, P rows that are pooled.
 """
 
 from typing import NamedTuple
@@ -53,6 +53,13 @@ class RaggedBatch(NamedTuple):
     seq_of: Ints  # [R] sequence of each of them
     token_source: Ints | None = None  # [T] logit op of the launch before that draws the row's token; -1: it is in `tokens`
     inputs: NDArray[np.float32] | None = None  # [T, width] the first rows of a program that does not begin with tokens
+    adapters: Ints | None = None  # [B] number of the adapter of each sequence; -1, or None for all: it has none
+    pooled_rows: Ints | None = None  # [P] rows that prompts to be embedded pool, ascending; None: there are none
+
+    @property
+    def gathered_rows(self) -> Ints:  # [R + P]
+        """The rows that the last layer goes on with: those that have logits, and behind them those that are pooled."""
+        return self.logit_rows if self.pooled_rows is None else np.concatenate([self.logit_rows, self.pooled_rows])
 
 
 class StepTimes(NamedTuple):

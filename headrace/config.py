@@ -40,6 +40,11 @@ class EngineConfig:
     memory that is left. Layers with a narrower window have as many blocks of their own as the sequences in these can need."""
     max_model_len: int = 0
     """Tokens of the longest sequence, prompt and output; 0: the context that the model was trained for."""
+    attention_window: int = 0
+    """Lossy, for models that were not trained with a window: every layer without one of its own sees the first `attention_sinks` tokens
+    and the last so many alone, and keeps no more KV than that. 0: layers see what the model says."""
+    attention_sinks: int = 4
+    """First tokens that all rows see beside an `attention_window`: without them a model falls apart (Xiao et al. 2023)."""
     batching: Literal["inflight", "static"] = "inflight"
     """`inflight`: requests join and leave at every step. `static`: a batch starts and ends together, the baseline to compare with."""
     max_num_seqs: int = 64
@@ -86,6 +91,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.chunked_prefill_size:
             object.__setattr__(self, "chunked_prefill_size", self.max_num_batched_tokens)
+
+    @property
+    def lossy(self) -> str:
+        """What keeps the model from being itself, in words; empty where nothing does."""
+        if not self.attention_window:
+            return ""
+        sinks = f"the first {self.attention_sinks:,} tokens and " if self.attention_sinks else ""
+        return f"sees {sinks}the last {self.attention_window:,} alone"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Ops on the logits of a step, their results, and the ticket of a launched step: records and protocols.
+"""Ops on the logits of a step and on its pooled rows, their results, and the ticket of a launched step: records and protocols.
 
 A launch takes a batch and a list of logit ops, and gives a ticket; waiting for it gives one result for each op. So a device can draw
 where its logits are, and start the next step (`RaggedBatch.token_source`) before anything has come back to the host.
@@ -87,9 +87,30 @@ class Expanded(NamedTuple):
     probabilities: NDArray[np.float64] | None  # [vocab]
 
 
-LogitOp = Draw | TopTokens | Score | Expand
-LogitOpResult = Drawn | Ranked | TokenLogprobs | Expanded | None
-"""The result of an op; None where its logits were not finite."""
+class PoolState(Protocol):
+    """The rows of a prompt that have been pooled so far; executables add to it, in the order of their launches."""
+
+    def add(self, rows: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Add rows [rows, dim], one after the other; returns the sum of all up to now [dim]."""
+
+
+class Pool(NamedTuple):
+    """Add rows behind the last norm to those of the same prompt, in their order."""
+
+    row: int  # index among the pooled rows of the first
+    num_rows: int
+    state: PoolState
+
+
+class Pooled(NamedTuple):
+    """The result of a `Pool`."""
+
+    total: NDArray[np.float64]  # [dim] sum of all rows of the prompt that have been pooled
+
+
+LogitOp = Draw | TopTokens | Score | Expand | Pool
+LogitOpResult = Drawn | Ranked | TokenLogprobs | Expanded | Pooled | None
+"""The result of an op; None where its logits, or its rows, were not finite."""
 
 
 class StepResult(NamedTuple):

@@ -8,11 +8,15 @@ from dataclasses import dataclass, field, fields
 from itertools import islice
 from numbers import Integral, Real
 from operator import length_hint
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+Pooling = Literal["last", "mean", "cls"]
 
 MAX_SEQUENCES = 128
 MAX_LOGPROBS = 20
@@ -136,6 +140,22 @@ class SamplingParams:
                 raise RequestError(f"a beam search draws nothing, so {name} must be {allowed}, not {getattr(self, name):g}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PoolingParams:
+    """How to embed one prompt. Raises RequestError, which names the field, for values that there are not."""
+
+    pooling: Pooling = "last"
+    """Which rows behind the model's last norm make the vector: that of the last token, the mean of all, or that of the first (`cls`)."""
+    normalise: bool = False
+    """Whether the vector is brought to a length of 1."""
+
+    def __post_init__(self) -> None:
+        if self.pooling not in get_args(Pooling):
+            raise RequestError(f"pooling must be {', '.join(get_args(Pooling))}, not {reprlib.repr(self.pooling)}")
+        if not isinstance(self.normalise, bool):
+            raise RequestError(f"normalise must be true or false, not {reprlib.repr(self.normalise)}")
+
+
 class CheckedRequest(NamedTuple):
     """A request that `Engine.check` has found fit for its engine; only that method makes one."""
 
@@ -149,6 +169,10 @@ class CheckedRequest(NamedTuple):
     """Seconds from submission after which the request ends with what it has; None: no end."""
     cache_salt: str | None
     """Only requests of the same salt share KV in the prefix cache."""
+    adapter: str | None
+    """The name of the adapter that the model has for it."""
+    pooling: PoolingParams | None = None
+    """How the prompt is embedded; None: it is continued."""
 
 
 class Logprob(NamedTuple):
@@ -236,6 +260,8 @@ class RequestOutput:
     """Prompt tokens whose KV came from the prefix cache when the request was admitted."""
     drafts: Mapping[str, DraftStats] = field(default_factory=dict)
     """What came of speculation, by method."""
+    embedding: NDArray[np.float32] | None = None  # [dim]
+    """Of a prompt that was embedded; None where it was not, or not to its end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,19 +47,20 @@ def draft_engine(
     given: dict[str, Any] = needed | {"proposer": how, "draft_depth": depth, "draft_width": width, "max_draft_tokens": 128}
     wanted = EngineConfig(acceptance_method=config.get("acceptance_method", "exact"), **given)
     methods = asked_for(wanted)
-    program = trace_model(spec, tensors)
+    sees = config.get("attention_window", 0), config.get("attention_sinks", EngineConfig.attention_sinks)
+    program = trace_model(spec, tensors).with_window(*sees).pooling()
     kv = KvConfig((-(-slots // size),) * len(program.kv_groups), size, kv_dtype)
     target = compile_program(backend, program.keeping_hidden() if "medusa" in methods else program, tensors, kv, config.get("threads", 1))
     draft_models = DraftModels(block_size=size)
     if "draft_model" in methods:
         draft_spec, draft_tensors = draft or model
-        draft_program = trace_model(draft_spec, draft_tensors)
+        draft_program = trace_model(draft_spec, draft_tensors).with_window(*sees)
         own = replace(kv, num_blocks=(-(-(draft_slots or slots) // size),) * len(draft_program.kv_groups))
         compiled = target.attach(draft_program, draft_tensors, own)
         manager = KvManager(draft_program.kv_groups, own, max_rows(depth))
         draft_models = replace(draft_models, draft=DraftModel(compiled, manager, longest or spec.max_context))
     if "self_draft" in methods:
-        short = trace_model(replace(spec, num_layers=layers, windows=spec.windows[:layers]), tensors)
+        short = trace_model(replace(spec, num_layers=layers, windows=spec.windows[:layers]), tensors).with_window(*sees)
         draft_models = replace(draft_models, short=target.attach(short, tensors))
     if "medusa" in methods:
         draft_models = replace(draft_models, heads=medusa_heads(target, spec, depth))

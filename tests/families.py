@@ -166,3 +166,10 @@ def logits_of(model: Any, tokens: list[int]) -> NDArray[np.float32]:  # [tokens,
     with torch.no_grad():
         logits: NDArray[np.float32] = model(torch.tensor([tokens])).logits[0].numpy()
     return logits
+
+
+def hidden_of(model: Any, tokens: list[int]) -> NDArray[np.float32]:  # [tokens, dim]
+    """What transformers computes the logits from: the rows behind the last norm."""
+    with torch.no_grad():
+        hidden: NDArray[np.float32] = model.base_model(torch.tensor([tokens])).last_hidden_state[0].numpy()
+    return hidden

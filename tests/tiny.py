@@ -125,7 +125,7 @@ class _Decoder:
 def tiny_executable(model: tuple[ModelSpec, Tensors], backend: str, kv: KvConfig, threads: int = 1) -> Executable:
     """The model, compiled."""
     spec, tensors = model
-    return compile_program(backend, trace_model(spec, tensors), tensors, kv, threads)
+    return compile_program(backend, trace_model(spec, tensors).pooling(), tensors, kv, threads)
 
 
 def tiny_engine(
@@ -151,12 +151,13 @@ def tiny_engine(
     defaults: dict[str, Any] = {"multi_step_ms": 0, "proposer": name, "adaptive_speculation": False, "max_draft_tokens": 128 if own else 16}
     options = EngineConfig(backend=backend, **defaults | config)
     block_size = BLOCK_SIZE[backend]
-    groups = trace_model(spec, tensors).kv_groups
+    program = trace_model(spec, tensors).with_window(options.attention_window, options.attention_sinks).pooling()
+    groups = program.kv_groups
     kv = KvConfig((-(-slots // block_size),) * len(groups), block_size, options.kv_dtype)
     if not release_outside_window:
-        groups = tuple(replace(group, window=0) for group in groups)
+        groups = tuple(replace(group, window=0, num_sink_tokens=0) for group in groups)
     limits = EngineLimits(spec.vocab_size, max_model_len or spec.max_context, kv, groups)
-    executable = executable or tiny_executable(model, backend, kv, options.threads)
+    executable = executable or compile_program(backend, program, tensors, kv, options.threads)
     if late:
         executable = LateExecutable(executable)
     vocabulary = TinyVocabulary(spec.vocab_size, eos_ids)

@@ -85,7 +85,7 @@ class MixturePlan:
         self.plan = plan = plain_plan(threads)
         rng = np.random.default_rng(5)
         x, logits = (embedded(plan, rng.standard_normal((TOKENS, width), np.float32)) for width in (shape.dim, shape.experts))
-        routing, out = plan.add_buffer(2 * shape.top_k, False, False), plan.add_buffer(shape.dim, False, False)
+        routing, out = plan.add_buffer(2 * shape.top_k, "step", False), plan.add_buffer(shape.dim, "step", False)
         before, weights = (
             plan.weight_bytes,
             list(zip(*(add_unit(plan, shape.dim, shape.hidden) for _ in range(shape.experts)), strict=True)),
@@ -125,7 +125,7 @@ class DensePlan:
         width = shape.top_k * shape.hidden
         loose = embedded(plan, np.random.default_rng(6).standard_normal((max(ROWS), shape.dim), np.float32))
         x, hidden, out = (
-            plan.add_buffer(*buffer) for buffer in ((shape.dim, False, True), (width, False, True), (shape.dim, False, False))
+            plan.add_buffer(*buffer) for buffer in ((shape.dim, "step", True), (width, "step", True), (shape.dim, "step", False))
         )
         plan.pack(x, loose)
         before, self.units, self.unit_bytes = plan.weight_bytes, 0, 0

@@ -66,7 +66,7 @@ def plain_plan(threads: int) -> _native.Plan:
 
 def embedded(plan: _native.Plan, x: Floats) -> int:
     """A float buffer with the rows of x, [rows, width], of which token i picks row i."""
-    buffer: int = plan.add_buffer(x.shape[1], False, False)
+    buffer: int = plan.add_buffer(x.shape[1], "step", False)
     plan.embed(buffer, plan.add_weight("F32", *x.shape, x.view(np.uint8).reshape(-1), None))
     return buffer
 
@@ -83,13 +83,11 @@ class LinearPlan:
         self.x: Floats = np.random.default_rng(1).standard_normal((most_rows, stored.cols), np.float32)
         self.plan = plan = plain_plan(threads)
         loose = embedded(plan, self.x)
-        packed, self._out = plan.add_buffer(stored.cols, False, True), plan.add_buffer(stored.rows, False, False)
+        packed, self._out = plan.add_buffer(stored.cols, "step", True), plan.add_buffer(stored.rows, "step", False)
         plan.pack(packed, loose)
         before, self.weight_bytes, self.copies = plan.weight_bytes, 0, 0
         while self.copies * self.weight_bytes < least_bytes:
-            weight = plan.add_weight(
-                stored.format.name, stored.rows, stored.cols, stored.parts["codes"], None, stored.scales
-            )
+            weight = plan.add_weight(stored.format.name, stored.rows, stored.cols, stored.parts["codes"], None, stored.scales)
             plan.linear(self._out, packed, weight, -1, -1, offset)
             self.copies += 1
             self.weight_bytes = (plan.weight_bytes - before) // self.copies
@@ -129,10 +127,10 @@ class AttentionPlan:
         self.plan = plan = _native.Plan("", threads)
         plan.add_kv_group(1, kv_heads, head_dim, head_dim, 0, num_blocks, kv_dtype)
         x = embedded(plan, rng.standard_normal((VOCAB, BLOCK_SIZE), np.float32))
-        packed = plan.add_buffer(BLOCK_SIZE, False, True)
+        packed = plan.add_buffer(BLOCK_SIZE, "step", True)
         plan.pack(packed, x)
         angles = plan.rope_angles([], 1.0, head_dim)  # rotates nothing
-        q, out = plan.add_buffer(heads * head_dim, False, False), plan.add_buffer(heads * head_dim, False, False)
+        q, out = plan.add_buffer(heads * head_dim, "step", False), plan.add_buffer(heads * head_dim, "step", False)
         weights = [self._weight(rng, h * head_dim) for h in (heads, kv_heads, kv_heads)]
         plan.qkv_rope_write(q, packed, angles, weights, [-1, -1, -1], (0, 0))
         plan.attention(out, q, (0, 0), heads, head_dim, head_dim**-0.5)

@@ -48,7 +48,7 @@ class Norms:
         self.plan = plan = plain_plan(threads)
         rng = np.random.default_rng(3)
         x = embedded(plan, rng.standard_normal((max(PASSES), width), np.float32))
-        packed, out = plan.add_buffer(width, False, True), plan.add_buffer(16, False, False)
+        packed, out = plan.add_buffer(width, "step", True), plan.add_buffer(16, "step", False)
         vector = plan.add_vector(rng.uniform(0.5, 1.5, width).astype(np.float32))
         for _ in range(OPS):
             plan.norm(packed, x, vector, -1, "rms", width, 1e-5)

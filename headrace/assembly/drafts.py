@@ -57,9 +57,14 @@ def open_draft_checkpoints(config: EngineConfig, target: Checkpoint, tokenizer: 
     return DraftCheckpoints(draft, heads)
 
 
+def own_program(config: EngineConfig, checkpoint: Checkpoint) -> Program:
+    """The program of a model, of which all see as far as the configuration lets them."""
+    return trace_model(checkpoint.spec, checkpoint.tensors).with_window(config.attention_window, config.attention_sinks)
+
+
 def target_program(config: EngineConfig, target: Checkpoint) -> Program:
-    """The program of the model itself; for heads it gives back its hidden rows."""
-    program = trace_model(target.spec, target.tensors)
+    """The program of the model that others draft for, which pools rows; for heads it gives back its hidden rows."""
+    program = own_program(config, target).pooling()
     return program.keeping_hidden() if "medusa" in asked_for(config) else program
 
 
@@ -69,12 +74,13 @@ def compile_draft_models(
     """Compile what drafts, on the threads of the target's `executable`; `kv` is that of a draft model, where there is one."""
     draft_models = DraftModels()
     if kv and (checkpoint := draft_checkpoints.draft):
-        program = trace_model(checkpoint.spec, checkpoint.tensors)
+        program = own_program(config, checkpoint)
         manager = KvManager(program.kv_groups, kv, max_rows(config.draft_depth))
         compiled = executable.attach(program, checkpoint.tensors, kv)
         draft_models = replace(draft_models, draft=DraftModel(compiled, manager, checkpoint.spec.max_context))
     if "self_draft" in asked_for(config):
-        draft_models = replace(draft_models, short=executable.attach(first_layers(target, config.draft_layers), target.tensors))
+        short = first_layers(target, config.draft_layers).with_window(config.attention_window, config.attention_sinks)
+        draft_models = replace(draft_models, short=executable.attach(short, target.tensors))
     if tensors := draft_checkpoints.heads:
         programs = _head_programs(target.spec, tensors)
         draft_models = replace(draft_models, heads=[executable.attach(program, tensors) for program in programs])

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from headrace.assembly.drafts import DraftCheckpoints, compile_draft_models, open_draft_checkpoints, target_program
+from headrace.assembly.drafts import DraftCheckpoints, compile_draft_models, open_draft_checkpoints, own_program, target_program
 from headrace.assembly.kv_size import KvUse, size_kv
 from headrace.backend import compile_program, lower_program
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
@@ -13,7 +13,6 @@ from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.errors import RequestError
-from headrace.model import trace_model
 from headrace.planner.host import available_memory, usable_cores
 from headrace.program.trace import Program
 from headrace.prompts import PromptReader
@@ -77,6 +76,6 @@ def fit_memory(
     weights = lowered.weight_bytes + draft_checkpoints.weight_bytes(config.backend, checkpoint.spec)
     models = [KvUse(program.kv_groups, config.max_num_batched_tokens)]
     if draft := draft_checkpoints.draft:
-        models.append(KvUse(trace_model(draft.spec, draft.tensors).kv_groups, max_rows(config.draft_depth)))
+        models.append(KvUse(own_program(config, draft).kv_groups, max_rows(config.draft_depth)))
     kv, *draft_kv = size_kv(models, config, max_model_len, weights, available_memory())
     return kv, draft_kv[0] if draft_kv else None

@@ -16,6 +16,8 @@ _INTEGERS = {  # option: least, most
     "threads": (0, 1024),
     "kv_blocks": (0, MOST_BLOCKS),
     "max_model_len": (0, 2**26),
+    "attention_window": (0, 2**26),
+    "attention_sinks": (0, 2**26),
     "max_num_seqs": (1, 2**16),
     "max_num_batched_tokens": (1, 2**20),
     "chunked_prefill_size": (0, 2**20),

@@ -16,6 +16,7 @@ from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
 from headrace.errors import RequestError
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
+from headrace.program.adapter import Adapter
 from headrace.program.fuse import fuse
 from headrace.program.op import Weight
 from headrace.program.trace import Program
@@ -80,7 +81,7 @@ class CpuExecutable:
             for group, num_blocks in zip(self.kv_groups, kv.num_blocks, strict=True):
                 layout = group.layout
                 sizes = layout.num_heads, layout.key_dim, layout.value_dim
-                self.plan.add_kv_group(len(group.layers), *sizes, group.window, num_blocks, kv.dtype)
+                self.plan.add_kv_group(len(group.layers), *sizes, group.window, num_blocks, kv.dtype, group.num_sink_tokens)
         except ValueError as error:
             raise RequestError(str(error)) from None
         self._pool = self.plan.pool
@@ -96,7 +97,9 @@ class CpuExecutable:
         self._lowering = Lowering(self.plan, self.program, weights, places, earlier)
         self._lowering.lower()
         self._logits = self._lowering.buffers[self.program.logits.id]
-        self._hidden = self._lowering.buffers[self.program.hidden.id] if self.program.hidden else None
+        self._hidden, self._pooled = (
+            self._lowering.buffers[value.id] if value else None for value in (self.program.hidden, self.program.pooled)
+        )
 
     def attach(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None) -> "CpuExecutable":
         if kv is not None:
@@ -110,9 +113,10 @@ class CpuExecutable:
 
     def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Done:
         self._run(batch, tokens_of(batch, self._values))
-        rows = self._rows(self._logits, batch)
-        self._values = run_logit_ops(ops, rows, self._pool)
-        kept = self._rows(self._hidden, batch) if hidden and self._hidden is not None else None
+        rows = self._rows(self._logits, len(batch.logit_rows))
+        pooled = None if batch.pooled_rows is None or self._pooled is None else self._rows(self._pooled, len(batch.pooled_rows))
+        self._values = run_logit_ops(ops, rows, pooled, self._pool)
+        kept = self._rows(self._hidden, len(batch.logit_rows)) if hidden and self._hidden is not None else None
         return Done(StepResult(self._values, rows if logits else None, kept))
 
     def _run(self, batch: RaggedBatch, tokens: Ints) -> None:
@@ -125,14 +129,16 @@ class CpuExecutable:
             batch.kv,
             batch.ancestors,
             batch.logit_rows,
+            batch.pooled_rows,
             batch.inputs,
             self._number,
+            batch.adapters,
         )
         if moved:
             self._views.clear()
 
-    def _rows(self, buffer: int, batch: RaggedBatch) -> NDArray[np.float32]:
-        key = buffer, len(batch.logit_rows)
+    def _rows(self, buffer: int, num_rows: int) -> NDArray[np.float32]:
+        key = buffer, num_rows
         if key not in self._views:
             self._views[key] = self.plan.floats(*key)
         return self._views[key]
@@ -148,6 +154,12 @@ class CpuExecutable:
 
     def expert_loads(self) -> NDArray[np.int64]:
         return expert_table(self.plan.expert_loads(self._number))
+
+    def add_adapter(self, adapter: Adapter) -> int:
+        return self.plan.add_adapter([(self._lowering.packed[name], *matrices) for name, matrices in adapter.items()])
+
+    def remove_adapter(self, number: int) -> None:
+        self.plan.remove_adapter(number)
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         self.plan.move_slots(group, np.ascontiguousarray(source, np.int32), np.ascontiguousarray(target, np.int32))

@@ -60,7 +60,7 @@ class Lowering:
         """The buffer of a value, a free one of the same shape if it has none yet."""
         if value.id not in self.buffers:
             free = self.free.get(self.shape(value))
-            self.buffers[value.id] = free.pop() if free else self.plan.add_buffer(value.width, value.rows == "logit", value.packed)
+            self.buffers[value.id] = free.pop() if free else self.plan.add_buffer(value.width, value.rows, value.packed)
         return self.buffers[value.id]
 
     def shape(self, value: Value) -> _Shape:

@@ -21,6 +21,7 @@ def build(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBatch:
     row_start = [0]
     logit_rows: list[int] = []
     seq_of: list[int] = []
+    pooled_rows: list[int] = []
     for i, item in enumerate(scheduled):
         seq, draft = item.seq, item.draft
         first, end, start = seq.computed, seq.computed + item.num_scheduled, len(tokens)
@@ -37,6 +38,8 @@ def build(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBatch:
         if item.draws:
             logit_rows += range(start + item.num_scheduled - 1, len(tokens))
         seq_of += [i] * (len(logit_rows) - item.first_score)
+        item.pooled, item.first_pooled = seq.pooled_rows(item.num_scheduled), len(pooled_rows)
+        pooled_rows += [start + position - first for position in item.pooled]
     return RaggedBatch(
         tokens=ints(tokens),
         positions=ints(positions),
@@ -48,6 +51,8 @@ def build(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBatch:
         logit_rows=ints(logit_rows),
         seq_of=ints(seq_of),
         token_source=_token_source(scheduled, row_start),
+        adapters=_adapters(scheduled),
+        pooled_rows=ints(pooled_rows) if pooled_rows else None,
     )
 
 
@@ -60,6 +65,13 @@ def _token_source(scheduled: list[ScheduledSequence], row_start: list[int]) -> I
         if item.seq.num_pending:
             source[start] = item.seq.last_op
     return source
+
+
+def _adapters(scheduled: list[ScheduledSequence]) -> Ints | None:  # [sequences]
+    """The adapter of each sequence; None where none has one."""
+    if not any(item.seq.request.adapter for item in scheduled):
+        return None
+    return ints([item.seq.request.adapter.number if item.seq.request.adapter else -1 for item in scheduled])
 
 
 def _depths(draft: DraftTree) -> Iterator[int]:

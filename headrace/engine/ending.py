@@ -7,7 +7,13 @@ from headrace.request import FinishReason
 
 
 def receive(seq: Sequence, commit: Commit, scheduler: Scheduler) -> None:
-    """Let a sequence have its new tokens, and end it where they say so; an error of the tokenizer is one of its request."""
+    """Let a sequence have its new tokens, and end it where they say so; an error of the tokenizer is one of its request.
+
+    A prompt that is embedded has none, and ends once its rows have been pooled.
+    """
+    if seq.request.pooling and seq.request.pooling.vector is not None and seq.output.finish_reason is None:
+        seq.output.finish("stop")
+        return scheduler.drop(seq)
     if not commit.tokens or seq.output.finish_reason:  # its request may have failed
         return
     try:

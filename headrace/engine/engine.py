@@ -16,11 +16,13 @@ from headrace.accept.independent import IndependentAcceptor
 from headrace.backend import Executable
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine import snapshot
+from headrace.engine.adapters import Adapters
 from headrace.engine.deadlines import Deadlines
 from headrace.engine.ending import end, fail
 from headrace.engine.meter import Meter
 from headrace.engine.multi_step import MultiStep
 from headrace.engine.output import Output, TokenizerView, end_ids
+from headrace.engine.pooling import PromptPooling
 from headrace.engine.publish import MOST_BLOCKS, MOST_LINES, VERSION, Publisher
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Request, Sequence, Stopwatch
@@ -30,9 +32,10 @@ from headrace.engine.step import StepLoop
 from headrace.engine.stops import StopPattern
 from headrace.errors import ClosedError, RequestError
 from headrace.kv.manager import Demand, KvManager
+from headrace.program.adapter import Adapter
 from headrace.program.kv import KvGroup
 from headrace.proposer import Proposer
-from headrace.request import CheckedRequest, RequestOutput, SamplingParams, Update, check_terms, token_ids
+from headrace.request import CheckedRequest, PoolingParams, RequestOutput, SamplingParams, Update, check_terms, token_ids
 from headrace.sampling.sampler import derive_seed, make_sampler
 from headrace.stats import BlockMap, Stats
 
@@ -83,6 +86,7 @@ class Engine:
         multi_step = MultiStep(self._scheduler, executable, limits.kv.block_size, config, clock)
         self._loop = StepLoop(self._scheduler, self._speculation, executable, self._kv, tokenizer, multi_step, clock)
         self._independent = IndependentAcceptor(config.acceptance_method)
+        self._adapters = Adapters(executable)
         self._requests: dict[str, Request] = {}
         self._deadlines = Deadlines()
         self._numbers = count()
@@ -101,11 +105,12 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> str:
         """Check a request, queue it and return its id: `check` and `add` in one, with their arguments and errors."""
         self._check_open()
-        checked = self.check(prompt_token_ids, params, prompt=prompt, priority=priority, timeout=timeout, cache_salt=cache_salt)
-        return self.add(checked, request_id)
+        terms: dict[str, Any] = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt, "adapter": adapter}
+        return self.add(self.check(prompt_token_ids, params, prompt=prompt, **terms), request_id)
 
     def check(
         self,
@@ -116,8 +121,10 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str | None = None,
+        adapter: str | None = None,
+        pooling: PoolingParams | None = None,
     ) -> CheckedRequest:
-        """The request that these make, fit to be added: see `CheckedRequest` for what they mean.
+        """The request that these make, fit to be added: see `CheckedRequest` for what they mean. One with `pooling` has no `params`.
 
         Raises RequestError for what this engine could not serve. Queues nothing, and may be called from any thread.
         """
@@ -126,22 +133,29 @@ class Engine:
             if not isinstance(params, SamplingParams):
                 raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
             terms = check_terms(priority, timeout, cache_salt)
-            return CheckedRequest(self._checked_prompt(prompt_token_ids, params), params, prompt, *terms)
+            if adapter is not None:
+                self._adapters.check(adapter)
+            return CheckedRequest(self._checked_prompt(prompt_token_ids, params, pooling), params, prompt, *terms, adapter, pooling)
         except RequestError:
             self._meter.refused += 1
             raise
 
     def add(self, checked: CheckedRequest, request_id: str | None = None) -> str:
-        """Queue a request that `check` of this engine returned, and return its id. Raises RequestError for an id that is under way."""
+        """Queue a request that `check` of this engine returned, and return its id.
+
+        Raises RequestError for an id that is under way, and for an adapter that has been unloaded since.
+        """
         self._check_open()
         if request_id in self._requests:
             raise RequestError(f"a request {request_id!r} is under way already")
-        known, params, prompt, priority, timeout, cache_salt = checked
+        known, params, prompt, priority, timeout, cache_salt, adapter_name, pooling = checked
+        adapter = self._adapters.acquire(adapter_name)
         number = next(self._numbers)
         request_id = str(number) if request_id is None else request_id
-        limit, acceptor = self._limit(len(known), params), self._acceptor(params)
-        stopwatch = Stopwatch(self._clock)
-        request = Request(number, request_id, prompt, known, params, limit, acceptor, stopwatch, priority, timeout, cache_salt)
+        limit, acceptor = self._limit(len(known), params, pooling), self._acceptor(params)
+        stopwatch, rows = Stopwatch(self._clock), PromptPooling(pooling, len(known)) if pooling else None
+        terms = priority, timeout, cache_salt, adapter, rows
+        request = Request(number, request_id, prompt, known, params, limit, acceptor, stopwatch, *terms)
         request.seqs = self._sequences(request)
         self._scheduler.add(request.seqs[0])
         self._requests[request_id] = request
@@ -149,18 +163,18 @@ class Engine:
             self._deadlines.add(stopwatch.added + timeout, request)
         return request_id
 
-    def _checked_prompt(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> list[int]:
+    def _checked_prompt(self, prompt_token_ids: Iterable[int], params: SamplingParams, pooling: PoolingParams | None) -> list[int]:
         """The prompt as a list of ints."""
         longest, vocab = self.limits.max_model_len, self.limits.vocab_size
-        too_many = f"the prompt has {{count}} tokens, and the context of {longest:,} must hold it and one more"
-        known = token_ids("prompt_token_ids", prompt_token_ids, longest - 1, too_many)
+        too_many = f"the prompt has {{count}} tokens, and the context of {longest:,} must hold it{'' if pooling else ' and one more'}"
+        known = token_ids("prompt_token_ids", prompt_token_ids, longest if pooling else longest - 1, too_many)
         if not known:
             raise RequestError("the prompt is empty")
         named = {"prompt_token_ids": known, "stop_token_ids": params.stop_token_ids or (), "logit_bias": params.logit_bias or ()}
         for name, ids in named.items():
             if max(ids, default=0) >= vocab:
                 raise RequestError(f"{name} has {max(ids):,}, and the vocabulary ends at {vocab - 1:,}")
-        self._check_size(len(known), params)
+        self._check_size(len(known), params, pooling)
         return known
 
     def step(self, is_wanted: Callable[[], bool] = lambda: False) -> list[Update]:
@@ -191,6 +205,16 @@ class Engine:
             self._meter.step(begun, now, num_tokens, self._loop.num_rows, num_launches)
             self._publisher.tick(now, last=not self._requests)
         return updates
+
+    def load_adapter(self, name: str, adapter: Adapter) -> None:
+        """Load an adapter whose weights are the model's, for requests that name it. Raises RequestError for a name that is taken."""
+        self._check_open()
+        self._adapters.load(name, adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter; requests under way keep it to their end. Raises RequestError for a name that is not loaded."""
+        self._check_open()
+        self._adapters.unload(name)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request, in whatever state, and return what there is of it; None for an id that is not under way."""
@@ -234,6 +258,7 @@ class Engine:
             aborted=meter.aborted,
             refused=meter.refused,
             expert_loads=loop.executable.expert_loads().tolist(),
+            adapters=self._adapters.users,
         )
 
     def block_map(self) -> BlockMap:
@@ -267,19 +292,20 @@ class Engine:
             fail(request, error, self._scheduler)
             updates += request.news()
 
-    def _check_size(self, prompt_len: int, params: SamplingParams) -> None:
+    def _check_size(self, prompt_len: int, params: SamplingParams, pooling: PoolingParams | None) -> None:
         """Sequences that draw together must fit in a step and in the pool together; of others any one, by itself."""
         width, size = params.beam_width or 1, self._kv.block_size
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             most = getattr(self.config, name)
             if width > most:
                 raise RequestError(f"beam_width is {width}, and {name} is {most}: search with fewer beams, or raise it")
-        whole = Demand(self._limit(prompt_len, params) - 1, 0, width, prompt_len)
+        whole = Demand(self._limit(prompt_len, params, pooling) - 1, 0, width, prompt_len)
         for pool in self._kv.pools:
             if pool.needed(*whole) > pool.num_blocks:
-                more = f"{params.max_tokens or 'all possible'} more{f' in each of {width} beams' if width > 1 else ''}"
+                outputs = f"{params.max_tokens or 'all possible'} more{f' in each of {width} beams' if width > 1 else ''}"
+                more = " needs" if pooling else f" and {outputs} need"
                 raise RequestError(
-                    f"the prompt of {prompt_len:,} tokens and {more} need up to {pool.needed(*whole):,} blocks of {size} tokens, "
+                    f"the prompt of {prompt_len:,} tokens{more} up to {pool.needed(*whole):,} blocks of {size} tokens, "
                     f"and there are {pool.num_blocks:,}: ask for fewer, or raise kv_blocks"
                 )
 
@@ -323,9 +349,11 @@ class Engine:
         seqs[0].siblings = seqs[1:]
         return seqs
 
-    def _limit(self, prompt_len: int, params: SamplingParams) -> int:
-        """Tokens, prompt and output, at which a sequence of the request ends."""
+    def _limit(self, prompt_len: int, params: SamplingParams, pooling: PoolingParams | None) -> int:
+        """Tokens, prompt and output, at which a sequence of the request ends: one more than have KV."""
         longest = self.limits.max_model_len
+        if pooling:
+            return prompt_len + 1
         return longest if params.max_tokens is None else min(longest, prompt_len + params.max_tokens)
 
     def _forget(self, request_id: str) -> None:
@@ -333,6 +361,7 @@ class Engine:
         request = self._requests.pop(request_id)
         request.seqs.clear()
         self._deadlines.discard(request)
+        self._adapters.release(request.adapter)
 
     def _check_open(self) -> None:
         if self._closed:

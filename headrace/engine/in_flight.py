@@ -25,8 +25,10 @@ class StepDraws:
     ops: list[LogitOp] = field(default_factory=list)
     first_score: dict[ScheduledSequence, int] = field(default_factory=dict)
     """Index of the first op that scores the prompt of a scheduled sequence."""
+    pools: dict[ScheduledSequence, int] = field(default_factory=dict)
+    """Index of the op that pools rows of a scheduled sequence."""
     groups: dict[Acceptor, list[Member]] = field(default_factory=dict)
-    """The sequences that draw, by acceptor; their ops follow those that score prompts, in this order."""
+    """The sequences that draw, by acceptor; their ops follow those on prompts, in this order."""
     seqs: list[Sequence] = field(default_factory=list)
     """All sequences of the step, and those that were forked from them in it."""
 

@@ -91,7 +91,8 @@ class MultiStep:
             slots = [slots_of(tables, written, self._block_size) for tables in groups]
             kv = tuple([KvRows(of, group.block_table) for of, group in zip(slots, batch.kv, strict=True)])
             its_batch = RaggedBatch(  # `_replace` takes three times as long
-                batch.tokens, at, batch.row_start, at, batch.scheduled_len, kv, None, batch.logit_rows, batch.seq_of, source
+                *(batch.tokens, at, batch.row_start, at, batch.scheduled_len, kv, None, batch.logit_rows, batch.seq_of, source, None),
+                batch.adapters,
             )
             its_ops: list[LogitOp] = [Draw(d.row, d.position + step, d.sampler, d.draft, d.num_logprobs, d.method) for d in draws]
             launches.append((its_batch, its_ops))

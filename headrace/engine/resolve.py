@@ -11,9 +11,10 @@ from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Request, Sequence
 from headrace.errors import NonFiniteLogitsError
-from headrace.logit_ops import Drawn, LogitOpResult, Score, StepResult
+from headrace.logit_ops import Drawn, LogitOpResult, Pool, Score, StepResult
 
 _NOT_FINITE = "the model produced non-finite logits"
+_NOT_FINITE_ROWS = "the model produced non-finite hidden rows"
 
 Failures = list[tuple[Request, Exception]]
 """Requests that cannot go on, each with its error. The error ends its request, never the engine."""
@@ -43,6 +44,9 @@ def prepare_draws(scheduled: list[ScheduledSequence], scheduler: Scheduler) -> S
             draws.first_score[item] = len(draws.ops)
             num_logprobs = seq.request.params.prompt_logprobs or 0
             draws.ops += [Score(item.first_score + i, seq.known[p + 1], num_logprobs) for i, p in enumerate(item.scored)]
+        if item.pooled and seq.request.pooling:
+            draws.pools[item] = len(draws.ops)
+            draws.ops.append(Pool(item.first_pooled, len(item.pooled), seq.request.pooling.state))
         seq.computed += item.num_scheduled
         item.end = seq.computed
         if forks:
@@ -73,6 +77,8 @@ def resolve_step(
             continue
         if item in draws.first_score and (error := _score_prompt(item, draws.first_score[item], results[0], tokenizer)):
             failures.append((item.seq.request, error))
+        elif item in draws.pools and not _pool_prompt(item, results[0].values[draws.pools[item]]):
+            failures.append((item.seq.request, NonFiniteLogitsError(_NOT_FINITE_ROWS)))
         elif not item.draws:
             resolved.append(Resolved(item.seq, item, Commit(source, [], [], [])))
     first = len(draws.ops) - sum(map(len, draws.groups.values()))
@@ -99,6 +105,12 @@ def _score_prompt(item: ScheduledSequence, first: int, result: StepResult, token
         except Exception as error:  # of the tokenizer
             return error
     return None
+
+
+def _pool_prompt(item: ScheduledSequence, result: LogitOpResult) -> bool:
+    """Record what a step has pooled of a prompt; whether it is finite."""
+    pooling = item.seq.request.pooling
+    return pooling is not None and pooling.receive(len(item.pooled), result)
 
 
 def _concatenate(values: list[LogitOpResult]) -> LogitOpResult:

@@ -16,7 +16,7 @@ class ScheduledSequence:
     num_scheduled: int
     """Known or pending tokens that the step computes: rows whose slots are reserved."""
     draws: bool
-    """Whether these reach the last known or pending token, so that the next one can be drawn."""
+    """Whether these reach the last known or pending token, so that the next one can be drawn; never in a prompt that is embedded."""
     draft_budget: int = 0
     """Draft nodes that it may have: slots reserved beyond its scheduled tokens."""
     draft: DraftTree = NO_DRAFT
@@ -32,6 +32,10 @@ class ScheduledSequence:
     """Index of the first of these rows among the logit rows."""
     first_draw: int = 0
     """Index of the first row to draw from among the logit rows."""
+    pooled: range = range(0)
+    """Positions whose rows are pooled."""
+    first_pooled: int = 0
+    """Index of the first of these rows among the pooled rows."""
 
     @property
     def forks(self) -> bool:

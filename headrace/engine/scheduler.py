@@ -246,7 +246,8 @@ class Scheduler:
                 if victim.group is seq.group:
                     return
             copies += more
-        output.scheduled.extend(ScheduledSequence(seq, num_rows, num_rows == seq.num_uncomputed) for seq, num_rows in rows.items())
+        for seq, num_rows in rows.items():
+            output.scheduled.append(ScheduledSequence(seq, num_rows, num_rows == seq.num_uncomputed and not seq.request.pooling))
         output.copies.extend(copies)
 
     def _victim(self, needy: Sequence) -> Sequence:

@@ -6,7 +6,9 @@ from itertools import repeat
 
 from headrace.accept import Acceptor, Drawing
 from headrace.batch import Commit, DraftTree
+from headrace.engine.adapters import LoadedAdapter
 from headrace.engine.output import Output
+from headrace.engine.pooling import PromptPooling
 from headrace.kv.manager import Tables
 from headrace.kv.prefix import Node, Scope
 from headrace.logit_ops import SamplerState
@@ -60,6 +62,9 @@ class Request:
     timeout: float | None = None
     cache_salt: str | None = None
     """These three are explained in `CheckedRequest`."""
+    adapter: LoadedAdapter | None = None
+    pooling: PromptPooling | None = None
+    """Where the prompt is embedded: its sequence draws nothing, and ends when its rows are pooled."""
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
     """One for each prompt token so far, where they are asked for."""
     seqs: list["Sequence"] = field(default_factory=list)
@@ -78,7 +83,7 @@ class Request:
     @property
     def scope(self) -> Scope:
         """The scope within which its KV may be shared."""
-        return Scope(self.cache_salt)
+        return Scope(self.cache_salt, self.adapter.scope if self.adapter else None)
 
     @property
     def ended(self) -> bool:
@@ -107,8 +112,8 @@ class Request:
         outputs = [output.completion(index) for index, output in enumerate(self.outputs)]
         prompt_logprobs = None if self.params.prompt_logprobs is None else self.prompt_logprobs
         prompt = (self.prompt, self.prompt_token_ids, prompt_logprobs)
-        timing, drafts = self.stopwatch.timing(), dict(self.drafts)
-        return RequestOutput(self.id, *prompt, outputs, self.ended, timing, self.error, self.cached_tokens, drafts)
+        timing, drafts, vector = self.stopwatch.timing(), dict(self.drafts), self.pooling.vector if self.pooling else None
+        return RequestOutput(self.id, *prompt, outputs, self.ended, timing, self.error, self.cached_tokens, drafts, vector)
 
 
 @dataclass(eq=False)
@@ -168,13 +173,13 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Known and pending tokens without KV; at least 1."""
+        """Known and pending tokens without KV: at least 1, unless it is a prompt that is embedded."""
         return len(self.known) + self.num_pending - self.computed
 
     @property
     def at_limit(self) -> bool:
-        """Whether its pending tokens are the last that it may have, so that it ends without another step."""
-        return self.num_pending > 0 and self.length >= self.request.limit
+        """Whether its pending tokens are the last that it may have, or it draws none, so that it ends without another step."""
+        return (self.num_pending > 0 and self.length >= self.request.limit) or not self.num_uncomputed
 
     @property
     def num_until_draw(self) -> int:
@@ -211,11 +216,16 @@ class Sequence:
         recorded = len(self.request.prompt_logprobs)
         return range(max(self.computed, recorded - 1), min(self.computed + num_scheduled, self.prompt_len - 1))
 
+    def pooled_rows(self, num_scheduled: int) -> range:
+        """Positions of those of the next `num_scheduled` rows that are still to be pooled."""
+        pooling = self.request.pooling
+        return pooling.rows(self.computed, num_scheduled) if pooling else range(0)
+
     @property
     def most_cached(self) -> int:
-        """Known tokens whose KV may come from the prefix cache: not that of rows whose logits are wanted, as the last row's are."""
-        scored = self.prompt_rows(self.num_uncomputed)
-        return scored.start if scored else self.computed + self.num_until_draw - 1
+        """Known tokens whose KV may come from the prefix cache: not that of rows that are pooled, or have logits, as the last row has."""
+        wanted = self.prompt_rows(self.num_uncomputed) or self.pooled_rows(self.num_uncomputed)
+        return wanted.start if wanted else self.computed + self.num_until_draw - 1
 
     @property
     def num_logprobs(self) -> int:

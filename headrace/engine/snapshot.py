@@ -38,7 +38,7 @@ def _empty_slots(seqs: Iterable[Sequence], group: int, block_size: int, filled: 
     empty: dict[int, int] = {}
     for seq in seqs:
         end, table = filled(seq), seq.tables[group]
-        for i in range(max(end // block_size, table.num_released), len(table)):
+        for i in range(max(end // block_size, table.window_start), len(table)):
             left = min(block_size, (i + 1) * block_size - end)
             block = table[i]
             empty[block] = min(left, empty.get(block, left))
@@ -66,6 +66,6 @@ def _line(seq: Sequence, waits: bool, now: float) -> SequenceStats:
     elif seq.output.finish_reason:
         state = "padding"
     else:
-        state = "decode" if seq.num_uncomputed == 1 else "prefill"
+        state = "decode" if seq.num_uncomputed == 1 and not request.pooling else "prefill"
     output = len(seq.output.token_ids)
     return SequenceStats(request.id, seq.seq_id[1], seq.prompt_len, output, request.cached_tokens, state, now - request.stopwatch.added)

@@ -33,10 +33,10 @@ class StaticScheduler(Scheduler):
         return False
 
     def drop(self, seq: Sequence) -> None:
-        """Forget a sequence; one that is done stays as padding until all are done."""
+        """Forget a sequence; one that is done drawing stays as padding until all are done."""
         done = [member for member in self.running if member.output.finish_reason]
         crowded = len(done) >= self._config.max_num_batched_tokens  # padding would leave no row to the others
-        if seq not in done or crowded or seq.output.finish_reason in ("abort", "error", "timeout"):
+        if seq not in done or crowded or seq.request.pooling or seq.output.finish_reason in ("abort", "error", "timeout"):
             super().drop(seq)
         self._end_batch()
 
@@ -48,6 +48,7 @@ class StaticScheduler(Scheduler):
 
     def schedule(self) -> SchedulerOutput:
         """The rows of the batch; when there is none, of the next one."""
+        self._end_batch()  # whose live members may all have given way
         if not self.running:
             self._form()
         return super().schedule()

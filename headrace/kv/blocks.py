@@ -23,16 +23,31 @@ else:
 
 
 class Table(_IntArray):
-    """The blocks of a sequence in position order. The first `num_released` are null blocks: no row will see what they held."""
+    """The blocks of a sequence in position order.
 
-    __slots__ = ("num_released",)
+    Behind the first `num_sink_blocks`, which stay, `num_released` are null blocks: no row will see what they held.
+    """
+
+    __slots__ = ("num_released", "num_sink_blocks")
 
     num_released: int
+    num_sink_blocks: int
 
-    def __new__(cls, blocks: Iterable[int] = (), num_released: int = 0) -> "Table":
+    def __new__(cls, blocks: Iterable[int] = (), num_released: int = 0, num_sink_blocks: int = 0) -> "Table":
         table = cast("Table", super().__new__(cls, "i", blocks))
         table.num_released = num_released
+        table.num_sink_blocks = num_sink_blocks
         return table
+
+    @property
+    def window_start(self) -> int:
+        """Index of the block behind the null blocks; 0 where there are none."""
+        return self.num_sink_blocks + self.num_released if self.num_released else 0
+
+    @property
+    def held(self) -> "array[int]":
+        """The blocks without the null ones."""
+        return self[: self.num_sink_blocks] + self[self.window_start :] if self.num_released else self
 
     @property
     def num_held(self) -> int:
@@ -58,7 +73,9 @@ class BlockPool:
     """`num_blocks` blocks of `block_size` slots, with reference counts, for layers that see everything."""
 
     reach = inf
-    """Blocks before a block boundary that the row behind it sees, where there are so many."""
+    """Blocks before a block boundary that the row behind it sees, where there are so many, beside the sinks."""
+    num_sink_blocks = 0
+    """Blocks at the beginning of a table that all rows see."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -105,8 +122,12 @@ class BlockPool:
         return whole + (width - 1) * (whole - common // self.block_size)
 
     def first_seen(self, computed: int) -> int:
-        """Index of the first block that rows from token `computed` on see."""
+        """Index of the first block behind the sinks that rows from token `computed` on see."""
         return 0
+
+    def new_table(self) -> Table:
+        """The table of a sequence that has no blocks."""
+        return Table(num_sink_blocks=self.num_sink_blocks)
 
     def slot(self, table: Table, index: int) -> int:
         """The slot of the `index`-th token of a sequence."""
@@ -154,10 +175,10 @@ class BlockPool:
 
     def fork(self, table: Table) -> Table:
         """A second table of the same blocks."""
-        for block in table[table.num_released :]:
+        for block in table.held:
             self._references[block] += 1
         self._num_references += table.num_held
-        return Table(table, table.num_released)
+        return Table(table, table.num_released, table.num_sink_blocks)
 
     def retain(self, block: int, forget: Callable[[int], None]) -> None:
         """Keep the content of a held block when it is released; `forget(block)` is called when it is evicted."""
@@ -171,7 +192,7 @@ class BlockPool:
             self._count_empty(block // _RUN, 1)
 
     def share(self, table: Table, blocks: Iterable[int]) -> None:
-        """Begin a table with blocks whose content is kept, held by others or evictable, and null blocks before those."""
+        """Begin a table with blocks whose content is kept, held by others or evictable, and null blocks in their places."""
         for block in blocks:
             if block == NULL_BLOCK:
                 table.num_released += 1
@@ -195,7 +216,7 @@ class BlockPool:
         while len(table) > length:
             if (block := table.pop()) != NULL_BLOCK:
                 self._release(block)
-        table.num_released = min(table.num_released, len(table))
+        table.num_released = max(0, min(table.num_released, len(table) - table.num_sink_blocks))
 
     def free(self, table: Table) -> None:
         """Release all blocks."""
@@ -205,10 +226,10 @@ class BlockPool:
         """Assert that the pool and these tables, which are all there are, agree on every block."""
         held = [0] * self.num_blocks
         for table in tables:
-            blocks = table[table.num_released :].tolist()
-            assert table[: table.num_released].count(NULL_BLOCK) == table.num_released, f"{table} does not begin with null blocks"
+            blocks = table.held.tolist()
+            assert table.num_sink_blocks == self.num_sink_blocks and len(blocks) == table.num_held == len(table) - table.count(NULL_BLOCK)
             assert len(set(blocks)) == len(blocks) and NULL_BLOCK not in blocks, (
-                f"a block is twice in {table}, or a null block not at its start"
+                f"a block is twice in {table}, or a null block out of place"
             )
             for block in blocks:
                 held[block] += 1

@@ -44,14 +44,16 @@ class KvManager:
         """Let all blocks be empty; the tables that there are have no meaning any more."""
         size = self.block_size
         self.pools: list[BlockPool] = [
-            WindowPool(num_blocks, size, group.window, self.max_rows) if group.window else BlockPool(num_blocks, size)
+            WindowPool(num_blocks, size, group.window, self.max_rows, group.num_sink_tokens)
+            if group.window
+            else BlockPool(num_blocks, size)
             for group, num_blocks in self._sizes
         ]
         self._windowed = [(group, pool) for group, pool in enumerate(self.pools) if isinstance(pool, WindowPool)]
 
     def new_tables(self) -> Tables:
         """Those of a sequence that has no blocks."""
-        return tuple(Table() for _ in self.pools)
+        return tuple(pool.new_table() for pool in self.pools)
 
     def reserve(self, tables: Tables, computed: int, length: int) -> list[Copy] | None:
         """Make slots `computed` to `computed + length - 1` writable, in a group with a window as many of them as a step can use.
@@ -99,7 +101,7 @@ class KvManager:
 
     def sees_all(self, tables: Tables, computed: int) -> bool:
         """Whether the tables have all that rows from `computed` on see of what is computed."""
-        return all(tables[group].num_released <= pool.first_seen(computed) for group, pool in self._windowed)
+        return all(tables[group].window_start <= pool.first_seen(computed) for group, pool in self._windowed)
 
     def slots_of(self, copies: Sequence[Copy]) -> list[Copy]:
         """The same copies of blocks slot by slot."""

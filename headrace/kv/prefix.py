@@ -6,9 +6,10 @@ tokens up to the end of that stretch, which is all that their KV depends on. Edg
 matter of luck.
 
 A node has a gap where the block of a group was evicted. A hit ends at a node before which no group has a gap among the blocks that
-its rows see: all of them, or those that a window reaches. In a group that sees everything, a sequence that holds a node's block holds
-those of its whole path, and releases them from the end; so of the evictable blocks there, the one least recently used is always a leaf.
-The tree itself holds no block, and a node is there as long as a block of it is, a node below it, or a sequence that has come so far.
+its rows see: all of them, or those that a window reaches and the sinks at the beginning. In a group that sees everything, a sequence
+that holds a node's block holds those of its whole path, and releases them from the end; so of the evictable blocks there, the one least
+recently used is always a leaf. The tree itself holds no block, and a node is there as long as a block of it is, a node below it, or a
+sequence that has come so far.
 """
 
 from array import array
@@ -69,11 +70,15 @@ class PrefixCache:
         node = self._roots.get(scope)
         if node is None:
             node = self._roots[scope] = Node(None, len(self._nodes))
-        size, reaches = self._kv.block_size, [pool.reach for pool in self._kv.pools]
+        size, reaches, sinks = (
+            self._kv.block_size,
+            [pool.reach for pool in self._kv.pools],
+            [pool.num_sink_blocks for pool in self._kv.pools],
+        )
         found, without_gap = node, [0] * len(reaches)
         for start in range(0, most - size + 1, size):
             child = self._children.get((node, _edge(known, start, size)))
-            if child is None:
+            if child is None or any(child.depth <= num and block == NULL_BLOCK for num, block in zip(sinks, child.blocks, strict=True)):
                 break
             node, is_hit = child, True
             for group, block in enumerate(node.blocks):
@@ -94,7 +99,7 @@ class PrefixCache:
         all_blocks = []
         for group, pool in enumerate(self._kv.pools):
             first = pool.first_seen(node.depth * self._kv.block_size)
-            all_blocks.append([NULL_BLOCK] * first + [each.blocks[group] for each in path[first:]])
+            all_blocks.append([each.blocks[group] if not pool.num_sink_blocks <= i < first else NULL_BLOCK for i, each in enumerate(path)])
         return all_blocks
 
     def extend(self, node: Node, tables: Tables, known: Sequence[int], computed: int, *, exchange: bool = True) -> Node:

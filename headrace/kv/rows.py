@@ -35,7 +35,7 @@ def block_table(tables: Sequence[Table]) -> Ints:  # [sequences, max_blocks]
 
 def _with_numbers(table: Table) -> "array[int]":
     """A table whose null blocks have a number: no row looks there, but it is one of its own, so that nothing of others is ever near."""
-    return array("i", [table[-1]] * table.num_released) + table[table.num_released :]
+    return table[: table.num_sink_blocks] + array("i", [table[-1]] * table.num_released) + table[table.window_start :]
 
 
 class TokenRun(NamedTuple):

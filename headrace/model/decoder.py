@@ -9,7 +9,7 @@ from collections.abc import Callable
 from headrace.model import latent
 from headrace.model.rope import inverse_frequencies
 from headrace.model.spec import ModelSpec, RopeSpec
-from headrace.program.op import Value, Weight
+from headrace.program.op import RowKind, Value, Weight
 from headrace.program.trace import Tracer
 
 Block = Callable[["Decoder", int, Value], Value]
@@ -95,7 +95,7 @@ class Decoder:
     def logits(self, x: Value) -> Value:
         """The logits of the rows that the last layer gives."""
         g, spec = self.g, self.spec
-        x = self.norm(x, "norm")
+        x = self.norm(x, "norm", "logit")
         assert self._embedding
         head = self._embedding if spec.tied_embeddings else g.weight("head", spec.vocab_size, spec.dim)
         logits = g.linear(x, head, g.vector("head_bias", spec.vocab_size) if spec.head_bias else None)
@@ -135,7 +135,7 @@ class Decoder:
         return self.linear(attended, f"layers.{layer}.o", self.spec.dim, self.spec.output_bias)
 
     def last_rows(self, layer: int, *values: Value) -> tuple[Value, ...]:
-        """The values themselves; in the last layer, whose KV is written, only their rows that logits are wanted of."""
+        """The values themselves; in the last layer, whose KV is written, only their rows that have logits or are pooled."""
         return tuple(self.g.gather_rows(value) for value in values) if layer == self.spec.num_layers - 1 else values
 
     def mlp(self, layer: int, x: Value) -> Value:
@@ -145,11 +145,11 @@ class Decoder:
             return self._experts(layer, x)
         return self._unit(x, f"layers.{layer}", "", spec.ffn_dim, spec.mlp_bias)
 
-    def norm(self, x: Value, name: str) -> Value:
-        """The rows behind the norm of this name."""
+    def norm(self, x: Value, name: str, rows: RowKind | None = None) -> Value:
+        """The rows behind the norm of this name, or of gathered ones this kind alone."""
         g, spec = self.g, self.spec
         bias = g.vector(f"{name}_bias", spec.dim) if spec.norm_bias else None
-        return g.norm(x, g.vector(name, spec.dim), spec.norm_eps, spec.norm, bias=bias)
+        return g.norm(x, g.vector(name, spec.dim), spec.norm_eps, spec.norm, bias=bias, rows=rows)
 
     def linear(self, x: Value, name: str, rows: int, bias: bool) -> Value:
         """The product with the matrix of this name, which has a bias or not."""

@@ -43,7 +43,7 @@ def fuse(program: Program) -> Program:
     ops = list(program.ops)
     for rule in (_qkv, _glu, _activate, _add):
         ops = _apply(ops, rule(ops, _Flow(ops)))
-    return replace(program, ops=tuple(_pack(ops, {value.id for value in (program.logits, program.hidden) if value})))
+    return replace(program, ops=tuple(_pack(ops, {value.id for value in program.results})))
 
 
 class _Flow:

@@ -26,12 +26,14 @@ class KvLayout:
 
 @dataclass(frozen=True)
 class KvGroup:
-    """Layers of one layout and one window."""
+    """Layers of one layout that see alike."""
 
     layers: tuple[int, ...]
     layout: KvLayout
     window: int = 0
     """Positions that a row sees, its own included; 0: all up to its own."""
+    num_sink_tokens: int = 0
+    """Positions at the beginning that a row sees beside its window."""
 
     @property
     def numbers(self) -> int:
@@ -46,10 +48,10 @@ class KvGroup:
     def num_blocks(self, num_tokens: int, max_rows: int, block_size: int) -> int:
         """Most blocks that a sequence of `num_tokens` tokens holds at once, where a step has at most `max_rows` rows of it.
 
-        Behind a window those are the blocks that the rows of a step, and what the first of them sees, can touch.
+        Behind a window those are the blocks that the rows of a step, and what the first of them sees, can touch, and those of sinks.
         """
-        whole = -(-num_tokens // block_size)
-        return min(whole, (self.window + max_rows + block_size - 3) // block_size + 1) if self.window else whole
+        whole, sinks = -(-num_tokens // block_size), -(-self.num_sink_tokens // block_size)
+        return min(whole, sinks + (self.window + max_rows + block_size - 3) // block_size + 1) if self.window else whole
 
 
 def number_bytes(groups: tuple[KvGroup, ...], dtype: KvDtype) -> float:

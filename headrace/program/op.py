@@ -7,6 +7,9 @@ from typing import Any, Literal, NamedTuple, Self
 
 Kind = Literal["int8", "bf16", "f32"]
 """Number formats of multiply-adds: VNNI and its like, BF16 dot products, float32 FMA."""
+RowKind = Literal["step", "gathered", "logit", "pooled"]
+"""Which rows of a step a value has: all; those that are gathered, of which the first have logits and the others are pooled; or one of
+these two kinds alone."""
 
 
 class Load(NamedTuple):
@@ -15,6 +18,7 @@ class Load(NamedTuple):
     seqs: tuple[tuple[int, int], ...]  # (tokens with KV before the step, rows) of each sequence
     logit_rows: int
     kv_bytes: float  # bytes of one stored key or value number
+    pooled_rows: int = 0
 
     @property
     def rows(self) -> int:
@@ -23,17 +27,25 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Value:
-    """A matrix of rows; `rows` says which rows of the step it has. A packed value is read by linear ops alone, so a
+    """A matrix of rows. A packed value is read by linear ops alone, so a
     backend may keep it in the form that its kernels read (quantised, say) and never as float32.
     """
 
     id: int
     width: int
-    rows: Literal["step", "logit"]
+    rows: RowKind
     packed: bool = False
 
     def num_rows(self, load: Load) -> int:
-        return load.rows if self.rows == "step" else load.logit_rows
+        match self.rows:
+            case "step":
+                return load.rows
+            case "gathered":
+                return load.logit_rows + load.pooled_rows
+            case "logit":
+                return load.logit_rows
+            case "pooled":
+                return load.pooled_rows
 
 
 @dataclass(frozen=True)

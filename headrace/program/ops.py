@@ -82,7 +82,8 @@ class RopeAngles(Op):
 class Norm(Op):
     """out = x / sqrt(mean(x^2) + eps) * weight + bias, over `size` columns at a time; LayerNorm has x - mean(x) in place of x.
 
-    A weight and a bias have one number for each of the `size` columns, which all groups of columns share, or for each of all columns.
+    A weight and a bias have one number for each of the `size` columns, which all groups of columns share, or for each of all.
+    Of gathered rows it may take those that have logits, or those that are pooled.
     """
 
     out: Value
@@ -100,8 +101,7 @@ class Norm(Op):
         return [self.weight, self.bias] if self.bias else [self.weight]
 
     def flops(self, load: Load) -> int:
-        per_number = {"rms": 4, "layer": 6}[self.kind] + (self.bias is not None)
-        return per_number * self.x.num_rows(load) * self.x.width
+        return ({"rms": 4, "layer": 6}[self.kind] + (self.bias is not None)) * self.out.num_rows(load) * self.x.width
 
 
 @dataclass(frozen=True)
@@ -227,8 +227,9 @@ class Attention(Op):
 
     A score is q . k * scale, and then, where these are given: `softcap` * tanh(score / `softcap`) (Gemma 2, 2024); minus the head's
     `slope` for each position that the key lies back (ALiBi, Press et al. 2022). `sinks` [num_heads] are scores of a key without value
-    (gpt-oss, 2025). `window` > 0: a row sees itself and the window - 1 positions before it. Where values are part of the keys
-    (`latent`), they are the first `value_dim` numbers.
+    (gpt-oss, 2025). `window` > 0: a row sees itself and the window - 1 positions before it, and besides these the first
+    `num_sink_tokens` positions of all (StreamingLLM, Xiao et al. 2023). Where values are part of the keys (`latent`), they are the first
+    `value_dim` numbers.
     """
 
     out: Value
@@ -244,6 +245,7 @@ class Attention(Op):
     slopes: tuple[float, ...] = ()
     sinks: Weight | None = None
     latent: bool = False
+    num_sink_tokens: int = 0
 
     def matrices(self) -> list[Weight]:
         return []
@@ -251,8 +253,10 @@ class Attention(Op):
     def vectors(self) -> list[Weight]:
         return [self.sinks] if self.sinks else []
 
-    def _visible(self, position: int) -> int:
-        return min(position + 1, self.window) if self.window else position + 1
+    def _visible(self, position: int, rows: int = 1) -> int:
+        """Positions that a row sees, or that so many rows see between them, the last of them at `position`."""
+        before = max(0, position + 2 - rows - self.window) if self.window else 0
+        return position + 1 - before + min(before, self.num_sink_tokens)
 
     def flops(self, load: Load) -> int:
         pairs = sum(self._visible(context + r) for context, rows in load.seqs for r in range(rows))
@@ -260,7 +264,7 @@ class Attention(Op):
 
     def bytes(self, load: Load) -> int:
         """K and V of every visible slot, read once for all rows and heads of a sequence."""
-        slots = sum(min(context + rows, self.window + rows - 1 if self.window else context + rows) for context, rows in load.seqs)
+        slots = sum(self._visible(context + rows - 1, rows) for context, rows in load.seqs)
         numbers = self.head_dim + (0 if self.latent else self.value_dim)
         return super().bytes(load) + int(slots * self.num_kv_heads * numbers * load.kv_bytes)
 
@@ -344,7 +348,7 @@ class Add(Op):
 
 @dataclass(frozen=True)
 class GatherRows(Op):
-    """out = the rows of x whose logits are wanted"""
+    """out = the rows of x whose logits are wanted, and behind them those that are pooled"""
 
     out: Value
     x: Value

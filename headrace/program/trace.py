@@ -8,7 +8,7 @@ from typing import Literal
 from headrace.errors import FormatError
 from headrace.program.kv import KvGroup, KvLayout
 from headrace.program.mixture import Experts, GateRows, Route
-from headrace.program.op import Kind, Load, Op, Value, Weight
+from headrace.program.op import Kind, Load, Op, RowKind, Value, Weight
 from headrace.program.ops import (
     Activate,
     Activation,
@@ -41,21 +41,52 @@ class Program:
     logits: Value
     hidden: Value | None = None
     """What the logits are computed from, where it is to be kept."""
+    pooled: Value | None = None
+    """The same of the pooled rows, of a program that has them."""
 
     def keeping_hidden(self) -> "Program":
         """The same program, which also gives back the rows before its head. Not of one that was fused: there they are packed."""
+        head = self._head()
+        assert not head.x.packed, "a fused program has no such rows: ask for them before"
+        return replace(self, hidden=head.x)
+
+    def pooling(self) -> "Program":
+        """The same program, which also gives back the pooled rows, behind the last norm; its head runs on the logit rows alone."""
+        last = next(op for op in self.ops if op.output() == self._head().x)
+        assert isinstance(last, Norm) and last.x.rows == "gathered", "rows are pooled behind the last norm of a model"
+        pooled = replace(last.out, id=1 + max(out.id for op in self.ops if (out := op.output())), rows="pooled")
+        return replace(self, ops=(*self.ops, replace(last, out=pooled)), pooled=pooled)
+
+    def with_window(self, window: int, num_sink_tokens: int) -> "Program":
+        """The same program with such a window, beside these sinks, in all layers that see everything; 0: as it is."""
+
+        def limited(op: Op) -> Op:
+            if not isinstance(op, Attention) or op.window:
+                return op
+            return replace(op, window=window, num_sink_tokens=num_sink_tokens)
+
+        return replace(self, ops=tuple(map(limited, self.ops))) if window else self
+
+    def _head(self) -> Linear:
+        """The product that makes logits of rows."""
         writer = {out.id: op for op in self.ops if (out := op.output())}
         head = writer[self.logits.id]
         while isinstance(head, Scale | SoftCap):
             head = writer[head.x.id]
-        assert isinstance(head, Linear) and not head.x.packed, "a fused program has no such rows: ask for them before"
-        return replace(self, hidden=head.x)
+        assert isinstance(head, Linear)
+        return head
+
+    @property
+    def results(self) -> list[Value]:
+        """What the program gives back."""
+        return [value for value in (self.logits, self.hidden, self.pooled) if value]
 
     @property
     def kv_groups(self) -> tuple[KvGroup, ...]:
         """The KV that the program reads and writes: its layers by what they keep and see, in the order of their first layers."""
         attention = [op for op in self.ops if isinstance(op, Attention)]
-        kinds = {op.layer: (KvLayout(op.num_kv_heads, op.head_dim, 0 if op.latent else op.value_dim), op.window) for op in attention}
+        layouts = {op.layer: KvLayout(op.num_kv_heads, op.head_dim, 0 if op.latent else op.value_dim) for op in attention}
+        kinds = {op.layer: (layouts[op.layer], op.window, op.num_sink_tokens) for op in attention}
         alike = {kind: tuple(layer for layer in kinds if kinds[layer] == kind) for kind in kinds.values()}
         return tuple(KvGroup(layers, *kind) for kind, layers in alike.items())
 
@@ -87,7 +118,7 @@ class Program:
     def last_use(self) -> dict[int, int]:
         """Index of the last op that reads each value (by id); what the program gives back outlives all ops."""
         last = {value.id: i for i, op in enumerate(self.ops) for value in op.inputs()}
-        return last | {value.id: len(self.ops) for value in (self.logits, self.hidden) if value}
+        return last | {value.id: len(self.ops) for value in self.results}
 
 
 class Tracer:
@@ -111,7 +142,7 @@ class Tracer:
         """The named vector, as a weight of one row. Raises FormatError."""
         return self.weight(name, 1, size)
 
-    def _value(self, width: int, rows: Literal["step", "logit"]) -> Value:
+    def _value(self, width: int, rows: RowKind) -> Value:
         return Value(next(self._ids), width, rows)
 
     def embed(self, weight: Weight) -> Value:
@@ -135,10 +166,18 @@ class Tracer:
         return out
 
     def norm(
-        self, x: Value, weight: Weight, eps: float, kind: NormKind = "rms", *, bias: Weight | None = None, size: int | None = None
+        self,
+        x: Value,
+        weight: Weight,
+        eps: float,
+        kind: NormKind = "rms",
+        *,
+        bias: Weight | None = None,
+        size: int | None = None,
+        rows: RowKind | None = None,
     ) -> Value:
-        """`size`: columns that are taken together; all where it is not given."""
-        out = self._value(x.width, x.rows)
+        """`size`: columns that are taken together; all where it is not given. `rows`: which of gathered rows; all of them."""
+        out = self._value(x.width, rows or x.rows)
         self.ops.append(Norm(out, x, weight, eps, kind, size or x.width, bias))
         return out
 
@@ -181,13 +220,14 @@ class Tracer:
         slopes: tuple[float, ...] = (),
         sinks: Weight | None = None,
         latent: bool = False,
+        num_sink_tokens: int = 0,
     ) -> Value:
         """`scale`: 1 / sqrt(head_dim) where it is not given; `value_dim`: head_dim."""
         num_heads, value_dim = q.width // head_dim, value_dim or head_dim
         scale = head_dim**-0.5 if scale is None else scale
         out = self._value(num_heads * value_dim, q.rows)
         shape = (num_heads, num_kv_heads, head_dim, value_dim)
-        self.ops.append(Attention(out, q, layer, *shape, scale, window, softcap, slopes, sinks, latent))
+        self.ops.append(Attention(out, q, layer, *shape, scale, window, softcap, slopes, sinks, latent, num_sink_tokens))
         return out
 
     def glu(self, gate: Value, up: Value, activation: Activation = "silu") -> Value:
@@ -252,7 +292,7 @@ class Tracer:
         return out
 
     def gather_rows(self, x: Value) -> Value:
-        out = self._value(x.width, "logit")
+        out = self._value(x.width, "gathered")
         self.ops.append(GatherRows(out, x))
         return out
 

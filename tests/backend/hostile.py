@@ -113,6 +113,7 @@ def weight_pair(rng: Random) -> tuple[Any, ...]:
 
 WIDTH = mostly(1, 16, 32, 33, 64)
 FLAG = one_of(False, True)
+ROWS_OF = one_of("step", "step", "gathered", "logit", "pooled", "?")
 ID = mostly(*range(-1, 10))
 BIAS = mostly(-1, -1, -1, 0, 1, 2)
 LAYER = several(mostly(0, 1, 2), mostly(0, 1))
@@ -123,9 +124,10 @@ SCORING = one_of("softmax", "sigmoid", "?")
 PART = mostly(1, 2, 4, 32)
 EXPERTS = several(ids, ids, ids)
 BUILDER: dict[str, Maker] = {
-    "add_buffer": several(WIDTH, FLAG, FLAG),
+    "add_buffer": several(WIDTH, ROWS_OF, FLAG),
     "add_kv_group": several(
-        mostly(1, 2), mostly(1, 2), HEAD_DIM, mostly(0, 2, 16, 32), mostly(0, 5), mostly(1, 9), one_of("f32", "bf16", "int8", "int4", "?")
+        *(mostly(1, 2), mostly(1, 2), HEAD_DIM, mostly(0, 2, 16, 32), mostly(0, 5), mostly(1, 9)),
+        *(one_of("f32", "bf16", "int8", "int4", "?"), mostly(0, 0, 3, 40)),
     ),
     "add_program": several(),
     "add_vector": lambda rng: (spoilt(rng, np.ones(rng.choice([16, 32, 64]), np.float32)),),
@@ -183,18 +185,19 @@ def furnished(rng: Random | None) -> _native.Plan:
     """A plan with some of everything, so that ids are often right; without `rng`, one that runs."""
     plan = _native.Plan(rng.choice(_native.isas()) if rng else "", rng.choice([1, 2]) if rng else 1)
     for head_dim, window, kv_dtype in ((16, 0, rng.choice(["f32", "bf16", "int4"]) if rng else "f32"), (32, 5, "int8")):
-        plan.add_kv_group(2, 1, head_dim, head_dim, window, 2, kv_dtype)
+        plan.add_kv_group(2, 1, head_dim, head_dim, window, 2, kv_dtype, 3 if window else 0)
     plan.add_kv_group(1, 1, 64, 0, 0, 2, rng.choice(["f32", "bf16", "int4"]) if rng else "bf16")
     for rows, cols, name in ((32, 32, "Q8_0"), (64, 32, "F32"), (32, 64, "Q4_1"), (16, 32, "BF16")):
         tensor = stored(name, rows, cols)
         plan.add_weight(name, rows, cols, tensor.parts["codes"], None, tensor.scales)
     for width in (16, 32, 64, 2):
         plan.add_vector(np.ones(width, np.float32))
-    for width, logit, packed in ((32, False, False), (32, False, True), (64, False, False), (32, True, False), (16, False, False)):
-        plan.add_buffer(width, logit, packed)
+    buffers = (32, "step", False), (32, "step", True), (64, "step", False), (32, "gathered", False), (16, "step", False)
+    for width, of, packed in buffers:
+        plan.add_buffer(width, of, packed)
     if rng is None or rng.randrange(4):  # something that runs, for batches to try
-        rows, packed, wide, logits, narrow = range(5)
-        angles, queries, gate = plan.rope_angles([1.0, 0.1], 1.0, 16), *(plan.add_buffer(n, False, False) for n in (32, 1))
+        rows, packed, wide, gathered, narrow = range(5)
+        angles, queries, gate = plan.rope_angles([1.0, 0.1], 1.0, 16), *(plan.add_buffer(n, "step", False) for n in (32, 1))
         plan.embed(rows, 1)
         plan.norm(rows, rows, 1, 0, "layer", 16, 1e-5)
         plan.gate_rows(rows, rows, gate)
@@ -209,7 +212,9 @@ def furnished(rng: Random | None) -> _native.Plan:
         plan.linear(narrow, packed, 3, 0, narrow, True)
         plan.route(narrow, rows, 8, "sigmoid", False, 1.0, (1, 1), 1)
         plan.experts(rows, queries, narrow, ([1, 1], [1, 1], [2, 2]), ([], [], []), "silu")
-        plan.gather_rows(logits, queries)
+        plan.gather_rows(gathered, queries)
+        for kind in ("logit", "pooled"):
+            plan.norm(plan.add_buffer(32, kind, False), gathered, 1, 0, "layer", 16, 1e-5)
     return plan
 
 
@@ -224,7 +229,7 @@ def right_batch(rows: int, context: int) -> tuple[Any, ...]:
     """The arguments of a run that is accepted."""
     near = [[1] * rows, range(context, context + rows), [0, rows], [context], [rows]]
     kv = ((np.arange(rows, dtype=np.int32), np.array([[0, 1]], np.int32)),) * 3
-    return *(np.array(values, np.int32) for values in near), kv, None, np.array([rows - 1], np.int32), None, 0
+    return *(np.array(values, np.int32) for values in near), kv, None, np.array([rows - 1], np.int32), np.array([0], np.int32), None, 0
 
 
 def batch(rng: Random) -> tuple[Any, ...]:
@@ -235,7 +240,8 @@ def batch(rng: Random) -> tuple[Any, ...]:
     kv = tuple((ints(rng, list(range(rows))), _table(rng)) for _ in range(rng.choice([3] * 20 + [0, 1, 4])))
     inputs = rng.choice([None] * 8 + [np.ones((rows, 32), np.float32), np.ones((1, 1), np.float32)])
     program = rng.choice([0] * 150 + [1, *EXTREMES])
-    return *(ints(rng, values) for values in near), kv, _ancestors(rng, rows), ints(rng, [rows - 1]), inputs, program
+    pooled = ints(rng, list(range(rows))) if rng.randrange(3) == 0 else None
+    return *(ints(rng, values) for values in near), kv, _ancestors(rng, rows), ints(rng, [rows - 1]), pooled, inputs, program
 
 
 def _table(rng: Random) -> Any:

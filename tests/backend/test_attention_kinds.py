@@ -41,6 +41,7 @@ class Kind(NamedTuple):
     softcap: float = 0.0
     sloped: bool = False
     has_sinks: bool = False
+    num_sink_tokens: int = 0
 
 
 SIZES = [(2, 2), (6, 6), (16, 16), (24, 24), (32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (256, 256)]
@@ -53,6 +54,7 @@ EXTRAS = {
     "softcap": st.sampled_from([0.0, 0.0, 0.7, 20.0]),
     "sloped": st.booleans(),
     "has_sinks": st.booleans(),
+    "num_sink_tokens": st.sampled_from([0, 0, 1, 4, 33, 260]),
 }
 KINDS = st.one_of(
     st.builds(
@@ -69,7 +71,7 @@ KINDS = st.one_of(
 ALL = (
     Kind(2, 2, 16, 16, softcap=5.0, sloped=True, has_sinks=True),
     Kind(1, 5, 48, 32, latent=True, window=40, has_sinks=True),
-    Kind(3, 1, 24, 80, window=40, sloped=True),
+    Kind(3, 1, 24, 80, window=40, sloped=True, num_sink_tokens=5),
     Kind(1, 3, 64, 48, latent=True, softcap=9.0),
 )
 
@@ -101,6 +103,7 @@ def model(*kinds: Kind, seed: int = 0) -> tuple[Program, Tensors]:
         slopes = tuple(2.0 ** -(1 + 8 * head / heads) for head in range(heads)) if kind.sloped else ()
         sinks = g.vector(f"{i}.sinks", heads) if kind.has_sinks else None
         rest: dict[str, Any] = {"scale": kind.scale, "value_dim": kind.value_dim, "softcap": kind.softcap}
+        rest |= {"num_sink_tokens": kind.num_sink_tokens if kind.window else 0}
         y = g.attention(q, i, kind.kv_heads, kind.key_dim, kind.window, slopes=slopes, sinks=sinks, latent=kind.latent, **rest)
         return g.linear(y, g.weight(f"{i}.o", DIM, heads * kind.value_dim))
 
@@ -243,9 +246,9 @@ def plan_with(key_dim: int, value_dim: int, packed: bool = False) -> _native.Pla
     """A plan with buffers for 2 query heads of one KV head: 0 queries, 1 what attention writes, 2 another of 3 columns."""
     plan = _native.Plan("", 1)
     plan.add_kv_group(1, 1, key_dim, value_dim, 0, 2, "bf16")
-    plan.add_buffer(2 * key_dim, False, False)
-    plan.add_buffer(2 * (value_dim or 8), False, packed)
-    plan.add_buffer(3, False, False)
+    plan.add_buffer(2 * key_dim, "step", False)
+    plan.add_buffer(2 * (value_dim or 8), "step", packed)
+    plan.add_buffer(3, "step", False)
     for size in (2, 3):
         plan.add_vector(np.ones(size, np.float32))
     return plan

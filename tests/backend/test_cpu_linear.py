@@ -27,7 +27,8 @@ def product(isa: str, stored: StoredTensor, x: Array, offset: bool = False, thre
     """x @ W.T by a native plan; the rows of x come in through an embedding of float32."""
     plan = _native.Plan(isa, threads)
     num_rows, cols = x.shape
-    loose, packed, out = plan.add_buffer(cols, False, False), plan.add_buffer(cols, False, True), plan.add_buffer(stored.rows, False, False)
+    loose, packed = (plan.add_buffer(cols, "step", packs) for packs in (False, True))
+    out = plan.add_buffer(stored.rows, "step", False)
     plan.embed(loose, plan.add_weight("F32", num_rows, cols, x.astype(np.float32).view(np.uint8).reshape(-1), None))
     plan.pack(packed, loose)
     weight = plan.add_weight(stored.format.name, stored.rows, cols, stored.parts["codes"], order, stored.scales)
@@ -136,7 +137,7 @@ def test_every_value_of_float_codes_is_exact(name: str) -> None:
 def test_what_is_written_in_pieces_has_no_scale_by_row() -> None:
     """The maximum of a row is known once it is complete: such a plan would compute with a wrong one, so it cannot be made."""
     plan = _native.Plan("", 1)
-    x, y, out = (plan.add_buffer(32, False, packed) for packed in (True, True, False))
+    x, y, out = (plan.add_buffer(32, "step", packed) for packed in (True, True, False))
     by_row, by_group = (
         plan.add_weight(t.format.name, 32, 32, t.parts["codes"], None, t.scales)
         for t in (random_stored(f, 32, 32, 0) for f in ("I8_ROW", "Q8_0"))

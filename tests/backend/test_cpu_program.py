@@ -169,7 +169,7 @@ def test_fused_program_equals_the_traced_one() -> None:
 def test_gates_of_any_size(isa: str) -> None:
     gates = np.array([[-1e6, -1000, -200, -88, -1, -0.0, 0, 1, 88, 200, 1000, 1e30, np.nan, 3, -3, 0.5]], np.float32)
     plan = _native.Plan(isa, 1)
-    x, ones, out = (plan.add_buffer(16, False, False) for _ in range(3))
+    x, ones, out = (plan.add_buffer(16, "step", False) for _ in range(3))
     for buffer, values in ((x, gates), (ones, np.ones_like(gates))):
         plan.embed(buffer, plan.add_weight("F32", 1, 16, values.view(np.uint8).reshape(-1), None))
     plan.glu(out, x, ones, "silu")
@@ -182,7 +182,7 @@ def test_gates_of_any_size(isa: str) -> None:
 
 def test_a_view_of_rows_outlives_their_buffer() -> None:
     plan = _native.Plan("", 1)
-    out = plan.add_buffer(1024, False, False)
+    out = plan.add_buffer(1024, "step", False)
     table = np.arange(2 * 1024, dtype=np.float32)
     plan.embed(out, plan.add_weight("F32", 2, 1024, table.view(np.uint8), None))
 

@@ -235,7 +235,7 @@ class Native:
         self.shapes = ((96, dim), (96, dim), (dim, 96))
 
     def _embedded(self, rows: Rows) -> int:
-        buffer = self.plan.add_buffer(rows.shape[1], False, False)
+        buffer = self.plan.add_buffer(rows.shape[1], "step", False)
         self.plan.embed(buffer, self.plan.add_weight("F32", *rows.shape, rows.view(np.uint8).reshape(-1), None))
         return buffer
 
@@ -244,7 +244,7 @@ class Native:
         for i, shape in enumerate(self.shapes):
             stored = [random_stored(down if i == 2 else format, *shape, 10 * i + e) for e in range(3)]
             weights.append([self.plan.add_weight(t.format.name, *shape, t.parts["codes"], None, t.scales) for t in stored])
-        self.outs.append(self.plan.add_buffer(self.shapes[0][1], False, False))
+        self.outs.append(self.plan.add_buffer(self.shapes[0][1], "step", False))
         self.plan.experts(self.outs[-1], self.x, self.routing, tuple(weights), ([], [], []), "silu")
         return self
 
@@ -290,14 +290,14 @@ def test_a_routing_that_no_router_has_written(num_rows: int) -> None:
         ({"routing": 3}, "a number and a weight"),
         ({"routing": 5}, "a number and a weight"),
         ({"out": 2}, "of one shape|cannot overwrite"),
-        ({"out": 4}, "all rows, or on the logit rows"),
+        ({"out": 4}, "the same rows of a step"),
         ({"activation": "sine"}, "activation"),
     ],
 )
 def test_what_the_builder_refuses(change: dict, message: str) -> None:
     plan = _native.Plan("", 1)
-    for width, logit in ((64, False), (64, False), (4, False), (3, False), (64, True), (2050, False)):
-        plan.add_buffer(width, logit, False)
+    for width, rows in ((64, "step"), (64, "step"), (4, "step"), (3, "step"), (64, "logit"), (2050, "step")):
+        plan.add_buffer(width, rows, False)
     for rows, cols in ((32, 64), (64, 32)):
         plan.add_weight("Q8_0", rows, cols, random_stored("Q8_0", rows, cols, 0).parts["codes"], None)
     plan.add_weight("F32", 32, 64, random_stored("F32", 32, 64, 0).parts["codes"], None)
@@ -326,8 +326,8 @@ def test_what_the_builder_refuses(change: dict, message: str) -> None:
 )
 def test_what_the_builder_refuses_of_a_routing(change: dict, message: str) -> None:
     plan = _native.Plan("", 1)
-    for width, logit in ((8, False), (6, False), (6, True)):
-        plan.add_buffer(width, logit, False)
+    for width, rows in ((8, "step"), (6, "step"), (6, "logit")):
+        plan.add_buffer(width, rows, False)
     plan.add_vector(np.ones(7, np.float32))
     right = {"out": 1, "x": 0, "top_k": 3, "scoring": "softmax", "normalised": True, "factor": 1.0, "groups": (4, 2), "bias": -1}
     plan.route(*right.values())

@@ -139,7 +139,7 @@ def test_a_gate(isa: str, activation: ops.Activation) -> None:
 def test_what_is_not_finite_stays_so(isa: str, activation: ops.Activation) -> None:
     plan = _native.Plan(isa, 1)
     numbers = np.array([[*NOT_FINITE, *[1.0] * 6, -2.0, *NOT_FINITE], [*[2.0] * 10, 0.0, *NOT_FINITE]], np.float32)
-    x, y = (plan.add_buffer(15, False, False) for _ in range(2))
+    x, y = (plan.add_buffer(15, "step", False) for _ in range(2))
     for buffer, values in ((x, numbers), (y, numbers[::-1].copy())):
         plan.embed(buffer, plan.add_weight("F32", 2, 15, values.view(np.uint8).reshape(-1), None))
     plan.glu(y, x, y, activation)
@@ -235,8 +235,8 @@ def test_every_new_op_has_a_kernel() -> None:
 ])  # fmt: skip
 def test_what_a_builder_refuses(call: str, arguments: tuple[Any, ...], message: str) -> None:
     plan = _native.Plan("", 1)
-    for width, logit, packed in ((32, False, False), (16, False, False), (32, False, True), (32, True, False)):
-        plan.add_buffer(width, logit, packed)
+    for width, rows, packed in ((32, "step", False), (16, "step", False), (32, "step", True), (32, "logit", False)):
+        plan.add_buffer(width, rows, packed)
     plan.add_weight("F32", 32, 32, np.zeros(4096, np.uint8), None)
     for size in (32, 8):
         plan.add_vector(np.ones(size, np.float32))

@@ -53,7 +53,7 @@ def test_a_weight_has_the_shape_of_its_bytes(rows: int, cols: int) -> None:
 def test_a_second_caller_gets_an_error() -> None:
     """And the first its answer: a plan runs one step at a time, and is not changed under it."""
     plan = _native.Plan("", 2)
-    out, num_rows = plan.add_buffer(4096, False, False), 20_000
+    out, num_rows = plan.add_buffer(4096, "step", False), 20_000
     plan.embed(out, plan.add_weight("F32", 1, 4096, np.ones(4096, np.float32).view(np.uint8), None))
     tokens, positions = np.zeros(num_rows, np.int32), np.arange(num_rows, dtype=np.int32)
     batch = (tokens, positions, *(np.array(one, np.int32) for one in ([0, num_rows], [0], [num_rows])), (), None, np.zeros(0, np.int32))
@@ -74,7 +74,7 @@ def test_a_second_caller_gets_an_error() -> None:
 
     other = threading.Thread(target=run, args=(lambda: plan.run(*batch),))
     other.start()
-    run(lambda: plan.run(*batch), lambda: plan.add_buffer(1, False, False))
+    run(lambda: plan.run(*batch), lambda: plan.add_buffer(1, "step", False))
     other.join()
     assert failures == expected
     plan.run(*batch)
@@ -123,7 +123,7 @@ def arrays(num_rows):
 
 WIDTH = 1 << 22
 plan = _native.Plan("", 2)
-rows, packed = plan.add_buffer(WIDTH, False, False), plan.add_buffer(WIDTH, False, True)
+rows, packed = plan.add_buffer(WIDTH, "step", False), plan.add_buffer(WIDTH, "step", True)
 plan.embed(rows, plan.add_weight("F32", 1, WIDTH, np.ones(WIDTH, np.float32).view(np.uint8), None))
 program = plan.add_program()
 plan.norm(packed, rows, plan.add_vector(np.ones(WIDTH, np.float32)), -1, "rms", WIDTH, 1e-5)
@@ -167,10 +167,10 @@ def one_row(*tokens: int) -> tuple[Any, ...]:
 def test_ops_that_come_after_a_run() -> None:
     """The buffers that they need are made by the next run, for which there seemed to be room."""
     plan = _native.Plan("", 1)
-    rows = plan.add_buffer(32, False, False)
+    rows = plan.add_buffer(32, "step", False)
     plan.embed(rows, plan.add_weight("F32", 1, 32, np.ones(32, np.float32).view(np.uint8), None))
     plan.run(*one_row(0, 0))
-    out, packed = plan.add_buffer(32, False, False), plan.add_buffer(32, False, True)
+    out, packed = plan.add_buffer(32, "step", False), plan.add_buffer(32, "step", True)
     weight = plan.add_weight("F32", 32, 32, np.ones(1024, np.float32).view(np.uint8), None)
     plan.pack(packed, rows)
     plan.linear(out, packed, weight, -1, -1, False)
@@ -185,7 +185,7 @@ def test_ops_that_come_after_a_run() -> None:
 def test_a_step_of_very_many_rows() -> None:
     """The product of its blocks and of its items is more than an int holds."""
     plan, num_rows = _native.Plan("portable", 1), 600_000
-    rows, packed, out = plan.add_buffer(1, False, False), plan.add_buffer(1, False, True), plan.add_buffer(1, False, False)
+    rows, packed, out = plan.add_buffer(1, "step", False), plan.add_buffer(1, "step", True), plan.add_buffer(1, "step", False)
     weight = plan.add_weight("F32", 1, 1, np.ones(1, np.float32).view(np.uint8), None)
     plan.embed(rows, weight)
     plan.pack(packed, rows)
@@ -238,7 +238,7 @@ def test_an_object_is_made_once() -> None:
 def test_arrays_that_another_thread_changes() -> None:
     """What a step was checked with is what it runs with; token 2^30 would be far outside the weight."""
     plan = _native.Plan("", 2)
-    out = plan.add_buffer(64, False, False)
+    out = plan.add_buffer(64, "step", False)
     plan.embed(out, plan.add_weight("F32", 1, 64, np.ones(64, np.float32).view(np.uint8), None))
     batch = one_row(*[0] * 4000)
     ended = threading.Event()

@@ -47,7 +47,7 @@ def test_a_norm(isa: str, wide: int) -> None:
         x = np.ones((2, wide), np.float32)
         x[1, wide // 2] = bad
         plan = _native.Plan(isa, 1)
-        loose, out = (plan.add_buffer(wide, False, False) for _ in range(2))
+        loose, out = (plan.add_buffer(wide, "step", False) for _ in range(2))
         plan.embed(loose, plan.add_weight("F32", 2, wide, x.view(np.uint8).reshape(-1), None))
         plan.norm(out, loose, plan.add_vector(np.ones(wide, np.float32)), -1, "rms", wide, 1e-5)
         numbers = [np.array(one, np.int32) for one in ([0, 1], [0, 0], [0, 1, 2], [0, 0], [1, 1])]

@@ -196,7 +196,7 @@ def test_what_stands_around_attention(
 def test_a_rope_needs_its_own_angles() -> None:
     plan = _native.Plan("", 1)
     plan.add_kv_group(1, 1, 16, 16, 0, 1, "f32")
-    narrow, wide, q, k = plan.rope_angles([1.0], 1.0, 8), *(plan.add_buffer(n, False, False) for n in (64, 16, 8))
+    narrow, wide, q, k = plan.rope_angles([1.0], 1.0, 8), *(plan.add_buffer(n, "step", False) for n in (64, 16, 8))
     with pytest.raises(ValueError, match="another head size"):
         plan.rope(q, q, narrow, 16)
     with pytest.raises(ValueError, match="even head size"):

@@ -72,6 +72,11 @@ def test_kv_formats(run: TokenRun) -> None:
         assert 0 < row["kl"] < 0.1 and abs(row["nll"] / truth["nll"] - 1) < 0.05
 
 
+def test_windows(run: TokenRun) -> None:
+    everything, sinks, last = run("windows")[0]
+    assert sinks["nll"] < last["nll"] and last["kv_bytes"] < everything["kv_bytes"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -36,10 +36,10 @@ def answer(num_out: int, decode: float, **more: Any) -> RequestOutput:
     return RequestOutput("0", None, [1] * 20, None, [output], True, Timing(0.0, 0.01, decode), **more)
 
 
-def closing_line(monkeypatch: pytest.MonkeyPatch, result: RequestOutput) -> str:
+def closing_line(monkeypatch: pytest.MonkeyPatch, result: RequestOutput, config: EngineConfig = CONFIG) -> str:
     checkpoint = SimpleNamespace(spec=SPEC, tensors=TENSORS)
     monkeypatch.setattr("headrace.cli.session.load_model", lambda model, config: (None, None, None, checkpoint))
-    session = Session("tiny", CONFIG)
+    session = Session("tiny", config)
     session.result = result
     return session.closing_line()
 
@@ -95,3 +95,8 @@ def test_an_answer_within_its_first_step_has_no_speed(monkeypatch: pytest.Monkey
 def test_cached_tokens_take_no_time(monkeypatch: pytest.MonkeyPatch, machine: SimpleNamespace) -> None:
     assert closing_line(monkeypatch, answer(1, 0.0, cached_tokens=15)) == "[20 in, 15 cached, 500 tok/s · 1 out]"
     assert closing_line(monkeypatch, answer(1, 0.0, cached_tokens=20)) == "[20 in, 20 cached · 1 out]"
+
+
+def test_what_is_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = closing_line(monkeypatch, answer(1, 0.0), EngineConfig(attention_window=512))
+    assert line == "[20 in, 2,000 tok/s · 1 out · lossy: sees the first 4 tokens and the last 512 alone]"

@@ -4,20 +4,22 @@ Some requests are beam searches. After every rule: free + held == total, no bloc
 right. At the end nothing is held, and every finished request has the tokens of plain decoding, or of the naive beam search.
 """
 
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from numpy.typing import NDArray
 
 from headrace.batch import Commit, DraftTree
 from headrace.engine.sequence import Sequence
 from headrace.errors import RequestError
 from headrace.logit_ops import StepResult
 from headrace.proposer import Proposer
-from headrace.request import SamplingParams, Update
+from headrace.request import Pooling, PoolingParams, SamplingParams, Update
 from tests.accept.beam_twin import beam_search
-from tests.engine.toy import VOCAB, plain_decoding, toy_engine, toy_logits
+from tests.engine.toy import VOCAB, plain_decoding, toy_engine, toy_logits, toy_vector
 from tests.random_trees import RandomTrees
 
 MAX_MODEL_LEN = 40
@@ -72,6 +74,7 @@ def searching(draw: st.DrawFn) -> SamplingParams:
 WINDOWS = st.sampled_from([(0,), (0,), (0, 2), (0, 5), (3, 0, 9), (4,), (2, 7)])
 SHAPES: dict[str, st.SearchStrategy[Any]] = {
     "windows": WINDOWS,
+    "sinks": st.sampled_from([0, 0, 1, 5]),
     "num_blocks": st.integers(4, 30),
     "block_size": st.sampled_from([1, 3, 4]),
     "max_num_seqs": st.integers(1, 6),
@@ -96,6 +99,7 @@ class Life(RuleBasedStateMachine):
         self.truth: dict[tuple[int, int], list[int]] = {}
         self.params: dict[str, SamplingParams] = {}
         self.finished: dict[str, Update] = {}
+        self.vectors: dict[str, NDArray[np.float32]] = {}
         self.prompt_lens: list[int] = []
 
     @initialize(
@@ -129,9 +133,9 @@ class Life(RuleBasedStateMachine):
             longest = min(MAX_MODEL_LEN, len(prompt) + (params.max_tokens or 0)) - 1
             width, size = params.beam_width or 1, self.config["block_size"]
             shared, whole = len(prompt) // size, -(-longest // size)
-            rows = self.config["max_num_batched_tokens"]
+            rows, sinks = self.config["max_num_batched_tokens"], -(-self.config.get("sinks", 0) // size)
             needed = max(
-                width * min(whole, touched(window, rows, size)) if window else shared + width * (whole - shared)
+                width * min(whole, sinks + touched(window, rows, size)) if window else shared + width * (whole - shared)
                 for window in self.config["windows"]
             )
             num_running = min(self.config["max_num_seqs"], rows)
@@ -145,6 +149,18 @@ class Life(RuleBasedStateMachine):
             for index, beam in enumerate(beam_search(prompt, params, toy_logits, VOCAB, MAX_MODEL_LEN)):
                 self.truth[number, index] = prompt + beam.tokens
         self.params[request_id] = params
+        self.prompt_lens.append(len(prompt))
+
+    @rule(stem=st.integers(0, 2), size=st.integers(1, 24), how=st.sampled_from(get_args(Pooling)), salt=st.sampled_from([None, "a"]))
+    def embed(self, stem: int, size: int, how: Pooling, salt: str | None) -> None:
+        prompt, params = STEMS[stem][:size], PoolingParams(pooling=how)
+        try:
+            request_id = self.engine.add(self.engine.check(prompt, pooling=params, cache_salt=salt))
+        except RequestError:  # `add` has what is refused
+            return
+        self.vectors[request_id] = toy_vector(prompt, how)
+        self.params[request_id] = SamplingParams(max_tokens=1)
+        self.truth[len(self.prompt_lens), 0] = prompt
         self.prompt_lens.append(len(prompt))
 
     @rule(steps=st.integers(1, 10))
@@ -197,7 +213,7 @@ class Life(RuleBasedStateMachine):
         for request in self.engine._requests.values():
             assert not request.acceptor.is_group or len({len(seq.known) for seq in request.seqs}) == 1
         for seq in scheduler.running:
-            assert 0 <= seq.settled <= seq.computed < seq.length
+            assert 0 <= seq.settled <= seq.computed < seq.length + (seq.request.pooling is not None)
             executable.check(self.engine._kv, seq.tables, seq.known[: seq.settled])
 
     def teardown(self) -> None:
@@ -256,6 +272,8 @@ class Life(RuleBasedStateMachine):
                 assert update.result.finished
                 self.finished[update.request_id] = update
                 self._check(int(update.request_id), update.result.outputs, complete=True)
+                vector = self.vectors.get(update.request_id, np.zeros(0, np.float32))
+                assert (update.result.embedding if vector.size else vector).tobytes() == vector.tobytes()
                 expected = self.params[update.request_id].prompt_logprobs is not None
                 assert (update.result.prompt_logprobs is not None) == expected
                 if update.result.prompt_logprobs:

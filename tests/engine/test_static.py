@@ -120,6 +120,16 @@ def test_padding_ends_with_a_beam_search() -> None:
     assert engine.stats().running == 0 and engine.stats().blocks_free == engine.stats().blocks_total
 
 
+def test_padding_ends_when_the_live_members_give_way() -> None:
+    engine = static_engine(num_blocks=24, max_num_seqs=1)
+    params = SamplingParams(n=4, seed=8, max_tokens=2, stop_token_ids=range(0, VOCAB, 3))
+    engine.add_request([8, 15, 5, 14, 16, 1, 8, 16], params)
+    first = {update.index: update.finish_reason for update in engine.step()}
+    assert first == {0: "stop", 1: None, 2: "stop", 3: None}
+    (result,) = (update.result for _ in range(20) for update in engine.step() if update.result)
+    assert [len(output.token_ids) for output in result.outputs] == [1, 2, 1, 2] and not engine.has_work
+
+
 REQUEST = st.tuples(
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12),
     st.integers(1, 12),

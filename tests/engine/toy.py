@@ -17,18 +17,21 @@ from headrace import _native
 from headrace.batch import Ints, RaggedBatch
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
+from headrace.kv.blocks import NULL_BLOCK
 from headrace.kv.manager import KvManager, Tables
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program.kv import KvGroup, KvLayout
 from headrace.propose import make_proposers
 from headrace.proposer import Proposer
-from headrace.request import SamplingParams
+from headrace.request import Pooling, SamplingParams
 from headrace.sampling.host import run_logit_ops, tokens_of
 from tests.late import LateExecutable
 from tests.sampling.sampler_twin import SamplerTwin
 from tests.tiny import TinyVocabulary
 
 VOCAB = 23
+TOY_DIM = 5
+"""Numbers of a hidden row."""
 FULL = (0,)
 """The windows of a model with one group of layers, which see everything."""
 
@@ -42,19 +45,33 @@ def _logits_of(text: int) -> NDArray[np.float32]:
     return logits
 
 
+def toy_hidden(text: int) -> NDArray[np.float32]:
+    """The hidden row behind tokens of this hash."""
+    hidden: NDArray[np.float32] = np.random.default_rng([text, 1]).normal(0, 2, TOY_DIM).astype(np.float32)
+    return hidden
+
+
+def toy_vector(tokens: list[int], pooling: Pooling) -> NDArray[np.float32]:
+    """What a prompt is embedded as, without an engine."""
+    rows = [toy_hidden(zlib.crc32(bytes(tokens[: end + 1]))) for end in range(len(tokens))]
+    pooled = {"last": rows[-1:], "mean": rows, "cls": rows[:1]}[pooling]
+    vector: NDArray[np.float32] = (sum(row.astype(np.float64) for row in pooled) / len(pooled)).astype(np.float32)
+    return vector
+
+
 def hash_after(text: int, token: int) -> int:
     """Hash of some tokens and one more, from the hash of the former; 0 for none."""
     return zlib.crc32(bytes([token]), text)
 
 
-def toy_groups(windows: tuple[int, ...]) -> tuple[KvGroup, ...]:
-    """A group of one layer for each window."""
-    return tuple(KvGroup((layer,), KvLayout(1, 2, 2), window) for layer, window in enumerate(windows))
+def toy_groups(windows: tuple[int, ...], sinks: int = 0) -> tuple[KvGroup, ...]:
+    """A group of one layer for each window, whose rows see so many sinks beside it."""
+    return tuple(KvGroup((layer,), KvLayout(1, 2, 2), window, sinks if window else 0) for layer, window in enumerate(windows))
 
 
-def toy_kv(num_blocks: int, block_size: int, windows: tuple[int, ...] = FULL, max_rows: int = 512) -> KvManager:
+def toy_kv(num_blocks: int, block_size: int, windows: tuple[int, ...] = FULL, max_rows: int = 512, sinks: int = 0) -> KvManager:
     """So many blocks for each group."""
-    return KvManager(toy_groups(windows), KvConfig((num_blocks,) * len(windows), block_size), max_rows)
+    return KvManager(toy_groups(windows, sinks), KvConfig((num_blocks,) * len(windows), block_size), max_rows)
 
 
 class Kept(NamedTuple):
@@ -71,8 +88,9 @@ class ToyExecutable:
 
     max_in_flight = 1
 
-    def __init__(self, block_size: int, broken: int = -1, threads: int = 2, windows: tuple[int, ...] = FULL) -> None:
+    def __init__(self, block_size: int, broken: int = -1, threads: int = 2, windows: tuple[int, ...] = FULL, sinks: int = 0) -> None:
         self.block_size = block_size
+        self.sinks = sinks
         self.windows = windows
         self._pool = _native.Pool(threads)
         self._values: list[LogitOpResult] = []
@@ -83,14 +101,14 @@ class ToyExecutable:
         self.closed = False
 
     def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Done:
-        rows = self.forward(batch._replace(tokens=tokens_of(batch, self._values)))
-        self._values = run_logit_ops(ops, rows, self._pool)
+        rows, pooled = self.forward(batch._replace(tokens=tokens_of(batch, self._values)))
+        self._values = run_logit_ops(ops, rows, pooled, self._pool)
         return Done(StepResult(self._values, rows if logits else None))
 
     def expert_loads(self) -> NDArray[np.int64]:
         return np.zeros((0, 0), np.int64)
 
-    def forward(self, batch: RaggedBatch) -> NDArray[np.float32]:  # [logit rows, vocab]
+    def forward(self, batch: RaggedBatch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:  # [logit rows, vocab], [pooled rows, dim]
         assert len(batch.kv) == len(self.windows)
         assert all(len(set(group.slots.tolist())) == len(batch.tokens) for group in batch.kv), "two rows write one slot"
         assert list(batch.logit_rows) == sorted(set(batch.logit_rows.tolist()))
@@ -98,7 +116,8 @@ class ToyExecutable:
         self.largest = tuple(map(max, self.largest, sizes))
         texts = [self._write(batch, seq, row) for seq in range(len(batch.scheduled_len)) for row in range(*batch.row_start[seq : seq + 2])]
         rows = [self._logits(texts[row]) for row in batch.logit_rows]
-        return np.array(rows, np.float32).reshape(-1, VOCAB)
+        pooled = [self._hidden(texts[row]) for row in (() if batch.pooled_rows is None else batch.pooled_rows)]
+        return np.array(rows, np.float32).reshape(-1, VOCAB), np.array(pooled, np.float32).reshape(-1, TOY_DIM)
 
     def _write(self, batch: RaggedBatch, seq: int, row: int) -> Kept:
         """What a row keeps, from what it sees in every group, which must agree."""
@@ -107,9 +126,10 @@ class ToyExecutable:
         found = set()
         for window, group, kv in zip(self.windows, batch.kv, self.kv, strict=True):
             table = group.block_table[seq]
-            places = seen[1 - window :] if window else seen
+            before = max(0, len(seen) + 1 - window) if window else 0
+            places = seen[: min(before, self.sinks)] + seen[before:]
             visible = [kv[int(table[i // self.block_size]) * self.block_size + i % self.block_size] for i in places]
-            assert [kept.position for kept in visible] == list(range(len(seen) - len(visible), len(seen))), "a row sees wrong positions"
+            assert [kept.position for kept in visible] == [*range(min(before, self.sinks)), *range(before, len(seen))], "wrong positions"
             found.add(visible[-1] if visible else Kept(-1, 0, False))
         (before,) = found
         token = int(batch.tokens[row])
@@ -133,6 +153,9 @@ class ToyExecutable:
     def _logits(self, kept: Kept) -> NDArray[np.float32]:
         return np.full(VOCAB, np.nan, np.float32) if kept.is_broken else _logits_of(kept.text)
 
+    def _hidden(self, kept: Kept) -> NDArray[np.float32]:
+        return np.full(TOY_DIM, np.nan, np.float32) if kept.is_broken else toy_hidden(kept.text)
+
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         for s, t in zip(source.tolist(), target.tolist(), strict=True):
             self.kv[group][t] = self.kv[group].get(s, Kept(-1, 0, False))
@@ -140,7 +163,7 @@ class ToyExecutable:
     def check(self, kv: KvManager, tables: Tables, tokens: list[int]) -> None:
         """Assert that the slots of a sequence keep these tokens, as far as it still has them."""
         for pool, table, kept in zip(kv.pools, tables, self.kv, strict=True):
-            for i in range(table.num_released * self.block_size, len(tokens)):
+            for i in [i for i in range(len(tokens)) if table[i // self.block_size] != NULL_BLOCK]:
                 assert kept[pool.slot(table, i)][:2] == (i, zlib.crc32(bytes(tokens[: i + 1])))
 
     def close(self) -> None:
@@ -157,16 +180,17 @@ def toy_engine(
     attention_crossover: float = math.inf,
     proposer: Proposer | Mapping[str, Proposer] | None = None,
     windows: tuple[int, ...] = FULL,
+    sinks: int = 0,
     clock: Callable[[], float] = perf_counter,
     late: bool = False,
     **config: Any,
 ) -> Engine:
     kv = KvConfig((num_blocks,) * len(windows), block_size)
-    limits = EngineLimits(VOCAB, max_model_len, kv, toy_groups(windows), attention_crossover)
+    limits = EngineLimits(VOCAB, max_model_len, kv, toy_groups(windows, sinks), attention_crossover)
     defaults: dict[str, Any] = {"multi_step_ms": 0, "adaptive_speculation": False, "max_draft_tokens": 128}
     options = EngineConfig(**defaults | config)
     proposers = proposer if isinstance(proposer, Mapping) else {"test": proposer} if proposer else make_proposers(options)
-    toy = ToyExecutable(block_size, broken, threads, windows)
+    toy = ToyExecutable(block_size, broken, threads, windows, sinks)
     return Engine(LateExecutable(toy) if late else toy, TinyVocabulary(VOCAB), limits, options, proposers, clock=clock)
 
 

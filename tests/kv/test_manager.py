@@ -21,16 +21,18 @@ from tests.engine.toy import toy_kv
     size=st.sampled_from([1, 2, 3, 4, 32]),
     tokens=st.integers(1, 200),
     left=st.integers(1, 20),
+    sinks=st.sampled_from([0, 0, 1, 5]),
 )
-@example(window=4, rows=20, size=2, tokens=40, left=1)  # of which the rows that are left touch less than the others did
-def test_a_window_needs_what_its_rows_can_touch(window: int, rows: int, size: int, tokens: int, left: int) -> None:
-    most = min(-(-tokens // size), touched(window, rows, size))
-    group = KvGroup((0,), KvLayout(1, 2, 2), window)
+@example(window=4, rows=20, size=2, tokens=40, left=1, sinks=0)  # of which the rows that are left touch less than the others did
+def test_a_window_needs_what_its_rows_can_touch(window: int, rows: int, size: int, tokens: int, left: int, sinks: int) -> None:
+    kept = -(-sinks // size)
+    most = min(-(-tokens // size), kept + touched(window, rows, size))
+    group = KvGroup((0,), KvLayout(1, 2, 2), window, sinks)
     assert group.num_blocks(tokens, rows, size) == most
-    pool = WindowPool(500, size, window, rows)
-    assert pool.needed(tokens) == min(-(-tokens // size), touched(window, min(rows, tokens), size)) <= most
+    pool = WindowPool(500, size, window, rows, sinks)
+    assert pool.needed(tokens) == min(-(-tokens // size), kept + touched(window, min(rows, tokens), size)) <= most
     left = min(left, tokens)
-    assert pool.needed(tokens, tokens - left) == min(-(-tokens // size), touched(window, min(rows, left), size))
+    assert pool.needed(tokens, tokens - left) == min(-(-tokens // size), kept + touched(window, min(rows, left), size))
     assert pool.reach == -(-(window - 1) // size)
 
 
@@ -45,6 +47,29 @@ def test_all_groups_or_none() -> None:
     assert kv.reserve(other, 0, 5) is None and not any(other)  # the one has two, the other has not
     assert kv.reserve(other, 0, 4) == []
     kv.check([tables, other])
+
+
+def test_sinks_stay() -> None:
+    """Of 40 tokens in blocks of 2, with a window of 5 and 3 sinks, the first two blocks and those of the window are held."""
+    kv = toy_kv(20, 2, (5,), max_rows=4, sinks=3)
+    (table,) = tables = kv.new_tables()
+    assert kv.reserve(tables, 0, 40) == []
+    held = [table.num_held]
+    for start in range(0, 40, 4):
+        kv.advance(tables, start, 40)
+        assert kv.reserve(tables, start, 4) == []
+        held.append(table.num_held)
+        kv.check([tables])
+    assert max(held) == held[0] == KvGroup((0,), KvLayout(1, 2, 2), 5, 3).num_blocks(40, 4, 2) == kv.pools[0].needed(40)
+    assert [block == NULL_BLOCK for block in table] == [False] * 2 + [True] * (table.window_start - 2) + [False] * (20 - table.window_start)
+    assert table.window_start == kv.pools[0].first_seen(36) and kv.sees_all(tables, 36) and not kv.sees_all(tables, 33)
+    other = kv.fork(tables)
+    kv.check([tables, other])
+    kv.trim(other, 3)
+    assert list(other[0]) == list(table[:2]) and other[0].num_released == 0
+    kv.free(other)
+    kv.free(tables)
+    assert kv.pools[0].num_free == kv.pools[0].num_available == 20
 
 
 def test_what_fits_beside_what_is_promised() -> None:
@@ -171,10 +196,11 @@ class Manager(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         max_rows=st.integers(1, 9),
         windows=st.sampled_from([(0,), (0, 4), (3,), (2, 0, 7), (5, 1)]),
+        sinks=st.sampled_from([0, 0, 1, 3]),
     )
-    def start(self, num_blocks: int, block_size: int, max_rows: int, windows: tuple[int, ...]) -> None:
-        self.windows = windows
-        self.kv = toy_kv(num_blocks, block_size, windows, max_rows)
+    def start(self, num_blocks: int, block_size: int, max_rows: int, windows: tuple[int, ...], sinks: int) -> None:
+        self.windows, self.sinks = windows, sinks
+        self.kv = toy_kv(num_blocks, block_size, windows, max_rows, sinks)
         self.memory: list[dict[int, int]] = [{} for _ in windows]
         self.seqs: list[Sequence] = []
         self.written = 0
@@ -250,8 +276,8 @@ class Manager(RuleBasedStateMachine):
         for seq in self.seqs:
             for window, pool, table, memory in zip(self.windows, self.kv.pools, seq.tables, self.memory, strict=True):
                 first = max(0, len(seq.content) + 1 - window) if window else 0
-                assert table.num_released * pool.block_size <= first
-                for i in range(first, len(seq.content)):
+                assert table.window_start * pool.block_size <= first
+                for i in (*range(min(first, self.sinks)), *range(first, len(seq.content))):
                     assert memory[pool.slot(table, i)] == seq.content[i]
         for pool in self.kv.pools:
             assert pool.num_available <= pool.num_free

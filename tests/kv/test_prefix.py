@@ -134,6 +134,26 @@ def test_a_hit_needs_what_its_rows_see_and_no_more() -> None:
     assert windowed.num_evictable == 0 and not cache._nodes[1] and cache.find(SCOPE, known, 24).depth == 0
 
 
+def test_a_hit_needs_the_sinks() -> None:
+    """Twelve blocks, of which the row behind the last sees the first two and the last two; without the second there is no hit at all."""
+    kv = toy_kv(12, 2, (4,), sinks=3)
+    cache, (pool,) = PrefixCache(kv), kv.pools
+    known = list(range(24))
+    tables = held(kv, cache, known)
+    kv.advance(tables, 24, 24)
+    second = tables[0][1]
+    kv.free(tables)
+    (blocks,) = cache.blocks(cache.find(SCOPE, known, 24))
+    assert [block == NULL_BLOCK for block in blocks] == [False] * 2 + [True] * 8 + [False] * 2
+    kv.share(tables := kv.new_tables(), [blocks])
+    assert (tables[0].num_released, tables[0].window_start, tables[0].num_held) == (8, 10, 4)
+    kv.check([tables])
+    kv.free(tables)
+    pool.let_go(second)
+    cache._evicted(0, second)
+    assert cache.find(SCOPE, known, 24).depth == 1
+
+
 class Cache(RuleBasedStateMachine):
     """Sequences that hit, grow, fork, go on and end. The model: what the KV in each slot was computed from."""
 
@@ -141,10 +161,11 @@ class Cache(RuleBasedStateMachine):
         num_blocks=st.integers(1, 20),
         block_size=st.sampled_from([1, 2, 3]),
         windows=st.sampled_from([(0,), (0, 3), (0, 2, 7), (4,), (2, 5), (3, 0)]),
+        sinks=st.sampled_from([0, 0, 1, 4]),
     )
-    def start(self, num_blocks: int, block_size: int, windows: tuple[int, ...]) -> None:
-        self.windows = windows
-        self.kv = toy_kv(num_blocks, block_size, windows, max_rows=12)
+    def start(self, num_blocks: int, block_size: int, windows: tuple[int, ...], sinks: int) -> None:
+        self.windows, self.sinks = windows, sinks
+        self.kv = toy_kv(num_blocks, block_size, windows, max_rows=12, sinks=sinks)
         self.cache = PrefixCache(self.kv)
         self.seqs: list[tuple[Scope, list[int], Tables, Node]] = []  # tokens, all computed, and tables
         self.memory: list[dict[int, tuple[Scope, tuple[int, ...]]]] = [{} for _ in windows]  # slot -> what its KV was computed from
@@ -185,7 +206,7 @@ class Cache(RuleBasedStateMachine):
         self.kv.check([tables for _, _, tables, _ in self.seqs])
         for scope, known, tables, _ in self.seqs:
             for pool, table, memory in zip(self.kv.pools, tables, self.memory, strict=True):
-                for i in range(table.num_released * pool.block_size, len(known)):
+                for i in [i for i in range(len(known)) if table[i // pool.block_size] != NULL_BLOCK]:
                     assert memory[pool.slot(table, i)] == (scope, tuple(known[: i + 1]))
             depth = len(known) // self.kv.block_size
             assert self.cache.find(scope, known, len(known)).depth == self._longest_hit(scope, known, len(known))
@@ -199,10 +220,11 @@ class Cache(RuleBasedStateMachine):
 
         def is_hit(depth: int) -> bool:
             first = [max(0, depth * size + 1 - window) // size if window else 0 for window in self.windows]
+            sinks = -(-self.sinks // size)
             return all(
                 (scope, tuple(known[: (i + 1) * size])) in have
                 for have, begin in zip(kept, first, strict=True)
-                for i in range(begin, depth)
+                for i in (*range(min(sinks, begin)), *range(begin, depth))
             )
 
         return next(depth for depth in range(most // size, -1, -1) if is_hit(depth))

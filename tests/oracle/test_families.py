@@ -10,31 +10,47 @@ import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from headrace.backend import compile_program, forward
+from headrace.backend import compile_program
 from headrace.checkpoint.load import open_checkpoint
 from headrace.config import KvConfig
+from headrace.logit_ops import Pool, Pooled
 from headrace.model import FAMILIES, trace_model
 from headrace.model.spec import ModelSpec
+from headrace.sampling.pooling import RowSum
 from tests.backend.batches import Sequence, batch_of
-from tests.families import VARIANTS, VOCAB, logits_of, save_model
+from tests.families import VARIANTS, VOCAB, hidden_of, logits_of, save_model
 from tests.tiny import Tensors
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, 120).tolist()
 
 
-def our_logits(folder: Path, tokens: list[int], kv_groups: int, context: int, backend: str = "reference") -> NDArray[np.float32]:
+Rows = NDArray[np.float32]
+
+
+def our_rows(folder: Path, tokens: list[int], kv_groups: int, context: int, backend: str = "reference") -> tuple[Rows, Rows]:
+    """Logits [tokens, vocab] and what they are computed from [tokens, dim]: the pooled rows."""
     checkpoint = open_checkpoint(folder)
-    return logits_of_ours(replace(checkpoint.spec, context=context), checkpoint.tensors, tokens, kv_groups, backend)
+    return rows_of_ours(replace(checkpoint.spec, context=context), checkpoint.tensors, tokens, kv_groups, backend)
 
 
-def logits_of_ours(spec: ModelSpec, tensors: Tensors, tokens: list[int], kv_groups: int, backend: str) -> NDArray[np.float32]:
-    program = trace_model(spec, tensors)
+def rows_of_ours(spec: ModelSpec, tensors: Tensors, tokens: list[int], kv_groups: int, backend: str) -> tuple[Rows, Rows]:
+    program = trace_model(spec, tensors).pooling()
     assert len(program.kv_groups) == kv_groups
     blocks = [*range(0, 10, 2), *range(9, 0, -2)]
     executable = compile_program(backend, program, tensors, KvConfig((10,) * kv_groups, 32, "f32"), 1)
     batch = batch_of([Sequence(blocks, 32)], [tokens], [([], [])], False, kv_groups)
-    logits: NDArray[np.float32] = forward(executable, batch).logits
-    return logits
+    batch = batch._replace(pooled_rows=batch.logit_rows)
+    result = executable.launch(batch, [Pool(row, 1, RowSum()) for row in range(len(tokens))], logits=True).wait()
+    assert result.logits is not None
+    return result.logits, np.array([pooled.total for pooled in result.values if isinstance(pooled, Pooled)], np.float32)
+
+
+def our_logits(folder: Path, tokens: list[int], kv_groups: int, context: int, backend: str = "reference") -> Rows:
+    return our_rows(folder, tokens, kv_groups, context, backend)[0]
+
+
+def near(got: Rows, want: Rows) -> bool:
+    return got.shape == want.shape and bool(np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want))
 
 
 def test_every_family_is_here() -> None:
@@ -42,12 +58,12 @@ def test_every_family_is_here() -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    want = logits_of(save_model(name, tmp_path), TOKENS)
-    got = our_logits(tmp_path, TOKENS, VARIANTS[name].kv_groups, 256)
-    assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
-    fast = our_logits(tmp_path, TOKENS, VARIANTS[name].kv_groups, 256, "cpu")
-    assert np.linalg.norm(fast - got) < 1e-4 * np.linalg.norm(got)
+def test_logits_and_hidden_rows_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model = save_model(name, tmp_path)
+    got, hidden = our_rows(tmp_path, TOKENS, VARIANTS[name].kv_groups, 256)
+    assert near(got, logits_of(model, TOKENS)) and near(hidden, hidden_of(model, TOKENS))
+    fast, fast_hidden = our_rows(tmp_path, TOKENS, VARIANTS[name].kv_groups, 256, "cpu")
+    assert near(fast, got) and near(fast_hidden, hidden)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v2-lite"])
@@ -58,7 +74,7 @@ def test_latent_rows_in_the_absorbed_form(name: str, tmp_path: Path) -> None:
     numbers = [trace_model(each.spec, each.tensors).kv_groups[0].numbers for each in (plain, absorbed)]
     assert numbers == [3 * 4 * (24 + 12), 3 * (40 + 8)]
     for backend in ("reference", "cpu"):
-        got = logits_of_ours(absorbed.spec, absorbed.tensors, TOKENS, 1, backend)
+        got, _ = rows_of_ours(absorbed.spec, absorbed.tensors, TOKENS, 1, backend)
         assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
 
 

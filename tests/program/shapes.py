@@ -28,11 +28,11 @@ SHAPES = st.fixed_dictionaries(
 
 
 def decoder(shape: dict[str, Any]) -> tuple[Program, Tensors]:
-    """A decoder of this shape."""
+    """A decoder of this shape, which pools rows."""
     heads, head_dim = shape["kv_heads"] * shape["groups"], shape["head_dim"]
     sizes = {"dim": heads * head_dim, "heads": heads, "kv_heads": shape["kv_heads"], "ffn": 96, "vocab": VOCAB}
     spec, tensors = tiny_model(0, window=shape["window"], format=shape["format"], **sizes)
-    return trace_model(replace(spec, rope=RopeSpec(shape["rotated"])), tensors), tensors
+    return trace_model(replace(spec, rope=RopeSpec(shape["rotated"])), tensors).pooling(), tensors
 
 
 def others(shape: dict[str, Any]) -> tuple[Program, Tensors]:
@@ -91,7 +91,7 @@ def families(shape: dict[str, Any]) -> tuple[Program, Tensors]:
         g.kv_write(k, linear(y, "v"), 0)
         slopes = tuple(0.5**head for head in range(heads))
         options: dict[str, Any] = {"softcap": 5.0, "slopes": slopes, "sinks": vector("sinks"), "value_dim": 32}
-        x = g.add(x, linear(g.attention(q, 0, shape["kv_heads"], head_dim, 7, **options), "o"))
+        x = g.add(x, linear(g.attention(q, 0, shape["kv_heads"], head_dim, 7, num_sink_tokens=3, **options), "o"))
         queries, latent = linear(x, "latent.q"), linear(x, "latent.k")
         absorbed = head_linear(queries, "absorbed")
         g.kv_write(g.concat_heads(latent, latent, 1, head_dim, head_dim), None, 1)

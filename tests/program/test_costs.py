@@ -87,8 +87,9 @@ def batch_and_load(seqs: Many[tuple[int, int, int]], num_logits: int) -> tuple[R
         drafts.append((tokens[rows:], [*range(-1, nodes - 1)]))
         token, block = token + rows + nodes, block + num_blocks
     batch = batch_of(sequences, known, drafts, trees=False)
-    logit_rows = batch.logit_rows[: 1 + num_logits % len(batch.tokens)]
-    return batch._replace(logit_rows=logit_rows), Load(tuple((c, r + d) for c, r, d in seqs), len(logit_rows), 0), block
+    logit_rows, pooled_rows = batch.logit_rows[: 1 + num_logits % len(batch.tokens)], batch.logit_rows[num_logits % 3 :]
+    load = Load(tuple((c, r + d) for c, r, d in seqs), len(logit_rows), 0, len(pooled_rows))
+    return batch._replace(logit_rows=logit_rows, pooled_rows=pooled_rows), load, block
 
 
 @settings(max_examples=8, deadline=None)

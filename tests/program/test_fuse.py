@@ -168,7 +168,7 @@ def test_what_only_linear_ops_read_is_packed(keeps_hidden: bool) -> None:
         assert packed and (program.hidden is not None) == keeps_hidden
         for op in program.ops:
             for value in (*op.inputs(), *([op.output()] if op.output() else [])):
-                assert value.packed is (value.id in packed) and value.rows in ("step", "logit")
+                assert value.packed is (value.id in packed) and value.rows in ("step", "gathered", "logit", "pooled")
 
 
 def test_an_activation_after_a_linear_op_becomes_one() -> None:

@@ -30,7 +30,7 @@ def test_the_tokens_are_those_of_draws_one_by_one(widths: list[int], seed: int, 
     before = [sampler.clone(i) for i, sampler in enumerate(samplers)]
     last = len(widths) - 1
     ops = [Expand(last - i, 5, samplers[i], i, width, i % 2 == 0) for i, width in enumerate(widths)]
-    values = run_logit_ops(ops, logits.copy(), POOL)
+    values = run_logit_ops(ops, logits.copy(), pool=POOL)
     for op, value, initial, sampler in zip(ops, values, before, samplers, strict=True):
         row = logits[op.row].copy()
         if op.row >= bad:
