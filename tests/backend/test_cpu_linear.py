@@ -125,7 +125,7 @@ def test_every_value_of_float_codes_is_exact(name: str) -> None:
         blocks = np.tile(codes | (codes[::-1] << np.uint8(4)), 256)
         stored = StoredTensor.from_bytes("w", FORMATS[name], (256, 32), blocks, block_scales=exponents[:, None].copy())
     plan = _native.Plan("", 1)
-    out = plan.add_buffer(32, False, False)
+    out = plan.add_buffer(32, "step", False)
     plan.embed(out, plan.add_weight(name, 256, 32, stored.parts["codes"], None, stored.scales))
     run_rows(plan, 256)
     want = stored.dequantise()
