@@ -34,7 +34,7 @@ def load_model(model: str, config: EngineConfig) -> LoadedModel:
 
     Raises ModelError (missing, malformed, unknown), RequestError (an option the model cannot have) or MemoryLimitError.
     """
-    checkpoint = open_checkpoint(resolve(model))
+    checkpoint = open_checkpoint(resolve(model), is_absorbed=config.latent_attention == "absorbed")
     renderer = Renderer()
     try:
         if checkpoint.chat_template is not None:
