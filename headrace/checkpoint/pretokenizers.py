@@ -5,6 +5,8 @@ GGUF files name the rule and do not carry it. The names and the settings that ha
 that standard are refused: a wrong cut shifts token ids without any error.
 """
 
+# ruff: noqa: RUF001 - letters that look like others are what it is about
+
 from dataclasses import dataclass
 
 from tokenizers import Regex, pre_tokenizers

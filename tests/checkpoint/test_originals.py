@@ -1,5 +1,7 @@
 """Tokenizers of GGUF files and folders against the original ones, whose ids on the texts below are in tests/data/tokenizers.json."""
 
+# ruff: noqa: RUF001 - letters that look like others are what it is about
+
 import base64
 import json
 import unicodedata
@@ -115,7 +117,15 @@ def test_unigram_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_control_token_that_a_unigram_model_would_find(write_gguf: Any) -> None:
-    values = {"model": "t5", "tokens": ["<unk>", "</s>", "a", "<", "/"], "scores": [0.0, 0.0, -1.0, -2.0, -3.0], "token_type": [2, 3, 1, 1, 1]}
-    of = {f"tokenizer.ggml.{key}": value for key, value in values.items()} | {"tokenizer.ggml.merges": None, "tokenizer.ggml.bos_token_id": None}
+    values = {
+        "model": "t5",
+        "tokens": ["<unk>", "</s>", "a", "<", "/"],
+        "scores": [0.0, 0.0, -1.0, -2.0, -3.0],
+        "token_type": [2, 3, 1, 1, 1],
+    }
+    of = {f"tokenizer.ggml.{key}": value for key, value in values.items()} | {
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.bos_token_id": None,
+    }
     with pytest.raises(UnsupportedModelError, match="'<unk>' cannot be spelt in other tokens"):
         tokenizer_of(write_gguf, of, 5)
