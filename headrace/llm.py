@@ -33,6 +33,8 @@ class ChatOptions(TypedDict, total=False):
 
     tools: Sequence[Mapping[str, Any]] | None
     """Descriptions of functions that the model may ask to be called."""
+    documents: Sequence[Mapping[str, Any]] | None
+    """Texts that the answer is to be drawn from, with the keys that the template wants: mostly `title` and `text`."""
     add_generation_prompt: bool
     """Whether the text ends with the beginning of an answer (the default), rather than with the last message."""
     chat_template_kwargs: Mapping[str, Any] | None

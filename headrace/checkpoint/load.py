@@ -37,6 +37,8 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     chat_template: str | None
     tokenizer_source: Metadata | Path
+    tool_template: str | None = None
+    """The chat template of conversations with tools, where there is another for them."""
 
     def load_tokenizer(self) -> "Tokenizer":
         """Build the tokenizer; raises as the two builders do. The library behind it is imported only here."""
@@ -74,9 +76,9 @@ def _open_gguf(path: Path, is_absorbed: bool) -> Checkpoint:
         raise file.metadata.unsupported("split.count", ": one part of a split model; merge the parts first")
     spec = _with_form(checked(layout.spec(file.metadata, file.tensors), path.name), is_absorbed)
     tensors = assemble(spec, layout, file.tensors, path.name)
-    template = file.metadata.string("tokenizer.chat_template", "") or None
+    template, tools = (file.metadata.string(f"tokenizer.chat_template{kind}", "") or None for kind in ("", ".tool_use"))
     name = file.metadata.string("general.name", path.stem)
-    return Checkpoint(path, replace(spec, name=name), tensors, template, file.metadata)
+    return Checkpoint(path, replace(spec, name=name), tensors, template, file.metadata, tools)
 
 
 def _open_folder(path: Path, is_absorbed: bool) -> Checkpoint:
@@ -87,7 +89,7 @@ def _open_folder(path: Path, is_absorbed: bool) -> Checkpoint:
     folder = open_folder(path)
     spec = _with_form(checked(folder.spec, path.name), is_absorbed)
     tensors = assemble(spec, folder.layout, folder.tensors(), path.name)
-    return Checkpoint(path, replace(spec, name=model_name(path)), tensors, chat_template(path), path)
+    return Checkpoint(path, replace(spec, name=model_name(path)), tensors, chat_template(path), path, chat_template(path, "tool_use"))
 
 
 def _with_form(spec: ModelSpec, is_absorbed: bool) -> ModelSpec:
