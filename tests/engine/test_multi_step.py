@@ -89,9 +89,11 @@ class Watcher:
 
     def __init__(self, clock: Clock) -> None:
         self.seen: list[bool] = []
+        self.calls = 0
         self._clock = clock
 
     def propose(self, seqs: list[Any], budgets: list[int]) -> list[DraftTree]:
+        self.calls += 1
         self._clock.now += TICK / 8
         return [NO_DRAFT] * len(seqs)
 
@@ -107,6 +109,19 @@ def test_a_proposer_is_shown_what_it_needs_of_the_last_launch() -> None:
     counts = tokens_by_step(engine)
     assert max(counts) > 1 and len(watcher.seen) > 2 and all(watcher.seen)
     assert engine.stats().proposer_failures == 0
+
+
+def test_several_launches_follow_when_no_draft_comes() -> None:
+    clock = Clock()
+    watcher = Watcher(clock)
+    engine = timed_engine(clock=clock, proposer=watcher, adaptive_speculation=True)
+    add(engine, [1, 2])
+    tokens: list[int] = []
+    while engine.has_work:
+        calls = watcher.calls
+        count = sum(len(update.token_ids) for update in engine.step())
+        tokens += [count] if watcher.calls > calls else []
+    assert max(tokens) > 1
 
 
 def test_slots_of_a_draft_that_did_not_come_are_given_back() -> None:
