@@ -50,6 +50,7 @@ class StaticScheduler(Scheduler):
 
     def schedule(self) -> SchedulerOutput:
         """The rows of the batch; when there is none, of the next one."""
+        self._end_batch()  # all that went on beside padding may have given way in the last step
         if not self.running:
             self._form()
         return super().schedule()

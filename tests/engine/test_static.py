@@ -120,6 +120,17 @@ def test_padding_gives_way_for_good() -> None:
     assert engine.stats().preemptions == 0
 
 
+def test_padding_ends_where_all_others_have_given_way() -> None:
+    """Two sequences, of which one may run; the first ends with its first token, and the other waits."""
+    params = SamplingParams(n=2, seed=1, temperature=1.0, max_tokens=3)
+    drawn = [plain_decoding([0], params, index)[1:] for index in range(2)]
+    assert drawn[0][0] not in drawn[1]
+    engine = static_engine(max_num_seqs=1)
+    add(engine, 1, n=2, seed=1, temperature=1.0, max_tokens=3, stop_token_ids=[drawn[0][0]])
+    (result,) = [update.result for _ in range(8) for update in engine.step() if update.result]
+    assert [output.token_ids for output in result.outputs] == [drawn[0][:1], drawn[1]]
+
+
 def test_padding_does_not_hide_what_comes_after_it() -> None:
     """The prompt of the second is computed in several steps, beside the first, which has ended."""
     engine = static_engine(max_num_seqs=2, max_num_batched_tokens=4)
@@ -150,6 +161,14 @@ def test_padding_ends_with_a_beam_search() -> None:
     results = [update.result for _ in range(20) for update in engine.step() if update.result]
     assert len(results) == 3 and not engine.has_work and not any(result.error for result in results)
     assert engine.stats().running == 0 and engine.stats().blocks_free == engine.stats().blocks_total
+
+
+def test_drafts_write_to_no_block_that_siblings_share() -> None:
+    """There are not blocks for the longest of three at once, so that a fork shares some of those that were reserved."""
+    engine = static_engine(num_blocks=14, block_size=2, proposer=RandomTrees(1, VOCAB, {}, max_nodes=3))
+    params = SamplingParams(n=3, seed=1, temperature=1.0, max_tokens=15)
+    (result,) = run_all(engine, [([1, 1], params)])
+    assert [[1, 1, *output.token_ids] for output in result.outputs] == [plain_decoding([1, 1], params, index) for index in range(3)]
 
 
 REQUEST = st.tuples(
