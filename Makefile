@@ -32,8 +32,12 @@ help:
 run: .venv/.core
 	@$(BIN)/headrace run '$(MODEL)' '$(subst ','\'',$(PROMPT))' </dev/null
 
+# Most tests of these run a tiny model in one thread: two at a time. A test beside them could disturb the others, which measure and interrupt.
+BY_TWO := $(addprefix tests/,accept backend checkpoint engine kv model oracle planner program propose quant sampling)
+
 test: .venv/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(BY_TWO)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(BY_TWO))
 
 soak: export SOAK_ROUNDS ?= 2000
 # Each new thread may begin an area of its own in glibc's heap: what is resident would be a matter of chance.

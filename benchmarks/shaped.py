@@ -1,27 +1,65 @@
-"""Makes the 1B-shaped model of the benchmarks: the dimensions of Llama-3.2-1B, a vocabulary of 49,152, random weights, tied head.
+"""Makes models of the benchmarks: well-known dimensions, a vocabulary of 49,152, random weights.
 
-    python benchmarks/shaped.py Q4_0 Q8_0 BF16 --out .bench/models
+    python benchmarks/shaped.py 1b Q4_0 Q8_0 BF16 --out .bench/models
+    python benchmarks/shaped.py 16x2 Q4_0
+    python benchmarks/shaped.py 64x8 Q4_0
 
-Writes one GGUF file for each format (0.6, 1.1 and 2.1 GB), with the tokenizer of the default model, from the same random
-numbers: 1.07 billion parameters whose speed is that of a trained model, and whose text is noise. Needs the package gguf.
+`1b` has the dimensions of Llama-3.2-1B (0.6, 1.1 and 2.1 GB); `16x2` sends each row to 2 of 16 experts (Mixtral's equations), `64x8` to 8
+of 64 (OLMoE's equations and dimensions), 3.7 GB each in Q4_0; `narrow` is small enough for very long prompts. Each file has the tokenizer
+of the default model. Their speed is that of trained models, and their text is noise. All experts of a layer have the same random
+weights. Needs the package gguf.
 """
 
 import argparse
 from pathlib import Path
+from typing import NamedTuple
 
 import gguf
 import numpy as np
+from numpy.typing import NDArray
 
-WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 2048, 16, 32, 8, 64, 8192, 49152
-BLOCK = {
-    "attn_q": (HEADS * HEAD_DIM, WIDTH),
-    "attn_k": (KV_HEADS * HEAD_DIM, WIDTH),
-    "attn_v": (KV_HEADS * HEAD_DIM, WIDTH),
-    "attn_output": (WIDTH, HEADS * HEAD_DIM),
-    "ffn_gate": (FFN, WIDTH),
-    "ffn_up": (FFN, WIDTH),
-    "ffn_down": (WIDTH, FFN),
+
+class Shape(NamedTuple):
+    """Dimensions of a model, and what GGUF calls its architecture."""
+
+    architecture: str
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    experts: int = 0
+    top_k: int = 0
+
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Those of a layer in the format that is asked for; of experts, one of each kind."""
+        up, kind = (self.ffn, self.width), "_exps" if self.experts else ""
+        return {
+            "attn_q": (self.heads * self.head_dim, self.width),
+            "attn_k": (self.kv_heads * self.head_dim, self.width),
+            "attn_v": (self.kv_heads * self.head_dim, self.width),
+            "attn_output": (self.width, self.heads * self.head_dim),
+            f"ffn_gate{kind}": up,
+            f"ffn_up{kind}": up,
+            f"ffn_down{kind}": up[::-1],
+        }
+
+    def vectors(self) -> dict[str, int]:
+        """The weights of norms of a layer."""
+        norms = {"attn_norm": self.width, "ffn_norm": self.width}
+        if self.architecture == "olmoe":
+            norms |= {"attn_q_norm": self.heads * self.head_dim, "attn_k_norm": self.kv_heads * self.head_dim}
+        return norms
+
+
+SHAPES = {
+    "1b": Shape("llama", 2048, 16, 32, 8, 64, 8192),
+    "16x2": Shape("llama", 2048, 16, 32, 8, 64, 4096, 16, 2),
+    "64x8": Shape("olmoe", 2048, 16, 16, 16, 128, 1024, 64, 8),
+    "narrow": Shape("llama", 128, 4, 4, 1, 32, 256),
 }
+VOCAB = 49152
 
 
 def tokenizer_of(model: Path) -> list[gguf.ReaderField]:
@@ -29,39 +67,51 @@ def tokenizer_of(model: Path) -> list[gguf.ReaderField]:
     return [field for name, field in gguf.GGUFReader(model).fields.items() if name.startswith("tokenizer.")]
 
 
-def write(path: Path, quantisation: str, tokenizer: list[gguf.ReaderField]) -> None:
+def write(path: Path, shape: Shape, quantisation: str, tokenizer: list[gguf.ReaderField]) -> None:
     """Write the model with its matrices in `quantisation`."""
     rng = np.random.default_rng(0)
     stored = gguf.GGMLQuantizationType[quantisation]
-    writer = gguf.GGUFWriter(path, "llama", use_temp_file=True)
-    writer.add_name("shaped-1b")
+    writer = gguf.GGUFWriter(path, shape.architecture, use_temp_file=True)
+    writer.add_name(path.stem)
     writer.add_context_length(131072)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(FFN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_embedding_length(shape.width)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.ffn)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(500000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCAB)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{quantisation}"])
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.top_k)
     for field in tokenizer:
         sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(field.name, field.contents(), field.types[0], sub_type)
 
-    def matrix(name: str, rows: int, cols: int) -> None:
-        weights = rng.standard_normal((rows, cols), np.float32) / np.sqrt(np.float32(cols))
-        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weights, stored), raw_dtype=stored)
+    def random(rows: int, cols: int) -> NDArray[np.float32]:
+        return rng.standard_normal((rows, cols), np.float32) / np.sqrt(np.float32(cols))
 
-    matrix("token_embd", VOCAB, WIDTH)
-    for layer in range(LAYERS):
-        for name, shape in BLOCK.items():
-            matrix(f"blk.{layer}.{name}", *shape)
-        for name in ("attn_norm", "ffn_norm"):
-            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(WIDTH, np.float32))
-        print(f"\r{path.name}: layer {layer + 1}/{LAYERS}", end="", flush=True)
-    writer.add_tensor("output_norm.weight", np.ones(WIDTH, np.float32))
+    def matrix(name: str, rows: int, cols: int) -> None:
+        packed = gguf.quants.quantize(random(rows, cols), stored)
+        if name.endswith("_exps"):
+            packed = np.broadcast_to(packed, (shape.experts, *packed.shape)).copy()
+        writer.add_tensor(f"{name}.weight", packed, raw_dtype=stored)
+
+    matrix("token_embd", VOCAB, shape.width)
+    for layer in range(shape.layers):
+        for name, size in shape.matrices().items():
+            matrix(f"blk.{layer}.{name}", *size)
+        if shape.experts:
+            writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", random(shape.experts, shape.width))
+        for name, length in shape.vectors().items():
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(length, np.float32))
+        print(f"\r{path.stem}: layer {layer + 1}/{shape.layers}", end="", flush=True)
+    writer.add_tensor("output_norm.weight", np.ones(shape.width, np.float32))
+    if shape.architecture == "olmoe":
+        matrix("output", VOCAB, shape.width)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -72,6 +122,7 @@ def write(path: Path, quantisation: str, tokenizer: list[gguf.ReaderField]) -> N
 def main() -> None:
     """Write the files that are not there yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("formats", nargs="+", choices=["Q4_0", "Q8_0", "BF16"])
     parser.add_argument("--out", type=Path, default=Path(".bench/models"))
     parser.add_argument("--tokenizer", type=Path, help="GGUF file that lends its tokenizer (default: the default model)")
@@ -83,10 +134,10 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizer_of(args.tokenizer)
     for name in args.formats:
-        path = args.out / f"shaped-1b-{name}.gguf"
+        path = args.out / f"shaped-{args.shape}-{name}.gguf"
         if not path.exists():
             part = path.with_suffix(".part")
-            write(part, name, tokenizer)
+            write(part, SHAPES[args.shape], name, tokenizer)
             part.rename(path)
 
 

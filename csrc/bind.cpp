@@ -8,14 +8,15 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <optional>
-#include <variant>
 #include <span>
 #include <stdexcept>
+#include <variant>
 
 #include "hardware.h"
 #include "plan.h"
@@ -151,10 +152,11 @@ std::vector<KvRows> kv_rows(const std::vector<std::pair<Ints, Ints>>& kv, const 
 }
 
 // tokens, positions [T]; row_start [B + 1]; context_len, scheduled_len [B]; (slots, block_table) of each group; ancestors [T, words];
-// logit_rows [R]; pooled_rows [P] or none; inputs [T, width] or none
+// logit_rows [R]; pooled_rows [P] or none; inputs [T, width] or none; adapters [B] or none
 bool run(Plan& plan, const Ints& tokens, const Ints& positions, const Ints& row_start, const Ints& context_len, const Ints& scheduled_len,
          const std::vector<std::pair<Ints, Ints>>& kv, const std::optional<Array<uint64_t>>& ancestors, const Ints& logit_rows,
-         const std::optional<Ints>& pooled_rows, const std::optional<Array<float>>& inputs, int program) {
+         const std::optional<Ints>& pooled_rows, const std::optional<Array<float>>& inputs, int program,
+         const std::optional<Ints>& adapters) {
   const OneCaller::Turn turn(plan.caller(), "the plan is at work in another thread: one at a time");
   require(program >= 0 && program < plan.num_programs(), "a plan has no such program");
   require(tokens.size() <= kMaxRows && logit_rows.size() <= kMaxRows && context_len.size() <= kMaxRows, "a step has at most 2^24 rows");
@@ -183,9 +185,34 @@ bool run(Plan& plan, const Ints& tokens, const Ints& positions, const Ints& row_
             "inputs must be [rows, the width that the program reads]");
     s.inputs = inputs->data();
   }
+  if (adapters) {
+    require(adapters->size() == context_len.size(), "adapters has a number for each sequence");
+    s.adapters = copy(*adapters);
+    for (int b = 0; b < s.num_seqs; b++) require(s.adapters[b] == -1 || plan.adapters().has(s.adapters[b]), "there is no such adapter");
+  }
   check_step(s, plan, plan.program(program).vocab);
   nb::gil_scoped_release release;
   return plan.run(program, s);
+}
+
+constexpr int kMaxRank = 1 << 12;
+
+// An adapter of matrices down [rank, columns] and up [rows, rank], with a scale, for some weights; returns its number.
+int add_adapter(Plan& plan, const std::vector<std::tuple<int, Array<float>, Array<float>, float>>& matrices) {
+  available(plan);
+  std::vector<std::pair<int, LowRank>> all;
+  for (const auto& [id, down, up, scale] : matrices) {
+    require(id >= 0 && id < plan.num_weights(), "a plan has no such weight");
+    const Weight& weight = plan.weight(id);
+    require(down.ndim() == 2 && up.ndim() == 2 && down.shape(0) == up.shape(1), "down is [rank, columns], and up [rows, rank]");
+    require(down.shape(0) > 0 && down.shape(0) <= kMaxRank, "an adapter has a rank of 1 to 4,096");
+    require(down.shape(1) == static_cast<size_t>(weight.cols) && up.shape(0) == static_cast<size_t>(weight.rows),
+            "an adapter has the shape of its weight");
+    all.emplace_back(id, LowRank(down.data(), up.data(), scale, static_cast<int>(down.shape(0)), weight.rows, weight.cols));
+  }
+  const int adapter = plan.add_adapter();
+  for (auto& [id, low_rank] : all) plan.adapters().put(adapter, id, std::move(low_rank));
+  return adapter;
 }
 
 int checked_threads(int threads) {
@@ -248,7 +275,8 @@ void bind_plan(nb::module_& m) {
             return unlocked(p, [&](Plan& plan) { return plan.add_weight(weight.stored); });
           },
           nb::arg("format"), nb::arg("rows"), nb::arg("cols"), nb::arg("data"), nb::arg("row_order").none(),
-          nb::arg("scales").none() = nb::none(), "Scales that lie apart are those of rows, as floats, or of the blocks of each row, as bytes.")
+          nb::arg("scales").none() = nb::none(),
+          "Scales that lie apart are those of rows, as floats, or of the blocks of each row, as bytes.")
       .def(
           "add_weight_pair",
           [](Plan& p, const std::string& format_a, const Array<uint8_t>& a, const std::optional<GivenScales>& scales_a,
@@ -278,7 +306,22 @@ void bind_plan(nb::module_& m) {
           "Begin another program over the same weights, KV and buffers; returns its number.")
       .def("run", &run, nb::arg("tokens"), nb::arg("positions"), nb::arg("row_start"), nb::arg("context_len"), nb::arg("scheduled_len"),
            nb::arg("kv"), nb::arg("ancestors").none(), nb::arg("logit_rows"), nb::arg("pooled_rows").none() = nb::none(),
-           nb::arg("inputs").none() = nb::none(), nb::arg("program") = 0, "Run a step; returns whether the buffers have moved.")
+           nb::arg("inputs").none() = nb::none(), nb::arg("program") = 0, nb::arg("adapters").none() = nb::none(),
+           "Run a step; returns whether the buffers have moved.")
+      .def("add_adapter", &add_adapter, nb::arg("matrices"),
+           "An adapter: (weight, down [rank, columns], up [rows, rank], scale) for some weights. Returns its number.")
+      .def(
+          "remove_adapter",
+          [](Plan& p, int adapter) {
+            require(available(p).adapters().has(adapter), "there is no such adapter");
+            p.adapters().remove(adapter);
+          },
+          "Give the memory of an adapter back; its number may come again.")
+      .def("adapter_bytes",
+           [](const Plan& p, int adapter) {
+             require(available(p).adapters().has(adapter), "there is no such adapter");
+             return p.adapters().bytes(adapter);
+           })
       .def("floats", &floats_of, "A view of the float rows of a buffer; valid until the next run overwrites them or moves the buffers.")
       .def("move_slots",
            [](Plan& p, int group, const Ints& source, const Ints& target) {

@@ -207,12 +207,19 @@ void gate_rows(Plan& p, int out, int x, int gate) {
   p.add_op(make_gate_rows(out, x, gate));
 }
 
+// Adds the op that comes before a linear op over these weights.
+void adapt(Plan& p, int x, std::vector<int> weights) {
+  p.adapts(x);
+  p.add_op(make_adapter_down(p.adapters(), x, std::move(weights)));
+}
+
 void linear(Plan& p, int out, int x, int w, int bias, int residual, bool offset) {
   const int rows = factor(p, x, w, offset).rows;
   require(floats(p, out).width == rows && p.buffer(out).rows == p.buffer(x).rows,
           "a linear op writes as many columns as its weight has rows");
   check_bias(p, bias, rows);
   if (residual != -1) check_alike(p.buffer(out), floats(p, residual));
+  adapt(p, x, {w});
   p.add_op(make_linear(out, x, w, bias, residual, offset));
 }
 
@@ -229,6 +236,7 @@ void linear_activate(Plan& p, int out, int x, int w, int bias, const std::string
   const int rows = factor(p, x, w, false).rows;
   check_bias(p, bias, rows);
   check_tiled(p, out, x, rows);
+  adapt(p, x, {w});
   p.add_op(make_linear_activate(out, x, w, bias, by));
 }
 
@@ -239,6 +247,7 @@ void glu_linear(Plan& p, int out, int x, int gate, int up, int gate_bias, int up
   check_bias(p, gate_bias, rows);
   check_bias(p, up_bias, rows);
   check_tiled(p, out, x, rows);
+  adapt(p, x, {gate, up});
   p.add_op(make_glu_linear(out, x, gate, up, gate_bias, up_bias, by));
 }
 
@@ -282,6 +291,7 @@ void qkv_rope_write(Plan& p, int out, int x, int angles, std::array<int, 3> weig
     require(factor(p, x, weights[i], true).rows == widths[i] && widths[i] % head_dim == 0, "queries, keys and values are whole heads");
     check_bias(p, biases[i], widths[i]);
   }
+  adapt(p, x, {weights.begin(), weights.end()});
   for (auto& op : make_qkv_rope_write({out, x, angles, weights, biases, at, p.kv_buffers(at.group)})) p.add_op(std::move(op));
 }
 

@@ -69,8 +69,8 @@ struct Unit {
   constexpr int columns() const { return is_super(scales) ? 256 : scales == Scales::kPower32 ? 128 : 64; }
   constexpr int groups() const { return columns() / kGroup; }
   constexpr int lines_per_group() const { return bits == 4 ? 4 : 8; }
-  // Offsets of the parts. Plain: f16 scale[groups][16], f16 min[groups][16]; of powers u8 exponent[groups][16]. Super: f16 d[16], f16 dmin[16] (64 bytes either way),
-  // then s8 scale[n][16] and u8 min[n][16] with n integers per unit.
+  // Offsets of the parts. Plain: f16 scale[groups][16], f16 min[groups][16]; of powers u8 exponent[groups][16]. Super: f16 d[16], f16
+  // dmin[16] (64 bytes either way), then s8 scale[n][16] and u8 min[n][16] with n integers per unit.
   constexpr int num_scales() const { return is_sub16(scales) ? columns() / 16 : groups(); }
   constexpr int min_offset() const { return is_super(scales) ? 64 + 16 * num_scales() : 32 * groups(); }
   constexpr int codes_offset() const {

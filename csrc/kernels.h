@@ -137,6 +137,10 @@ struct Kernels {
   void (*activate[kNumActivations])(const float* x, float* out, int n);
   void (*glu[kNumActivations])(const float* gate, const float* up, float* out, int n);
   void (*add)(const float* x, const float* y, float* out, int n);
+  // The halves of a low-rank adapter, for one row: out[16] = scale * down x, over n columns, an even number, of which two lie side by side
+  // and `stride` floats apart; and out[16] += up products.
+  void (*adapter_down)(const float* x, size_t stride, int n, const uint16_t* down, float scale, float* out);
+  void (*adapter_up)(const float* products, int rank, const uint16_t* up, float* out);
   // What becomes of a tile of outputs, x[rows][16]; strides are in floats. `residual` may be null; the first n columns are written.
   void (*finish_tile)(const float* x, int rows, int n, const float* residual, size_t residual_stride, float* out, size_t stride);
   using GluTile = void (*)(const float* gate, const float* up, int rows, float* out, size_t stride);

@@ -9,6 +9,7 @@
 #include "kernels_attention.h"
 #include "kernels_kv.h"
 #include "kernels_matmul.h"
+#include "kernels_adapter.h"
 #include "kernels_sample.h"
 // clang-format on
 
@@ -27,6 +28,8 @@ const Kernels* make_table(const char* name) {
   k.norm[static_cast<int>(NormKind::kLayer)] = norm<NormKind::kLayer>;
   fill_activations(k);
   k.add = add_rows;
+  k.adapter_down = adapter_down;
+  k.adapter_up = adapter_up;
   k.finish_tile = finish_tile;
   k.rotate_tile = rotate_tile;
   k.rotate_row = rotate_row;

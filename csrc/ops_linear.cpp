@@ -13,11 +13,26 @@ const uint8_t* block_for(const Plan& plan, const Buffer& x, bool offset, const B
   return x.block(plan.kernels().form[offset][static_cast<int>(w.format)], blocks, b);
 }
 
-// Tile `t` of a weight times block `b` of its input: out[rows][16], plus the bias.
-void multiply(const Plan& plan, const Buffer& x, bool offset, const Blocks& blocks, int b, const Weight& w, int t, const float* bias,
-              float* out) {
-  multiply(plan, w, t, offset, block_for(plan, x, offset, blocks, b, w), blocks.rows(b), bias, out);
+// Tile `t` of a weight times block `b` of its input: out[rows][16], plus the bias and what the adapters of the rows add.
+void multiply(const Plan& plan, const Buffer& x, bool offset, const Blocks& blocks, int b, int weight, int t, int bias, float* out) {
+  const Weight& w = plan.weight(weight);
+  multiply(plan, w, t, offset, block_for(plan, x, offset, blocks, b, w), blocks.rows(b), plan.vector(bias), out);
+  plan.adapters().add_up(plan.kernels(), weight, t, blocks.first(b), blocks.rows(b), out);
 }
+
+class AdapterDown : public Op {
+ public:
+  AdapterDown(Adapters& adapters, int x, std::vector<int> weights)
+      : Op("adapter_down"), adapters_(adapters), x_(x), weights_(std::move(weights)) {}
+
+  int items(const Plan& plan, const Step& step) override { return adapters_.prepare(weights_, plan.buffer(x_), step); }
+  void run(const Plan& plan, const Step&, int begin, int end, int) override { adapters_.run_down(plan, plan.buffer(x_), begin, end); }
+
+ private:
+  Adapters& adapters_;
+  const int x_;
+  const std::vector<int> weights_;
+};
 
 // Items of a matrix product: all tiles of the weight for some blocks of rows, then for the next. Contiguous items, as threads get
 // them, are then rows of their own: what a thread writes in one op it reads in the next, out of its own cache.
@@ -57,12 +72,12 @@ class Linear : public Op {
 
   void run(const Plan& plan, const Step&, int begin, int end, int) override {
     const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
-    const Weight& w = plan.weight(weight_);
+    const int rows = plan.weight(weight_).rows;
     const Blocks& blocks = plan.blocks_of(x);
     alignas(64) float tile[kMaxBlockRows * 16];
     work(plan).each(begin, end, [&](int t, int b) {
-      multiply(plan, x, offset_, blocks, b, w, t, plan.vector(bias_), tile);
-      const int n = std::min(16, w.rows - 16 * t), row = blocks.first(b);
+      multiply(plan, x, offset_, blocks, b, weight_, t, bias_, tile);
+      const int n = std::min(16, rows - 16 * t), row = blocks.first(b);
       const float* residual = residual_ >= 0 ? plan.buffer(residual_).row(row) + 16 * t : nullptr;  // as wide as the output
       plan.kernels().finish_tile(tile, blocks.rows(b), n, residual, out.width, out.row(row) + 16 * t, out.width);
     });
@@ -126,8 +141,8 @@ class GluLinear : public TiledOp {
  private:
   void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t, float* rows) const override {
     alignas(64) float g[kMaxBlockRows * 16], u[kMaxBlockRows * 16];
-    multiply(plan, x, false, blocks, b, plan.weight(gate_), t, plan.vector(gate_bias_), g);
-    multiply(plan, x, false, blocks, b, plan.weight(up_), t, plan.vector(up_bias_), u);
+    multiply(plan, x, false, blocks, b, gate_, t, gate_bias_, g);
+    multiply(plan, x, false, blocks, b, up_, t, up_bias_, u);
     plan.kernels().glu_tile[static_cast<int>(activation_)](g, u, blocks.rows(b), rows, kGroup);
   }
 
@@ -143,7 +158,7 @@ class LinearActivate : public TiledOp {
  private:
   void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t, float* rows) const override {
     alignas(64) float tile[kMaxBlockRows * 16];
-    multiply(plan, x, false, blocks, b, plan.weight(weight_), t, plan.vector(bias_), tile);
+    multiply(plan, x, false, blocks, b, weight_, t, bias_, tile);
     plan.kernels().activate_tile[static_cast<int>(activation_)](tile, blocks.rows(b), rows, kGroup);
   }
 
@@ -167,7 +182,7 @@ class QkvRopeWrite : public Op {
       int part = 0;
       while (t >= plan.weight(a_.weights[part]).tiles()) t -= plan.weight(a_.weights[part++]).tiles();
       const Weight& w = plan.weight(a_.weights[part]);
-      multiply(plan, x, true, blocks, b, w, t, plan.vector(a_.biases[part]), tile);
+      multiply(plan, x, true, blocks, b, a_.weights[part], t, a_.biases[part], tile);
       const int n = std::min(16, w.rows - 16 * t), row = blocks.first(b), head_dim = plan.kv(a_.layer.group).shape().key_dim;
       if (part < 2) {
         const Buffer& angles = plan.buffer(a_.angles);
@@ -240,6 +255,9 @@ class SettleValues : public Op {
 
 }  // namespace
 
+std::unique_ptr<Op> make_adapter_down(Adapters& adapters, int x, std::vector<int> weights) {
+  return std::make_unique<AdapterDown>(adapters, x, std::move(weights));
+}
 std::unique_ptr<Op> make_linear(int out, int x, int weight, int bias, int residual, bool offset) {
   return std::make_unique<Linear>(out, x, weight, bias, residual, offset);
 }

@@ -112,6 +112,23 @@ void Plan::writes_pieces(int buffer) {
   check_whole_rows(buffers_[buffer]);
 }
 
+// In the form of pairs of columns in float32.
+void Plan::want_floats(int buffer) {
+  buffers_[buffer].wanted[static_cast<int>(Form::kF32)] = true;
+  capacity_ = {};  // the next step makes room for it
+}
+
+void Plan::adapts(int buffer) {
+  if (adapted_.insert(buffer).second && has_adapters_) want_floats(buffer);
+}
+
+int Plan::add_adapter() {
+  if (!has_adapters_)
+    for (const int buffer : adapted_) want_floats(buffer);
+  has_adapters_ = true;
+  return adapters_.add();
+}
+
 // Gives every buffer room for the rows of the step; returns whether the buffers have moved. Grows by doubling, and never shrinks.
 bool Plan::reserve(const Step& step) {
   std::array<int, kNumRowKinds> capacity = capacity_;
@@ -205,6 +222,7 @@ bool Plan::run(int number, const Step& step) {
   const Program& program = programs_[static_cast<size_t>(number)];
   for (size_t kind = 0; kind < kNumRowKinds; kind++) blocks_[kind] = Blocks(rows_of(static_cast<RowKind>(kind), step), kernels_->max_rows);
   const bool moved = reserve(step);
+  adapters_.begin(step);
   step_number_++;
   last_time_ = now();
   FirstError error;

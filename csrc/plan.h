@@ -4,10 +4,12 @@
 #include <climits>
 #include <map>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "adapters.h"
 #include "kernels.h"
 #include "kv.h"
 #include "memory.h"
@@ -31,6 +33,7 @@ struct Step {
   const uint64_t* ancestors;    // null: every draft tree is a chain
   const int32_t* gathered_row;  // the logit rows, and behind them the pooled rows
   const float* inputs;          // [rows, as wide as the program reads]; null where it begins with tokens
+  const int32_t* adapters;      // of each sequence, -1: none; null: none has one
 };
 
 // `count` rows cut into blocks of at most max_rows whose sizes differ by one at most: no block is left with a slow tail.
@@ -147,6 +150,13 @@ class Plan {
   // Declares that an op writes the rows of `buffer` piece by piece.
   void writes_pieces(int buffer);
 
+  // Declares that a linear op reads `buffer` through weights that adapters may add to.
+  void adapts(int buffer);
+  // The buffers that adapters read have the form that they need from the first one on.
+  Adapters& adapters() { return adapters_; }
+  const Adapters& adapters() const { return adapters_; }
+  int add_adapter();
+
   // Runs a step; returns whether the buffers have moved. What an op throws ends the step, and is thrown here.
   bool run(int program, const Step& step);
   // A caller that works on the plan without Python's lock has a turn, from before it is given up.
@@ -200,6 +210,7 @@ class Plan {
     return rows[static_cast<int>(kind)];
   }
   uint8_t* allocate(size_t bytes);
+  void want_floats(int buffer);
   bool reserve(const Step& step);
   int advance(const Program& program, int op, const Step& step, int thread);
   void add_time(const Op& op);
@@ -214,6 +225,9 @@ class Plan {
   std::vector<int> vector_lengths_;  // without what fills their last line
   std::vector<Buffer> buffers_;
   std::map<int, std::array<int, 2>> kv_buffers_;  // by width
+  std::set<int> adapted_;                         // buffers that adapters read
+  bool has_adapters_ = false;                     // whether there has been one
+  Adapters adapters_;
   std::vector<Program> programs_;
   std::array<Blocks, kNumRowKinds> blocks_;
   std::shared_ptr<Arena> activations_;
@@ -253,6 +267,8 @@ std::unique_ptr<Op> make_scale(int out, int x, float factor);
 std::unique_ptr<Op> make_soft_cap(int out, int x, float cap);
 // x / (1 + exp(-gate)), where a gate is one number for its row.
 std::unique_ptr<Op> make_gate_rows(int out, int x, int gate);
+// What comes before a linear op over these weights: the first half of what adapters add to it.
+std::unique_ptr<Op> make_adapter_down(Adapters& adapters, int x, std::vector<int> weights);
 std::unique_ptr<Op> make_linear(int out, int x, int weight, int bias, int residual, bool offset);
 std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias, Activation activation);
 std::unique_ptr<Op> make_linear_activate(int out, int x, int weight, int bias, Activation activation);

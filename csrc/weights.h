@@ -17,7 +17,7 @@ struct Stored {
   int rows, cols;
   const uint8_t* data;
   size_t bytes;
-  std::span<const int64_t> row_order = {};  // row i is stored as row row_order[i]; empty: as is
+  std::span<const int64_t> row_order = {};     // row i is stored as row row_order[i]; empty: as is
   std::span<const float> row_scales = {};      // of the stored rows
   std::span<const uint8_t> block_scales = {};  // of the blocks of the stored rows
 };

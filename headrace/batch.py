@@ -53,6 +53,7 @@ class RaggedBatch(NamedTuple):
     seq_of: Ints  # [R] sequence of each of them
     token_source: Ints | None = None  # [T] logit op of the launch before that draws the row's token; -1: it is in `tokens`
     inputs: NDArray[np.float32] | None = None  # [T, width] the first rows of a program that does not begin with tokens
+    adapters: Ints | None = None  # [B] number of the adapter of each sequence; -1, or None for all: it has none
     pooled_rows: Ints | None = None  # [P] rows that prompts to be embedded pool, ascending; None: there are none
 
     @property

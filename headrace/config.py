@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 KvDtype = Literal["bf16", "f32", "int8", "int4"]
+LatentAttention = Literal["plain", "absorbed"]
 AcceptanceMethod = Literal["exact", "rejection", "typical"]
 
 
@@ -31,6 +32,9 @@ class EngineConfig:
     """Compute threads; 0: one for each core that the process may use."""
     kv_dtype: KvDtype = "bf16"
     """Number format of keys and values."""
+    latent_attention: LatentAttention = "plain"
+    """Form of attention by latent rows, in models that have it (DeepSeek). `plain` keeps a key and a value for each head; `absorbed` keeps
+    the latent row, a ninth of that for 16 heads, and computes three times as much. Their roundings differ, so tokens may."""
     kv_blocks: int = 0
     """Blocks of KV for the layers that see furthest; 0: as many as `max_num_seqs` sequences of full length need, within half of the
     memory that is left. Layers with a narrower window have as many blocks of their own as the sequences in these can need."""

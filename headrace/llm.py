@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from headrace.assembly.load import load_model
 from headrace.assembly.options import engine_config
+from headrace.checkpoint.adapter import read_adapter
+from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import INTERACTIVE, OFFLINE
 from headrace.engine.thread import EngineThread
@@ -31,6 +33,8 @@ class ChatOptions(TypedDict, total=False):
 
     tools: Sequence[Mapping[str, Any]] | None
     """Descriptions of functions that the model may ask to be called."""
+    documents: Sequence[Mapping[str, Any]] | None
+    """Texts that the answer is to be drawn from, with the keys that the template wants: mostly `title` and `text`."""
     add_generation_prompt: bool
     """Whether the text ends with the beginning of an answer (the default), rather than with the last message."""
     chat_template_kwargs: Mapping[str, Any] | None
@@ -49,7 +53,9 @@ class LLM:
 
     `generate`, `chat`, `stream` and `stream_text` take the terms on which a request is served beside its parameters. None of them
     changes a token: `priority` (the lower, the sooner a request is served; waiting makes up for it), `timeout` (seconds after which a
-    request ends with what it has) and `cache_salt` (only requests of the same salt share KV in the prefix cache).
+    request ends with what it has) and `cache_salt` (only requests of the same salt share KV in the prefix cache). Beside them stands
+    `adapter`, the name of a LoRA adapter that `load_adapter` has loaded, for a model that is changed by it: requests with different
+    adapters and without any share their steps.
     """
 
     def __init__(self, model: str | PathLike[str] = "smollm2", **options: Any) -> None:
@@ -71,6 +77,7 @@ class LLM:
         priority: int | Sequence[int] = 0,
         timeout: float | Sequence[float | None] | None = None,
         cache_salt: str | Sequence[str | None] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Continue each prompt; the results are in the order of the prompts.
@@ -82,8 +89,8 @@ class LLM:
         if not isinstance(prompts, Iterable):
             raise RequestError(f"prompts must be text, a dictionary or a list of these, not {type(prompts).__name__}")
         several = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        read, terms = self._prompts.read_prompt, {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
-        return self._run(self._check(read, several, params=params, **terms), progress)
+        terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt, "adapter": adapter}
+        return self._run(self._check(self._prompts.read_prompt, several, params=params, **terms), progress)
 
     def chat(
         self,
@@ -93,6 +100,7 @@ class LLM:
         priority: int | Sequence[int] = 0,
         timeout: float | Sequence[float | None] | None = None,
         cache_salt: str | Sequence[str | None] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         progress: bool = False,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
@@ -104,7 +112,7 @@ class LLM:
             raise RequestError(f"messages must be a list of messages, or a list of such lists, not {type(messages).__name__}")
         several: list[Any] = [messages] if is_conversation(messages) else list(messages)
         read, params = partial(self._prompts.read_chat, **options), _CHAT_PARAMS if params is None else params
-        terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
+        terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt, "adapter": adapter}
         return self._run(self._check(read, several, params=params, **terms), progress)
 
     def embed(
@@ -116,6 +124,7 @@ class LLM:
         priority: int | Sequence[int] = 0,
         timeout: float | Sequence[float | None] | None = None,
         cache_salt: str | Sequence[str | None] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> NDArray[np.float32]:  # [prompts, dim]
         """A vector for each prompt, in their order, of what the model makes of its tokens: the rows behind the model's last norm.
@@ -128,7 +137,7 @@ class LLM:
         if not isinstance(prompts, Iterable):
             raise RequestError(f"prompts must be text, a dictionary or a list of these, not {type(prompts).__name__}")
         several = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
+        terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt, "adapter": adapter}
         how = PoolingParams(pooling=pooling, normalise=normalise)
         outputs = self._run(self._check(self._prompts.read_prompt, several, pooling=how, **terms), progress)
         vectors = [output.embedding for output in outputs if output.embedding is not None]
@@ -145,6 +154,7 @@ class LLM:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str | None = None,
+        adapter: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> Iterator[Update]:
         """Continue a prompt, or answer a conversation, update by update: each has the new text, token ids and log-probabilities.
@@ -153,7 +163,7 @@ class LLM:
         whole result, as `generate` returns it. A beam search gives its texts in one piece each at the end, since until then another
         beam may win. Raises as `generate` does. Closing the iterator, or letting go of it, ends the request.
         """
-        terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
+        terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt, "adapter": adapter}
         read: Callable[[Any], TokenizedPrompt] = self._prompts.read_prompt
         if not isinstance(prompt, str | Mapping):
             read, params = partial(self._prompts.read_chat, **options), _CHAT_PARAMS if params is None else params
@@ -170,12 +180,14 @@ class LLM:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str | None = None,
+        adapter: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> Iterator[str]:
         """The text of `stream` alone, piece by piece, for one continuation; the pieces joined are the text of its result."""
         if params is not None and getattr(params, "n", 1) != 1:
             raise RequestError(f"n is {params.n}, and the text of several continuations would be mixed up: use stream")
-        updates = self.stream(prompt, params, priority=priority, timeout=timeout, cache_salt=cache_salt, **options)
+        terms: dict[str, Any] = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt, "adapter": adapter}
+        updates = self.stream(prompt, params, **terms, **options)
         return (update.text for update in updates if update.text)
 
     def apply_chat_template(
@@ -197,6 +209,21 @@ class LLM:
     def spec(self) -> ModelSpec:
         """Shape and constants of the model."""
         return self._spec
+
+    def load_adapter(self, name: str, adapter: str | PathLike[str]) -> None:
+        """Load a LoRA adapter under a name, for requests that ask for it: a folder as PEFT saves it, or `hf:...`.
+
+        It goes with weights in any format, and is kept in bf16 beside them. Raises RequestError for a name that is taken, ModelError for
+        an adapter that is missing, malformed, of another model or of a kind that is not known.
+        """
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"the name of an adapter is a text that is not empty, not {name!r}")
+        matrices = read_adapter(resolve(fspath(adapter)), self._spec)
+        self._thread.call(lambda: self._engine.load_adapter(name, matrices))
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter and give its memory back; requests under way keep it to their end. Raises RequestError for an unknown name."""
+        self._thread.call(lambda: self._engine.unload_adapter(name))
 
     def stats(self) -> Stats:
         """What the engine does now, and what it has done. Raises ClosedError once it is closed."""

@@ -30,10 +30,20 @@ class PromptReader:
     are plain text; a rendered chat template brings all of these itself.
     """
 
-    def __init__(self, model: str, tokenizer: Tokenizer, chat_template: str | None, renderer: Renderer, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        chat_template: str | None,
+        renderer: Renderer,
+        max_model_len: int,
+        tool_template: str | None = None,
+    ) -> None:
+        """`tool_template`: for conversations with tools, where there is another for them."""
         self._model = model
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        self._tool_template = tool_template
         self._renderer = renderer
         self._max_model_len = max_model_len
 
@@ -64,6 +74,7 @@ class PromptReader:
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> TokenizedPrompt:
@@ -72,7 +83,8 @@ class PromptReader:
         Raises RequestError for a model without a chat template, for what is no conversation, or one that the template cannot render,
         and for one too long for the context; FormatError for a template that does what it must not.
         """
-        if self._chat_template is None:
+        template = self._chat_template if tools is None or self._tool_template is None else self._tool_template
+        if template is None:
             raise RequestError(
                 f"{self._model} has no chat template, so it cannot take a conversation: "
                 "give it plain text, with LLM.generate or headrace run --raw"
@@ -81,11 +93,12 @@ class PromptReader:
             raise RequestError("a conversation must be a list of messages, each with a role and content")
         tokenizer = self._tokenizer
         text = self._renderer.render(
-            self._chat_template,
+            template,
             messages,
             bos=tokenizer.bos_token,
             eos=tokenizer.eos_token,
             tools=tools,
+            documents=documents,
             add_generation_prompt=add_generation_prompt,
             chat_template_kwargs=chat_template_kwargs,
         )

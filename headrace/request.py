@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, fields
 from itertools import islice
 from numbers import Integral, Real
 from operator import length_hint
-from typing import Any, Literal, NamedTuple, get_args
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from headrace.errors import RequestError
+
+if TYPE_CHECKING:  # the command line reads these records before it has need of arrays
+    import numpy as np
+    from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 Pooling = Literal["last", "mean", "cls"]
@@ -169,6 +170,8 @@ class CheckedRequest(NamedTuple):
     """Seconds from submission after which the request ends with what it has; None: no end."""
     cache_salt: str | None
     """Only requests of the same salt share KV in the prefix cache."""
+    adapter: str | None
+    """The name of the adapter that the model has for it."""
     pooling: PoolingParams | None = None
     """How the prompt is embedded; None: it is continued."""
 
@@ -258,7 +261,7 @@ class RequestOutput:
     """Prompt tokens whose KV came from the prefix cache when the request was admitted."""
     drafts: Mapping[str, DraftStats] = field(default_factory=dict)
     """What came of speculation, by method."""
-    embedding: NDArray[np.float32] | None = None  # [dim]
+    embedding: "NDArray[np.float32] | None" = None  # [dim]
     """Of a prompt that was embedded; None where it was not, or not to its end."""
 
 

@@ -1,6 +1,7 @@
 """What an engine says of itself: records, and the ratios that follow from them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from headrace.request import DraftStats
@@ -74,6 +75,8 @@ class Stats(NamedTuple):
     """Prompt tokens whose KV was there already."""
     expert_loads: Sequence[Sequence[int]] = ()
     """Rows that have gone to each expert, by layer of experts; none for a model without."""
+    adapters: Mapping[str, int] = MappingProxyType({})
+    """Requests under way with each loaded adapter."""
 
     @property
     def blocks_total(self) -> int:

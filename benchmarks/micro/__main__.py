@@ -1,5 +1,6 @@
 """All micro benchmarks, one after the other."""
 
+from adapters import adapters
 from attention import attention
 from experts import experts
 from gemm import gemm
@@ -11,4 +12,4 @@ from plan import plan
 from roof import roof
 
 if __name__ == "__main__":
-    main(__doc__, roof, gemv, gemm, experts, norm, attention, head, plan)
+    main(__doc__, roof, gemv, gemm, experts, adapters, norm, attention, head, plan)

@@ -87,9 +87,7 @@ class LinearPlan:
         plan.pack(packed, loose)
         before, self.weight_bytes, self.copies = plan.weight_bytes, 0, 0
         while self.copies * self.weight_bytes < least_bytes:
-            weight = plan.add_weight(
-                stored.format.name, stored.rows, stored.cols, stored.parts["codes"], None, stored.parts.get("row_scales")
-            )
+            weight = plan.add_weight(stored.format.name, stored.rows, stored.cols, stored.parts["codes"], None, stored.scales)
             plan.linear(self._out, packed, weight, -1, -1, offset)
             self.copies += 1
             self.weight_bytes = (plan.weight_bytes - before) // self.copies

@@ -54,6 +54,7 @@ class Bench:
         self.threads: int = args.threads or host.usable_cores()
         self.rounds = 1 if args.quick else args.rounds
         self.num_requests = 12 if args.quick else args.requests
+        self.prompt: int = args.prompt
         self.variants: list[dict[str, Any]] = args.set or [{}, {"chunked_prefill_size": 64}, {"chunked_prefill_size": 512}]
         self._lines = lines
         self._write({"cpu": host.cpu_name(), "isa": _native.isa(), "threads": self.threads, "model": self.model, "quick": self.quick})
@@ -136,6 +137,7 @@ def main(description: str | None, programs: Mapping[str, Callable[[Bench], None]
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; 0: as many as may be used")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each side (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=160, metavar="N", help="of the trace, in `batching` (default: %(default)s of 500)")
+    parser.add_argument("--prompt", type=int, default=4096, metavar="N", help="tokens of the prompt of `pauses` (default: %(default)s)")
     parser.add_argument("--set", type=_fields, action="append", metavar="F=V,...", help="fields of EngineConfig, a row of `pauses`")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every row as a line of JSON")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and one round: shows that it runs, measures nothing")

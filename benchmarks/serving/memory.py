@@ -1,6 +1,6 @@
 """Memory of KV: what the planner predicts against what the process maps and what of it is resident, with long prompts.
 
-The default model at its whole context, and a random model of little width with a prompt of 32,768 tokens. Mapped must equal
+The default model at its whole context, and a random model of little width with a prompt of 131,071 tokens. Mapped must equal
 predicted to the byte; resident is counted in the pages (2 MB) that were touched. Linux only.
 """
 
@@ -50,7 +50,7 @@ def memory(bench: Bench) -> None:
     rows = []
     real = bench.engine(max_num_seqs=1, max_model_len=1024 if bench.quick else 0)
     rows.append(_row(bench.model, real, _bytes_per_token(bench.model)))
-    tokens = 2048 if bench.quick else 32768
+    tokens = 2048 if bench.quick else 131072
     model = tiny_model(0, dim=64, context=tokens + 1)
     narrow = tiny_engine(model, "cpu", slots=tokens, threads=bench.threads, max_num_seqs=1)
     rows.append(_row("random, width 64", narrow, token_bytes(trace_model(*model).kv_groups, "bf16")))

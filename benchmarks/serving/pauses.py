@@ -25,7 +25,7 @@ class Pauses(NamedTuple):
 
 
 def pauses(bench: Bench) -> None:
-    long_prompt, steps = (256, 5) if bench.quick else (4096, 100)
+    long_prompt, steps = (256, 5) if bench.quick else (bench.prompt, 100)
     longest = long_prompt + 2 * steps
     engines = [bench.engine(**{"max_num_seqs": STREAMS + 1, "max_model_len": longest} | variant) for variant in bench.variants]
     names = [", ".join(f"{name}={value}" for name, value in variant.items()) or "as it comes" for variant in bench.variants]

@@ -50,7 +50,7 @@ def open_draft_checkpoints(config: EngineConfig, target: Checkpoint, tokenizer: 
         raise RequestError(f"draft_layers is {layers}, and must be 1 to {most} for this model; `headrace calibrate` suggests a number")
     draft = heads = None
     if "draft_model" in methods and config.draft_model:
-        draft = open_checkpoint(resolve(config.draft_model))
+        draft = open_checkpoint(resolve(config.draft_model), is_absorbed=config.latent_attention == "absorbed")
         _check_vocabulary(config.draft_model, draft, target, tokenizer)
     if "medusa" in methods and config.medusa_heads:
         heads = read_heads(Path(config.medusa_heads), target.spec)

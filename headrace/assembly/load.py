@@ -34,7 +34,7 @@ def load_model(model: str, config: EngineConfig) -> LoadedModel:
 
     Raises ModelError (missing, malformed, unknown), RequestError (an option the model cannot have) or MemoryLimitError.
     """
-    checkpoint = open_checkpoint(resolve(model))
+    checkpoint = open_checkpoint(resolve(model), is_absorbed=config.latent_attention == "absorbed")
     renderer = Renderer()
     try:
         if checkpoint.chat_template is not None:
@@ -61,7 +61,7 @@ def _assemble(model: str, config: EngineConfig, checkpoint: Checkpoint, renderer
     limits = EngineLimits(spec.vocab_size, max_model_len, kv, program.kv_groups, program.attention_crossover)
     config = replace(config, threads=threads)
     engine = Engine(executable, tokenizer, limits, config, make_proposers(config, draft_models), name=model)
-    prompts = PromptReader(model, tokenizer, checkpoint.chat_template, renderer, max_model_len)
+    prompts = PromptReader(model, tokenizer, checkpoint.chat_template, renderer, max_model_len, checkpoint.tool_template)
     return LoadedModel(engine, prompts, tokenizer, checkpoint)
 
 

@@ -12,6 +12,7 @@ from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
 from headrace.errors import RequestError
 from headrace.logit_ops import LogitOp, StepResult, Ticket
+from headrace.program.adapter import Adapter
 from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
@@ -49,6 +50,12 @@ class Executable(Protocol):
 
         Where ops have different numbers of experts, the rows of the array end in zeros.
         """
+
+    def add_adapter(self, adapter: Adapter) -> int:
+        """Keep an adapter for the sequences of a batch that name its number, which it returns."""
+
+    def remove_adapter(self, number: int) -> None:
+        """Give the memory of an adapter back. Its number may come again."""
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         """Copy the KV of slots `source[i]` to `target[i]`, in order, all layers and heads of a group."""

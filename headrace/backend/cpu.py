@@ -16,6 +16,7 @@ from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
 from headrace.errors import RequestError
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
+from headrace.program.adapter import Adapter
 from headrace.program.fuse import fuse
 from headrace.program.op import Weight
 from headrace.program.trace import Program
@@ -131,6 +132,7 @@ class CpuExecutable:
             batch.pooled_rows,
             batch.inputs,
             self._number,
+            batch.adapters,
         )
         if moved:
             self._views.clear()
@@ -152,6 +154,12 @@ class CpuExecutable:
 
     def expert_loads(self) -> NDArray[np.int64]:
         return expert_table(self.plan.expert_loads(self._number))
+
+    def add_adapter(self, adapter: Adapter) -> int:
+        return self.plan.add_adapter([(self._lowering.packed[name], *matrices) for name, matrices in adapter.items()])
+
+    def remove_adapter(self, number: int) -> None:
+        self.plan.remove_adapter(number)
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         self.plan.move_slots(group, np.ascontiguousarray(source, np.int32), np.ascontiguousarray(target, np.int32))

@@ -1,23 +1,25 @@
 """The reference backend: NumPy, op by op, readable. It is the truth that every other backend is held to in tests."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from itertools import count
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backend import expert_table
+from headrace.backend import expert_table, reference_mixture
 from headrace.backend.reference_activations import activated, gated
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program import mixture, ops
+from headrace.program.adapter import Adapter
 from headrace.program.kv import KvGroup
-from headrace.program.op import Op, Value, Weight
+from headrace.program.op import Op, RowKind, Value, Weight
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.quant.kv import stored
@@ -53,6 +55,7 @@ class ReferenceExecutable:
         self._results: list[LogitOpResult] = []
         """Results of the logit ops of the last launch."""
         self.loads = _no_loads(self.program)
+        self.adapters: dict[int, Adapter] = {}
 
     def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Done:
         step = _Step(self, batch._replace(tokens=tokens_of(batch, self._results)))
@@ -84,6 +87,14 @@ class ReferenceExecutable:
 
     def expert_loads(self) -> NDArray[np.int64]:
         return expert_table([loads.tolist() for loads in self.loads.values()])
+
+    def add_adapter(self, adapter: Adapter) -> int:
+        number = next(number for number in count() if number not in self.adapters)
+        self.adapters[number] = adapter
+        return number
+
+    def remove_adapter(self, number: int) -> None:
+        del self.adapters[number]
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         store = self.stores[group]
@@ -133,16 +144,33 @@ class _Step:
 
     def some_rows(self, x: Value, out: Value) -> Floats:
         """The rows of a value that another has, which may have some of the gathered ones alone."""
-        if x.rows == out.rows:
-            return self.x(x)
-        cut = len(self.batch.logit_rows)
-        return self.x(x)[cut:] if out.rows == "pooled" else self.x(x)[:cut]
+        return self.x(x) if x.rows == out.rows else self.x(x)[self._gathered(out.rows)]
+
+    def _gathered(self, kind: RowKind) -> slice:
+        """Which of the gathered rows are of a kind."""
+        num_logit_rows = len(self.batch.logit_rows)
+        return slice(num_logit_rows) if kind == "logit" else slice(num_logit_rows, None) if kind == "pooled" else slice(None)
 
     def w(self, weight: Weight) -> Floats:
         return self.executable.weights[weight.name]
 
     def matmul(self, x: Value, weight: Weight, bias: Weight | None) -> Floats:
-        return self.product(self.x(x), weight, bias)
+        y = self.product(self.x(x), weight, bias)
+        for number, rows in self._adapted_rows(x.rows):
+            if matrices := self.executable.adapters[number].get(weight.name):
+                y[rows] += matrices.scale * (self.x(x)[rows] @ matrices.down.T @ matrices.up.T)
+        return y
+
+    def _adapted_rows(self, kind: RowKind) -> Iterator[tuple[int, NDArray[np.bool]]]:
+        """The adapters of the step, each with the rows of this kind that have it."""
+        batch = self.batch
+        if batch.adapters is None:
+            return
+        of_row = np.repeat(batch.adapters, np.diff(batch.row_start))
+        if kind != "step":
+            of_row = of_row[batch.gathered_rows][self._gathered(kind)]
+        for number in set(of_row.tolist()) - {-1}:
+            yield number, of_row == number
 
     def product(self, x: Floats, weight: Weight, bias: Weight | None) -> Floats:
         y = x @ self.w(weight).T
@@ -310,49 +338,6 @@ def _glu_linear(s: _Step, op: ops.GluLinear) -> Floats:
     return gated(s.matmul(op.x, op.gate, op.gate_bias), s.matmul(op.x, op.up, op.up_bias), op.activation)
 
 
-def _route(s: _Step, op: mixture.Route) -> Floats:
-    logits = s.x(op.x)
-    if op.scoring == "softmax":
-        scores = np.exp(logits - logits.max(axis=1, keepdims=True))
-        scores = scores / scores.sum(axis=1, keepdims=True)
-    else:
-        scores = 1 / (1 + np.exp(-logits))
-    wanted = scores if op.bias is None else scores + s.w(op.bias)
-    if op.groups > 1:
-        ascending = np.sort(wanted.reshape(-1, op.groups, op.x.width // op.groups), axis=2)
-        best = ascending[:, :, -1 if op.scoring == "softmax" else -2 :].sum(axis=2)
-        chosen = np.argsort(-best, axis=1, kind="stable")[:, : op.top_groups]
-        within = np.zeros(best.shape, bool)
-        np.put_along_axis(within, chosen, True, axis=1)
-        wanted = np.where(np.repeat(within, wanted.shape[1] // op.groups, axis=1), wanted, -np.inf)
-    experts = np.argsort(-wanted, axis=1, kind="stable")[:, : op.top_k]
-    weights = np.take_along_axis(scores, experts, axis=1)
-    spoilt = ~np.isfinite(logits).all(axis=1)
-    experts[spoilt], weights[spoilt] = np.arange(op.top_k), np.nan
-    if op.normalised:
-        weights = weights / weights.sum(axis=1, keepdims=True)
-    return np.concatenate([experts, weights * op.factor], axis=1)
-
-
-def _experts(s: _Step, op: mixture.Experts) -> Floats:
-    x, routing = s.x(op.x), s.x(op.routing)
-    experts, weights = routing[:, : op.top_k].astype(np.int64), routing[:, op.top_k :]
-    each = np.empty((len(x), op.top_k, op.out.width))
-    for e in np.unique(experts):
-        rows, places = np.nonzero(experts == e)
-        s.executable.loads[op.out.id][e] += len(rows)
-        gate, up, down = ((w[e], b[e] if b else None) for w, b in ((op.gate, op.gate_bias), (op.up, op.up_bias), (op.down, op.down_bias)))
-        hidden = gated(s.product(x[rows], *gate), s.product(x[rows], *up), op.activation)
-        each[rows, places] = s.product(hidden, *down)
-    mixed: Floats = (each * weights[:, :, None]).sum(axis=1)
-    return mixed
-
-
-def _gate_rows(s: _Step, op: mixture.GateRows) -> Floats:
-    y: Floats = s.x(op.x) / (1 + np.exp(-s.x(op.gate)))
-    return y
-
-
 def _add(s: _Step, op: ops.Add) -> Floats:
     return s.x(op.x) + s.x(op.y)
 
@@ -379,9 +364,9 @@ _RUN: dict[type[Op], Callable[[_Step, Any], Floats | None]] = {
     ops.Glu: _glu,
     ops.Activate: _activate,
     ops.Scale: _scale,
-    mixture.Route: _route,
-    mixture.Experts: _experts,
-    mixture.GateRows: _gate_rows,
+    mixture.Route: reference_mixture.route,
+    mixture.Experts: reference_mixture.experts,
+    mixture.GateRows: reference_mixture.gate_rows,
     ops.SoftCap: _soft_cap,
     ops.GluLinear: _glu_linear,
     ops.Add: _add,

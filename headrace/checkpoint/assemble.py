@@ -19,21 +19,28 @@ def assemble(spec: ModelSpec, layout: Layout, stored: Mapping[str, StoredTensor]
 
     Raises FormatError for one that is missing or has another shape, UnsupportedModelError for one that has no place or no meaning.
     """
-    layout, shapes = layout.of(stored.keys()), tensor_shapes(spec)
-    places = {name: layout.locate(name) for name in shapes}
-    needed = defaultdict[str, _Needed](_Needed)
-    for name, (place, numbers) in places.items():
-        first = int(place.slab(spec, numbers)[0]) if place.slab else 0
-        needed[place.name].add(name, shapes[name], first if place.transposed else None)
+    layout = layout.of(stored.keys())
+    needed = stored_shapes(spec, layout)
     tensors: dict[str, StoredTensor] = {}
-    for name, (place, numbers) in places.items():
-        tensor = _checked(stored, place, needed[place.name].shape, where)
-        tensors[name] = _ours(name, shapes[name], tensor, place, numbers, spec)
+    for name, shape in tensor_shapes(spec).items():
+        place, numbers = layout.locate(name)
+        tensor = _checked(stored, place, needed[place.name], where)
+        tensors[name] = _ours(name, shape, tensor, place, numbers, spec)
     for source in stored.keys() - needed.keys():
         is_needless = source.endswith(layout.ignored) or layout.is_beyond(source, spec)
         if not is_needless and not (spec.tied_embeddings and source == layout.tensors["head"].name):
             raise UnsupportedModelError(f"{where}: tensor {source} has no place in a {spec.architecture} model")
     return tensors
+
+
+def stored_shapes(spec: ModelSpec, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """The tensors that a file of a model has to have: [rows, cols], or the length of one that holds vectors."""
+    needed = defaultdict[str, _Needed](_Needed)
+    for name, shape in tensor_shapes(spec).items():
+        place, numbers = layout.locate(name)
+        first = int(place.slab(spec, numbers)[0]) if place.slab else 0
+        needed[place.name].add(name, shape, first if place.transposed else None)
+    return {name: each.shape for name, each in needed.items()}
 
 
 class _Needed:

@@ -65,7 +65,7 @@ def member(folder: Path, name: str) -> Path:
     """The path of the file `name` of `folder`, for names that a downloaded file brings; whether there is one is not asked.
 
     A name with a path in it, or a link that leaves the folder or goes round in circles, is a FormatError. The one layout with links
-    that we accept is the Hugging Face cache, whose `snapshots/REVISION/NAME` points to `blobs/HASH`.
+    that we accept is the Hugging Face cache, whose `snapshots/REVISION/NAME`, or one in a folder there, points to `blobs/HASH`.
     """
     plain = name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES and not any(character in name for character in "/\\:")
     if name in ("", ".", "..") or not plain:
@@ -73,8 +73,7 @@ def member(folder: Path, name: str) -> Path:
     path = folder / name
     home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))  # of a circle, a link in it
     allowed = [home]
-    if home.parent.name == "snapshots":
-        allowed.append(home.parent.parent / "blobs")
+    allowed += [parent.parent / "blobs" for parent in (home.parent, home.parent.parent) if parent.name == "snapshots"]
     if target.parent not in allowed:
         raise FormatError(f"{folder.name}: {name} is a link that leaves the folder")
     if target.is_symlink():

@@ -44,19 +44,22 @@ def open_folder(path: Path) -> Folder:
     return Folder(path, config, layout, layout.spec(config.named(layout.fields)))
 
 
-def chat_template(folder: Path) -> str | None:
-    """The default chat template: `chat_template.jinja`, else the one in `tokenizer_config.json`, which may have several, by name."""
-    if path := find(folder, "chat_template.jinja"):
+def chat_template(folder: Path, name: str = "default") -> str | None:
+    """The chat template of this name: in a file of its own, else in `tokenizer_config.json`, which has the default one or several."""
+    home = folder if name == "default" else find(folder, "additional_chat_templates")
+    if home and (path := find(home, "chat_template.jinja" if name == "default" else f"{name}.jinja")):
         try:
             return read_file(path, _MAX_TEMPLATE_BYTES).decode()
         except UnicodeDecodeError as error:
-            raise FormatError(f"chat_template.jinja: {error}") from error
+            raise FormatError(f"{path.name}: {error}") from error
     if not (path := find(folder, "tokenizer_config.json")):
         return None
     template = read_json(path).get("chat_template")
     if isinstance(template, list):
-        defaults = [entry.get("template") for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
-        template = defaults[-1] if defaults else None
+        named = [entry.get("template") for entry in template if isinstance(entry, dict) and entry.get("name") == name]
+        template = named[-1] if named else None
+    elif name != "default":
+        return None
     if template is not None and not isinstance(template, str):
         raise FormatError("tokenizer_config.json: chat_template must be a string or a list of named ones")
     return template

@@ -37,6 +37,8 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     chat_template: str | None
     tokenizer_source: Metadata | Path
+    tool_template: str | None = None
+    """The chat template of conversations with tools, where there is another for them."""
 
     def load_tokenizer(self) -> "Tokenizer":
         """Build the tokenizer; raises as the two builders do. The library behind it is imported only here."""
@@ -49,16 +51,16 @@ class Checkpoint:
         return tokenizer_from_gguf(self.tokenizer_source)
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a GGUF file, or a folder with `config.json` and safetensors.
+def open_checkpoint(path: Path, *, is_absorbed: bool = False) -> Checkpoint:
+    """Open a GGUF file, or a folder with `config.json` and safetensors, for the absorbed form of attention by latent rows or the plain one.
 
     Raises ModelNotFoundError, FormatError (malformed, missing tensor, wrong shape) or UnsupportedModelError (architecture,
     tensor type or feature that we do not know; pickled weights).
     """
-    return _open_folder(path) if os.path.isdir(path) else _open_gguf(path)
+    return _open_folder(path, is_absorbed) if os.path.isdir(path) else _open_gguf(path, is_absorbed)
 
 
-def _open_gguf(path: Path) -> Checkpoint:
+def _open_gguf(path: Path, is_absorbed: bool) -> Checkpoint:
     if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
         raise UnsupportedModelError(f"{path.name}: a pickle can run code and is never loaded; convert the model to safetensors or GGUF")
     if path.suffix == ".safetensors":
@@ -72,22 +74,26 @@ def _open_gguf(path: Path) -> Checkpoint:
     )
     if file.metadata.integer("split.count", 1) > 1:
         raise file.metadata.unsupported("split.count", ": one part of a split model; merge the parts first")
-    spec = checked(layout.spec(file.metadata, file.tensors), path.name)
+    spec = _with_form(checked(layout.spec(file.metadata, file.tensors), path.name), is_absorbed)
     tensors = assemble(spec, layout, file.tensors, path.name)
-    template = file.metadata.string("tokenizer.chat_template", "") or None
+    template, tools = (file.metadata.string(f"tokenizer.chat_template{kind}", "") or None for kind in ("", ".tool_use"))
     name = file.metadata.string("general.name", path.stem)
-    return Checkpoint(path, replace(spec, name=name), tensors, template, file.metadata)
+    return Checkpoint(path, replace(spec, name=name), tensors, template, file.metadata, tools)
 
 
-def _open_folder(path: Path) -> Checkpoint:
+def _open_folder(path: Path, is_absorbed: bool) -> Checkpoint:
     if not find(path, "config.json"):
         files = [name for name in list_names(path) if name.endswith(".gguf")]
         hint = f"; name a file in it, such as {files[0]}" if files else ""
         raise ModelNotFoundError(f"{path}: no config.json{hint}")
     folder = open_folder(path)
-    spec = checked(folder.spec, path.name)
+    spec = _with_form(checked(folder.spec, path.name), is_absorbed)
     tensors = assemble(spec, folder.layout, folder.tensors(), path.name)
-    return Checkpoint(path, replace(spec, name=model_name(path)), tensors, chat_template(path), path)
+    return Checkpoint(path, replace(spec, name=model_name(path)), tensors, chat_template(path), path, chat_template(path, "tool_use"))
+
+
+def _with_form(spec: ModelSpec, is_absorbed: bool) -> ModelSpec:
+    return replace(spec, latent=replace(spec.latent, is_absorbed=is_absorbed)) if spec.latent else spec
 
 
 def checked(spec: ModelSpec, where: str) -> ModelSpec:

@@ -5,6 +5,8 @@ GGUF files name the rule and do not carry it. The names and the settings that ha
 that standard are refused: a wrong cut shifts token ids without any error.
 """
 
+# ruff: noqa: RUF001 - letters that look like others are what it is about
+
 from dataclasses import dataclass
 
 from tokenizers import Regex, pre_tokenizers
@@ -12,10 +14,23 @@ from tokenizers import Regex, pre_tokenizers
 from headrace.errors import UnsupportedModelError
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_CONTRACTIONS = _CONTRACTION + "|"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅ"
+    "ὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇ"
+    "Ꞌ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+"""Letters that have a case, and their like: what DeepSeek LLM takes together."""
+_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
+)
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -41,15 +56,24 @@ class PreTokenizer:
 
 _RULES: dict[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "gpt-2 phi-2 mpt olmo jais trillion exaone4": PreTokenizer((_GPT2,)),
+    "gpt-2 phi-2 mpt olmo jais trillion exaone4 granite-docling": PreTokenizer((_GPT2,)),
     "smollm starcoder refact command-r codeshell exaone minerva-7b": PreTokenizer((r"\p{N}", _GPT2)),
-    "llama3 llama-v3 llama-bpe falcon3 pixtral midm-2.0": PreTokenizer(
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2": PreTokenizer(
         (_CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _REST,), whole_words=True, adds_bos=True
     ),
-    "dbrx smaug-bpe": PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _REST,)),
+    "dbrx smaug-bpe chatglm-bpe": PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _REST,)),
     "qwen2": PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}" + _REST,), composes=True),
     "deepseek-r1-qwen megrez stablelm2 hunyuan": PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}" + _REST,)),
     "tekken": PreTokenizer((_TEKKEN,), whole_words=True, adds_bos=True),
+    "glm4": PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _REST,), whole_words=True),
+    "gpt-4o llama4 kanana2": PreTokenizer((_O200K,)),
+    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
+    "bloom poro-chat gpt3-finnish": PreTokenizer((r" ?[^(\s|.,!?…。，、।۔،)]+",)),
+    "viking": PreTokenizer((r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}")),
+    "deepseek-llm": PreTokenizer(
+        (r"[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", "[一-龥ࠀ-一가-퟿]+", r"\p{N}+")
+    ),
+    "deepseek-v3 hunyuan-dense": PreTokenizer((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _PUNCTUATION + _SPACES)),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
 }
 

@@ -61,6 +61,7 @@ class Renderer:
         bos: str,
         eos: str,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
@@ -73,9 +74,11 @@ class Renderer:
         further = {} if chat_template_kwargs is None else chat_template_kwargs
         if not isinstance(further, Mapping):
             raise RequestError(f"chat_template_kwargs must be a dictionary, not {type(further).__name__}")
-        names = {"messages": messages, "tools": tools, "bos_token": bos, "eos_token": eos, "add_generation_prompt": add_generation_prompt}
-        if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)):
-            raise RequestError(f"tools must be a list of dictionaries, not {reprlib.repr(tools)}")
+        names: dict[str, Any] = {"bos_token": bos, "eos_token": eos, "add_generation_prompt": add_generation_prompt}
+        names |= {"messages": list(map(_with_reasoning, messages)), "tools": tools, "documents": documents}
+        for name in ("tools", "documents"):
+            if names[name] is not None and not (isinstance(names[name], Sequence) and all(isinstance(one, Mapping) for one in names[name])):
+                raise RequestError(f"{name} must be a list of dictionaries, not {reprlib.repr(names[name])}")
         if not isinstance(add_generation_prompt, bool):
             raise RequestError(f"add_generation_prompt must be true or false, not {reprlib.repr(add_generation_prompt)}")
         if taken := sorted(names.keys() & further.keys()):
@@ -211,6 +214,13 @@ def _stop(process: "subprocess.Popen[bytes]", owner: int) -> int:
     elif process.poll() is None:
         process.kill()
     return process.wait()
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose reasoning, if it has any, is under each of the names that templates read, as transformers has it."""
+    given = (message.get(name) for name in ("reasoning_content", "thinking", "reasoning"))
+    reasoning = next((text for text in given if text is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _frame(content: dict[str, Any]) -> bytes:

@@ -1,15 +1,18 @@
-"""A tokenizer from GGUF metadata (`tokenizer.ggml.*`): byte-level BPE or SentencePiece-style BPE."""
+"""A tokenizer from GGUF metadata (`tokenizer.ggml.*`): byte-level BPE, or SentencePiece's BPE or unigram model (Kudo 2018)."""
 
 import tokenizers
-from tokenizers import AddedToken, models, normalizers, processors
+from tokenizers import AddedToken, Regex, models, normalizers, processors
 
 from headrace.checkpoint.gguf import Metadata
 from headrace.checkpoint.pretokenizers import pre_tokenizer
 from headrace.checkpoint.tokenizer import END_OF_GENERATION, Tokenizer, Vocabulary, library_calls
+from headrace.checkpoint.tokenizer_growth import check_growth
 from headrace.errors import FormatError, UnsupportedModelError
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _ADDED = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # matched as a whole before anything else
+_NEVER = -1e6
+"""Score of a unigram token that no text is to have."""
 _MAX_PIECE = 512
 """Longest SentencePiece token in characters: deriving its merges takes the square of that."""
 _MAX_MERGES = 8
@@ -33,19 +36,19 @@ def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
             backend.pre_tokenizer = rule.build()
             if rule.composes:
                 backend.normalizer = normalizers.NFC()
-            adds_bos, space, bos, eos = rule.adds_bos, False, None, None
-        elif model == "llama":
-            backend = tokenizers.Tokenizer(_sentencepiece_model(metadata, vocab, types))
-            space = metadata.flag(f"{_PREFIX}add_space_prefix", True)
-            spaces = normalizers.Replace(" ", "\u2581")
-            backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if space else spaces
-            adds_bos, bos, eos = True, 1, 2
+            adds_bos, adds_eos, space, bos, eos = rule.adds_bos, False, False, None, None
+        elif model in ("llama", "t5"):
+            is_bpe, space = model == "llama", metadata.flag(f"{_PREFIX}add_space_prefix", True)
+            backend = tokenizers.Tokenizer((_sentencepiece_model if is_bpe else _unigram_model)(metadata, vocab, types))
+            backend.normalizer = _sentencepiece_normalizer(metadata, space)
+            check_growth(backend, metadata.where)
+            adds_bos, adds_eos, bos, eos = is_bpe, not is_bpe, 1 if is_bpe else None, 2 if is_bpe else 1
         else:
-            raise UnsupportedModelError(f"{metadata.where}: {_PREFIX}model {model[:80]!r} is not supported; known: gpt2, llama")
+            raise UnsupportedModelError(f"{metadata.where}: {_PREFIX}model {model[:80]!r} is not supported; known: gpt2, llama, t5")
         backend.add_tokens([_added_token(token, kind) for token, kind in zip(tokens, types, strict=True) if token and kind in _ADDED])
         bos_id, eos_id = _token_id(metadata, "bos", len(tokens), bos), _token_id(metadata, "eos", len(tokens), eos)
         first = bos_id if metadata.flag(f"{_PREFIX}add_bos_token", adds_bos) else None
-        last = eos_id if metadata.flag(f"{_PREFIX}add_eos_token", False) else None
+        last = eos_id if metadata.flag(f"{_PREFIX}add_eos_token", adds_eos) else None
         _surround(backend, first, last)
     ends = (_token_id(metadata, name, len(tokens), None) for name in ("eot", "eom"))
     vocabulary = Vocabulary(model == "gpt2", space, bos_id, eos_id, frozenset(end for end in ends if end is not None))
@@ -84,13 +87,49 @@ def _byte_level_model(metadata: Metadata, vocab: dict[str, int], whole_words: bo
 
 
 def _sentencepiece_model(metadata: Metadata, vocab: dict[str, int], types: list[int]) -> models.BPE:
-    scores = metadata.numbers(f"{_PREFIX}scores")
-    if len(scores) != len(vocab):
-        raise FormatError(f"{metadata.where}: {_PREFIX}scores has {len(scores):,} entries for {len(vocab):,} tokens")
+    scores = _scores(metadata, len(vocab))
     unknown = next((token for token, kind in zip(vocab, types, strict=True) if kind == _UNKNOWN), None)
-    merges = _merges_from_scores(metadata, vocab, types, scores.tolist())
+    merges = _merges_from_scores(metadata, vocab, types, scores)
     with library_calls(f"{metadata.where}: {_PREFIX}tokens"):
         return models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+
+
+def _unigram_model(metadata: Metadata, vocab: dict[str, int], types: list[int]) -> models.Unigram:
+    """The library's model looks for every token in a text, but a control token and the name of a byte are not to be found there.
+
+    So these have a score below that of any other way to spell them, and there must be one.
+    """
+    found = (_NORMAL, _USER_DEFINED)
+    characters = {token for token, kind in zip(vocab, types, strict=True) if kind in found and len(token) == 1}
+    if odd := next((token for token, kind in zip(vocab, types, strict=True) if kind not in found and not characters.issuperset(token)), ""):
+        raise UnsupportedModelError(f"{metadata.where}: {_PREFIX}tokens: {odd[:80]!r} cannot be spelt in other tokens")
+    scores = [score if kind in found else _NEVER for score, kind in zip(_scores(metadata, len(vocab)), types, strict=True)]
+    unknown = next((i for i, kind in enumerate(types) if kind == _UNKNOWN), None)
+    with library_calls(f"{metadata.where}: {_PREFIX}tokens"):
+        return models.Unigram(list(zip(vocab, scores, strict=True)), unknown, _BYTE in types)
+
+
+def _sentencepiece_normalizer(metadata: Metadata, space: bool) -> normalizers.Normalizer:
+    """What SentencePiece makes of a text first: characters by the file's own map, spaces as U+2581, once or as they are."""
+    steps: list[normalizers.Normalizer] = []
+    if f"{_PREFIX}precompiled_charsmap" in metadata:
+        steps.append(normalizers.Precompiled(metadata.numbers(f"{_PREFIX}precompiled_charsmap").astype("uint8").tobytes()))
+    once = metadata.flag(f"{_PREFIX}remove_extra_whitespaces", False)
+    if once:
+        steps += [normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if space:
+        steps.append(normalizers.Prepend("\u2581"))
+    steps.append(normalizers.Replace(" ", "\u2581"))
+    if once:
+        steps.append(normalizers.Replace(Regex("\u2581+\\z"), ""))
+    return normalizers.Sequence(steps)
+
+
+def _scores(metadata: Metadata, count: int) -> list[float]:
+    scores = metadata.numbers(f"{_PREFIX}scores")
+    if len(scores) != count:
+        raise FormatError(f"{metadata.where}: {_PREFIX}scores has {len(scores):,} entries for {count:,} tokens")
+    return list(scores.tolist())
 
 
 def _merges_from_scores(metadata: Metadata, vocab: dict[str, int], types: list[int], scores: list[float]) -> list[tuple[str, str]]:

@@ -54,7 +54,11 @@ def _stats(found: object) -> Stats:
         raise ValueError("kv is empty")
     read = {"kv": kv, "drafts": {name: _read(DraftStats, figures) for name, figures in drafts.items()}}
     loads = [[_value("expert_loads", int, load) for load in _items(own)] for own in _items(found.get("expert_loads", []))]
-    stats: Stats = _read(Stats, found | read | {"expert_loads": loads})
+    adapters = found.get("adapters", {})
+    if not isinstance(adapters, dict):
+        raise ValueError("adapters is no object")
+    users = {str(name): _value("adapters", int, count) for name, count in adapters.items()}
+    stats: Stats = _read(Stats, found | read | {"expert_loads": loads, "adapters": users})
     return stats
 
 

@@ -51,6 +51,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_threads(engine)
     add_kv_dtype(engine)
     _add(engine, "max_model_len", "N", "longest conversation, in tokens; 0: the model's whole context", int)
+    engine.add_argument(
+        "--lora", metavar="NAME=PATH", help="answer with this LoRA adapter: a folder as PEFT saves it, or hf:ORG/REPOSITORY"
+    )
     _add(engine, "attention_window", "N", "lossy: layers see the last N tokens and the sinks alone, in bounded KV memory; 0: all", int)
     _add(engine, "attention_sinks", "N", "the first tokens, which all see beside an attention window", int)
     about = (
@@ -130,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
 
     from headrace.cli.session import Session
 
-    with Session(args.model, config) as session:
+    with Session(args.model, config, _adapter(args.lora)) as session:
         if prompt is None:
             from headrace.cli.chat import Chat
 
@@ -141,6 +144,16 @@ def run(args: argparse.Namespace) -> int:
             asked = prompt if args.raw else [*opening, {"role": "user", "content": prompt}]
             print_answers(session, asked, params, as_json=args.json, quiet=args.quiet)
     return 0
+
+
+def _adapter(lora: str | None) -> tuple[str, str] | None:
+    """Name and path of the adapter that is asked for."""
+    if lora is None:
+        return None
+    name, _, path = lora.partition("=")
+    if not name or not path:
+        raise RequestError(f"--lora takes a name and a path, NAME=PATH, not {lora!r}")
+    return name, path
 
 
 def _prompt(args: argparse.Namespace) -> str | None:

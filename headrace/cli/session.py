@@ -6,10 +6,13 @@ from types import TracebackType
 from headrace.assembly.drafts import own_program
 from headrace.assembly.load import load_model
 from headrace.backend import lower_program
+from headrace.checkpoint.adapter import read_adapter
+from headrace.checkpoint.source import resolve
 from headrace.cli.signals import Stop
 from headrace.config import EngineConfig
 from headrace.planner import hardware
 from headrace.planner.answer import decode_loads, decode_seconds
+from headrace.program.adapter import Adapter, adapted
 from headrace.program.kv import number_bytes
 from headrace.prompts import Message, Prompt
 from headrace.request import RequestOutput, SamplingParams, Update
@@ -18,9 +21,19 @@ from headrace.request import RequestOutput, SamplingParams, Update
 class Session:
     """One model, one request at a time."""
 
-    def __init__(self, model: str, config: EngineConfig) -> None:
+    def __init__(self, model: str, config: EngineConfig, adapter: tuple[str, str] | None = None) -> None:
+        """`adapter`: name and path of the one that all is answered with."""
         self.config = config
         self._engine, self._prompts, _, self._checkpoint = load_model(model, config)
+        self._adapter = adapter[0] if adapter else None
+        self._matrices: Adapter = {}
+        if adapter:
+            try:
+                self._matrices = read_adapter(resolve(adapter[1]), self._checkpoint.spec)
+                self._engine.load_adapter(adapter[0], self._matrices)
+            except BaseException:
+                self.__exit__(None, None, None)
+                raise
         self.result: RequestOutput | None = None
         """Of the last answer."""
         self._beam_width: int | None = None
@@ -39,7 +52,7 @@ class Session:
         Raises RequestError for what does not fit in the context, and the request's own error if it fails on the way.
         """
         token_ids, text = self._prompts.read(prompt)
-        request_id = self._engine.add_request(token_ids, params, prompt=text)
+        request_id = self._engine.add_request(token_ids, params, prompt=text, adapter=self._adapter)
         self.result, self._beam_width = None, params.beam_width
         while self.result is None:
             if stop.is_set():
@@ -80,7 +93,7 @@ class Session:
         A measurement that the answer has just beaten was taken on a busy machine, and is taken again.
         """
         traced = own_program(self.config, self._checkpoint)
-        program = lower_program(self.config.backend, traced, self._checkpoint.tensors)
+        program = adapted(lower_program(self.config.backend, traced, self._checkpoint.tensors), self._matrices)
         loads = decode_loads(result, number_bytes(program.kv_groups, self.config.kv_dtype), self._beam_width)
         if not loads or not result.timing.decode:
             return 0.0

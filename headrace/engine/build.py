@@ -51,6 +51,7 @@ def build(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBatch:
         logit_rows=ints(logit_rows),
         seq_of=ints(seq_of),
         token_source=_token_source(scheduled, row_start),
+        adapters=_adapters(scheduled),
         pooled_rows=ints(pooled_rows) if pooled_rows else None,
     )
 
@@ -64,6 +65,13 @@ def _token_source(scheduled: list[ScheduledSequence], row_start: list[int]) -> I
         if item.seq.num_pending:
             source[start] = item.seq.last_op
     return source
+
+
+def _adapters(scheduled: list[ScheduledSequence]) -> Ints | None:  # [sequences]
+    """The adapter of each sequence; None where none has one."""
+    if not any(item.seq.request.adapter for item in scheduled):
+        return None
+    return ints([item.seq.request.adapter.number if item.seq.request.adapter else -1 for item in scheduled])
 
 
 def _depths(draft: DraftTree) -> Iterator[int]:

@@ -16,6 +16,7 @@ from headrace.accept.independent import IndependentAcceptor
 from headrace.backend import Executable
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine import snapshot
+from headrace.engine.adapters import Adapters
 from headrace.engine.deadlines import Deadlines
 from headrace.engine.ending import end, fail
 from headrace.engine.meter import Meter
@@ -31,6 +32,7 @@ from headrace.engine.step import StepLoop
 from headrace.engine.stops import StopPattern
 from headrace.errors import ClosedError, RequestError
 from headrace.kv.manager import Demand, KvManager
+from headrace.program.adapter import Adapter
 from headrace.program.kv import KvGroup
 from headrace.proposer import Proposer
 from headrace.request import CheckedRequest, PoolingParams, RequestOutput, SamplingParams, Update, check_terms, token_ids
@@ -84,6 +86,7 @@ class Engine:
         multi_step = MultiStep(self._scheduler, executable, limits.kv.block_size, config, clock)
         self._loop = StepLoop(self._scheduler, self._speculation, executable, self._kv, tokenizer, multi_step, clock)
         self._independent = IndependentAcceptor(config.acceptance_method)
+        self._adapters = Adapters(executable)
         self._requests: dict[str, Request] = {}
         self._deadlines = Deadlines()
         self._numbers = count()
@@ -102,11 +105,12 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> str:
         """Check a request, queue it and return its id: `check` and `add` in one, with their arguments and errors."""
         self._check_open()
-        checked = self.check(prompt_token_ids, params, prompt=prompt, priority=priority, timeout=timeout, cache_salt=cache_salt)
-        return self.add(checked, request_id)
+        terms: dict[str, Any] = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt, "adapter": adapter}
+        return self.add(self.check(prompt_token_ids, params, prompt=prompt, **terms), request_id)
 
     def check(
         self,
@@ -117,6 +121,7 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str | None = None,
+        adapter: str | None = None,
         pooling: PoolingParams | None = None,
     ) -> CheckedRequest:
         """The request that these make, fit to be added: see `CheckedRequest` for what they mean. One with `pooling` has no `params`.
@@ -128,22 +133,29 @@ class Engine:
             if not isinstance(params, SamplingParams):
                 raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
             terms = check_terms(priority, timeout, cache_salt)
-            return CheckedRequest(self._checked_prompt(prompt_token_ids, params, pooling), params, prompt, *terms, pooling)
+            if adapter is not None:
+                self._adapters.check(adapter)
+            return CheckedRequest(self._checked_prompt(prompt_token_ids, params, pooling), params, prompt, *terms, adapter, pooling)
         except RequestError:
             self._meter.refused += 1
             raise
 
     def add(self, checked: CheckedRequest, request_id: str | None = None) -> str:
-        """Queue a request that `check` of this engine returned, and return its id. Raises RequestError for an id that is under way."""
+        """Queue a request that `check` of this engine returned, and return its id.
+
+        Raises RequestError for an id that is under way, and for an adapter that has been unloaded since.
+        """
         self._check_open()
         if request_id in self._requests:
             raise RequestError(f"a request {request_id!r} is under way already")
-        known, params, prompt, priority, timeout, cache_salt, pooling = checked
+        known, params, prompt, priority, timeout, cache_salt, adapter_name, pooling = checked
+        adapter = self._adapters.acquire(adapter_name)
         number = next(self._numbers)
         request_id = str(number) if request_id is None else request_id
         limit, acceptor = self._limit(len(known), params, pooling), self._acceptor(params)
         stopwatch, rows = Stopwatch(self._clock), PromptPooling(pooling, len(known)) if pooling else None
-        request = Request(number, request_id, prompt, known, params, limit, acceptor, stopwatch, priority, timeout, cache_salt, rows)
+        terms = priority, timeout, cache_salt, adapter, rows
+        request = Request(number, request_id, prompt, known, params, limit, acceptor, stopwatch, *terms)
         request.seqs = self._sequences(request)
         self._scheduler.add(request.seqs[0])
         self._requests[request_id] = request
@@ -194,6 +206,16 @@ class Engine:
             self._publisher.tick(now, last=not self._requests)
         return updates
 
+    def load_adapter(self, name: str, adapter: Adapter) -> None:
+        """Load an adapter whose weights are the model's, for requests that name it. Raises RequestError for a name that is taken."""
+        self._check_open()
+        self._adapters.load(name, adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter; requests under way keep it to their end. Raises RequestError for a name that is not loaded."""
+        self._check_open()
+        self._adapters.unload(name)
+
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request, in whatever state, and return what there is of it; None for an id that is not under way."""
         request = self._requests.get(request_id)
@@ -236,6 +258,7 @@ class Engine:
             aborted=meter.aborted,
             refused=meter.refused,
             expert_loads=loop.executable.expert_loads().tolist(),
+            adapters=self._adapters.users,
         )
 
     def block_map(self) -> BlockMap:
@@ -338,6 +361,7 @@ class Engine:
         request = self._requests.pop(request_id)
         request.seqs.clear()
         self._deadlines.discard(request)
+        self._adapters.release(request.adapter)
 
     def _check_open(self) -> None:
         if self._closed:

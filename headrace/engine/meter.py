@@ -31,7 +31,7 @@ class Meter:
         self.latest = Mark(now, 0, 0)
         self._marks = deque([self.latest], maxlen=round((HISTORY + WINDOW) / _SPACING) + 1)
 
-    def step(self, begun: float, ended: float, tokens: int, rows: int, num_steps: int = 1) -> None:
+    def step(self, begun: float, ended: float, tokens: int, rows: int, num_steps: int) -> None:
         """Record `num_steps` steps with `tokens` output tokens in all; `rows` is the number of rows since the engine was made."""
         before = self.latest
         if begun - self._marks[-1].time >= _SPACING:

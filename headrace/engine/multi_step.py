@@ -31,7 +31,7 @@ class MultiStep:
         self._scheduler = scheduler
         self._executable = executable
         self._block_size = block_size
-        self._is_exact = config.acceptance_method == "exact"
+        self._is_on = config.acceptance_method == "exact" and config.multi_step_ms > 0
         self._seconds = config.multi_step_ms / 1000
         self._clock = clock
         self._step_seconds = 0.0
@@ -39,9 +39,11 @@ class MultiStep:
 
     def plan(self, scheduled: list[ScheduledSequence]) -> int:
         """Most launches in a row, with slots reserved for them; 1 where a sequence needs more than plain decoding."""
-        if not self._is_exact or not all(item.is_plain for item in scheduled):
+        if not self._is_on or not all(item.is_plain for item in scheduled):
             return 1
-        most = min(_MAX_LAUNCHES, max(1, ceil(self._seconds / self._step_seconds))) if self._step_seconds else _MAX_LAUNCHES
+        most = _MAX_LAUNCHES
+        if self._step_seconds:  # two at least, so that a launch is timed again after a slow one
+            most = min(most, max(2, ceil(self._seconds / self._step_seconds)))
         for item in scheduled:
             seq = item.seq  # its first token reaches the caller at once
             most = min(most, seq.request.limit - seq.length if seq.output.token_ids else 1)
@@ -91,7 +93,8 @@ class MultiStep:
             slots = [slots_of(tables, written, self._block_size) for tables in groups]
             kv = tuple([KvRows(of, group.block_table) for of, group in zip(slots, batch.kv, strict=True)])
             its_batch = RaggedBatch(  # `_replace` takes three times as long
-                batch.tokens, at, batch.row_start, at, batch.scheduled_len, kv, None, batch.logit_rows, batch.seq_of, source
+                *(batch.tokens, at, batch.row_start, at, batch.scheduled_len, kv, None, batch.logit_rows, batch.seq_of, source, None),
+                batch.adapters,
             )
             its_ops: list[LogitOp] = [Draw(d.row, d.position + step, d.sampler, d.draft, d.num_logprobs, d.method) for d in draws]
             launches.append((its_batch, its_ops))

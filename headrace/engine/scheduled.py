@@ -22,8 +22,8 @@ class ScheduledSequence:
     draft: DraftTree = NO_DRAFT
     num_launches: int = 1
     """Launches in which it draws a token each: more than one in multi-step decoding."""
-    num_reserved: int = 1
-    """Launches that it has slots for; as many are given back as are not launched."""
+    has_spare_slots: bool = False
+    """Whether it has slots for further launches; those that are not used are given back."""
     end: int = 0
     """Tokens of the sequence that have KV when the scheduled ones have it."""
     scored: range = range(0)
@@ -50,7 +50,7 @@ class ScheduledSequence:
 
     def give_back_draft_budget(self) -> None:
         """Have no draft: its slots are for launches, or given back when the step is finished."""
-        self.draft_budget, self.num_reserved = 0, 1 + self.draft_budget
+        self.draft_budget, self.has_spare_slots = 0, True
 
     @property
     def max_useful_draft(self) -> int:

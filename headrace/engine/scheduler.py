@@ -201,7 +201,7 @@ class Scheduler:
         while most > 1:
             if self._kv.can_extend(tables, [item.seq.computed + most for item in scheduled]):
                 for item in scheduled:
-                    item.num_reserved = most
+                    item.has_spare_slots = True
                     self._kv.reserve(item.seq.tables, item.seq.computed, most)
                 break
             most //= 2

@@ -6,6 +6,7 @@ from itertools import repeat
 
 from headrace.accept import Acceptor, Drawing
 from headrace.batch import Commit, DraftTree
+from headrace.engine.adapters import LoadedAdapter
 from headrace.engine.output import Output
 from headrace.engine.pooling import PromptPooling
 from headrace.kv.manager import Tables
@@ -61,6 +62,7 @@ class Request:
     timeout: float | None = None
     cache_salt: str | None = None
     """These three are explained in `CheckedRequest`."""
+    adapter: LoadedAdapter | None = None
     pooling: PromptPooling | None = None
     """Where the prompt is embedded: its sequence draws nothing, and ends when its rows are pooled."""
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
@@ -81,7 +83,7 @@ class Request:
     @property
     def scope(self) -> Scope:
         """The scope within which its KV may be shared."""
-        return Scope(self.cache_salt)
+        return Scope(self.cache_salt, self.adapter.scope if self.adapter else None)
 
     @property
     def ended(self) -> bool:

@@ -177,17 +177,16 @@ class Speculation:
                 nodes = {item.seq: most for item, most in drafting.asked[name].items()}
                 self._controller.spend(name, nodes, drafting.seconds[name] + self._clock() - start)
 
-    def _count_savings(self, scheduled: list[ScheduledSequence], commits: list[Commit], drafting: StepDrafts) -> float:
-        """Update the statistics of drafts, and estimate the seconds saved: plain decoding of the accepted tokens less the draft rows."""
+    def _count_savings(self, scheduled: list[ScheduledSequence], commits: list[Commit], drafting: StepDrafts) -> None:
+        """Update the statistics of drafts, with the estimated seconds saved: plain decoding of the accepted tokens less the draft rows."""
         if not drafting.used:
-            return 0.0
+            return
         cost, num_scheduled = self._cost(scheduled), sum(item.num_scheduled for item in scheduled)
         num_drawing = sum(item.draws for item in scheduled)
         num_nodes = sum(len(item.draft.tokens) for item in scheduled)
         token = cost.seconds(num_drawing) / num_drawing
         row = (cost.seconds(num_scheduled + num_nodes) - cost.seconds(num_scheduled)) / num_nodes
         accepted = {commit.source: len(commit.path) for commit in commits}
-        total = 0.0
         for source, item in enumerate(scheduled):
             if item.draft.tokens:
                 name, num_accepted, nodes = drafting.used[item.seq], accepted.get(source, 0), len(item.draft.tokens)
@@ -197,8 +196,6 @@ class Speculation:
                 self.stats[name] = self.stats[name].plus(stats)
                 request = item.seq.request
                 request.drafts[name] = request.drafts.get(name, DraftStats()).plus(stats)
-                total += saved
-        return total
 
 
 def _num_nodes(candidate: DraftCandidate) -> int:

@@ -109,6 +109,6 @@ class StepLoop:
         if item.draft_budget:
             self.num_accepted += len(commit.path)
             return self.kv.keep(seq.tables, item.end, commit.path)
-        if item.num_reserved > 1:
+        if item.has_spare_slots:
             self.kv.trim(seq.tables, seq.computed)
         return []

@@ -31,6 +31,7 @@ from headrace.model.spec import ModelSpec
 from headrace.model.stablelm import STABLELM
 from headrace.model.starcoder2 import STARCODER2
 from headrace.program.op import Weight
+from headrace.program.ops import Linear
 from headrace.program.trace import Program, Tracer, trace
 from headrace.quant.formats import StoredTensor
 
@@ -54,6 +55,13 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     shapes = _Shapes()
     _family(spec).forward(spec, shapes)
     return shapes.found
+
+
+def linear_weights(spec: ModelSpec) -> set[str]:
+    """The tensors of a model that rows are multiplied with, by itself each: not those of experts, or of single heads."""
+    shapes = _Shapes()
+    _family(spec).forward(spec, shapes)
+    return {op.weight.name for op in shapes.ops if isinstance(op, Linear)}
 
 
 class _Shapes(Tracer):

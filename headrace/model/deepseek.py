@@ -18,8 +18,8 @@ from headrace.model.spec import ExpertSpec, LatentSpec, ModelSpec
 def _config(config: Fields, architecture: str, dense: int, shared: int, context: int) -> tuple[ModelSpec, ExpertSpec]:
     """The specification without its experts, and those; the defaults are the leading dense layers, the shared experts and the context."""
     config.require_neutral({"moe_layer_freq": (1,)})
-    turned, still = config.integer("qk_rope_head_dim", 64), config.integer("qk_nope_head_dim", 128)
-    rope = from_config.rope(config, turned, config.integer("max_position_embeddings", context))
+    pe, nope = config.integer("qk_rope_head_dim", 64), config.integer("qk_nope_head_dim", 128)
+    rope = from_config.rope(config, pe, config.integer("max_position_embeddings", context))
     spec = from_config.decoder(config, architecture, max_context=context, rotary=rope, computed=("attention_bias", "mlp_bias"))
     if spec.num_kv_heads != spec.num_heads:
         raise config.unsupported("num_key_value_heads", ": each head has keys of its own")
@@ -35,7 +35,7 @@ def _config(config: Fields, architecture: str, dense: int, shared: int, context:
         dense_layers=tuple(range(min(config.integer("first_k_dense_replace", dense), spec.num_layers, 1 << 16))),
     )
     latent = LatentSpec(config.integer("kv_lora_rank", 512), config.integer("v_head_dim", 128), config.integer("q_lora_rank", 0))
-    spec = replace(spec, head_dim=still + turned, latent=latent, qkv_bias=bias, output_bias=bias)
+    spec = replace(spec, head_dim=nope + pe, latent=latent, qkv_bias=bias, output_bias=bias)
     return replace(spec, attention_scale=temperature**2 * max(spec.head_dim, 1) ** -0.5), experts
 
 

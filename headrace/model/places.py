@@ -16,7 +16,7 @@ from headrace.model.spec import ModelSpec
 QkvLayout = Literal["separate", "blocks", "groups"]
 """How a file has queries, keys and values: apart; one behind the other; or those of each KV head together, its queries first."""
 
-_KINDS = ("still", "turned")
+_KINDS = ("nope", "pe")
 """The numbers of a query that are not rotated, and those that are."""
 _ROTATED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
 
@@ -69,7 +69,7 @@ def latent_rows(q: str, q_b: str, kv_a: str) -> dict[str, Stored]:
     }
     keys = {
         f"{part}{suffix}": Stored(f"{kv_a}.{theirs}", partial(_latent_rows, part))
-        for part in ("kv_a", "k_turned")
+        for part in ("kv_a", "k_pe")
         for suffix, theirs in (("", "weight"), ("_bias", "bias"))
     }
     return {f"layers.{{}}.{ours}": place for ours, place in (queries | keys).items()}
@@ -81,8 +81,8 @@ def latent_heads(kv_b: str, v_b: str = "") -> dict[str, Stored]:
     With `v_b` values are in a matrix of their own, and keys are transposed.
     """
     keys, values = (Stored(name, partial(_head_share, part, bool(v_b))) for name, part in ((kv_b, "k"), (v_b or kv_b, "v")))
-    turned = replace(keys, rows=None, slab=keys.rows, transposed=True)
-    places = {"k": turned if v_b else keys, "k_absorbed": keys if v_b else turned, "v": values}
+    across = replace(keys, rows=None, slab=keys.rows, transposed=True)
+    places = {"k": across if v_b else keys, "k_absorbed": keys if v_b else across, "v": values}
     return {f"layers.{{}}.heads.{{}}.{part}": place for part, place in places.items()}
 
 
@@ -129,8 +129,8 @@ def _pairs(rotated: int, is_half_split: bool) -> Rows:
 
 def _query_rows(kind: str, spec: ModelSpec, numbers: Numbers) -> Rows:
     assert spec.latent
-    still = spec.head_dim - spec.rotary_dim
-    within = np.arange(still) if kind == "still" else still + _pairs(spec.rotary_dim, spec.latent.is_half_split)
+    nope = spec.head_dim - spec.rotary_dim
+    within = np.arange(nope) if kind == "nope" else nope + _pairs(spec.rotary_dim, spec.latent.is_half_split)
     return (np.arange(spec.num_heads)[:, None] * spec.head_dim + within).reshape(-1)
 
 

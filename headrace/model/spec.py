@@ -65,7 +65,7 @@ class LatentSpec:
 
     * plain: a key and a value for each head;
     * `is_absorbed`: the latent row with the rotated part. It is the key and, without that part, the value of all heads; queries are
-      multiplied with what would have made keys of it, and what attention gives with what would have made values of it. This KV is 2 to 70
+      multiplied with what would have made keys of it, and what attention gives with what would have made values of it. This KV is 9 to 71
       times smaller, and attention has three times the arithmetic.
     """
 

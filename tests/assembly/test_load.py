@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from headrace import LLM, SamplingParams
+from headrace.assembly import drafts, load
 from headrace.assembly.load import load_model
 from headrace.assembly.options import engine_config
 from headrace.backend import BACKENDS, lower_program
-from headrace.checkpoint.load import open_checkpoint
+from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.config import OFFLINE
 from headrace.errors import MemoryLimitError, ModelNotFoundError, RequestError
 from headrace.model import trace_model
@@ -53,6 +54,23 @@ def test_options_that_the_model_cannot_have(model: str, options: dict[str, Any],
     with pytest.raises((RequestError, ModelNotFoundError)) as error:
         load_model(model, engine_config(options))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("options", "is_absorbed"), [({}, False), ({"latent_attention": "absorbed"}, True)])
+def test_the_form_of_attention_is_that_of_the_options(
+    model: str, options: dict[str, Any], is_absorbed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the model and its draft model."""
+    opened = []
+
+    def open_one(path: Path, *, is_absorbed: bool) -> Checkpoint:
+        opened.append(is_absorbed)
+        return open_checkpoint(path, is_absorbed=is_absorbed)
+
+    for module in (load, drafts):
+        monkeypatch.setattr(module, "open_checkpoint", open_one)
+    load_model(model, engine_config({"backend": "reference", "proposer": "draft_model", "draft_model": model, **options})).engine.close()
+    assert opened == [is_absorbed, is_absorbed]
 
 
 def test_no_such_model() -> None:

@@ -109,6 +109,29 @@ def test_scales_go_with_the_formats_that_have_them() -> None:
     for name, scales in (("I8_ROW", None), ("I8_ROW", np.ones(3, np.float32)), ("F32", np.ones(2, np.float32))):
         with pytest.raises(ValueError, match="a scale for each row"):
             plan.add_weight(name, 2, 4, np.zeros(8 * FORMATS[name].nbytes, np.uint8), None, scales)
+    for name, scales in (("MXFP4_PAIRS", None), ("MXFP4_PAIRS", np.ones(3, np.uint8)), ("MXFP4", np.ones((2, 2), np.uint8))):
+        with pytest.raises(ValueError, match="a scale for each block"):
+            plan.add_weight(name, 2, 64, np.zeros(4 * FORMATS[name].nbytes, np.uint8), None, scales)
+
+
+@pytest.mark.parametrize("name", ["MXFP4", "MXFP4_PAIRS"])
+def test_every_value_of_float_codes_is_exact(name: str) -> None:
+    """As an embedding: each code times each power of two, of which those below 2^-126 count as 0."""
+    exponents, codes = np.arange(256, dtype=np.uint8), np.arange(16, dtype=np.uint8)
+    if name == "MXFP4":
+        blocks = np.concatenate([exponents[:, None], np.tile(codes | (codes[::-1] << np.uint8(4)), (256, 1))], axis=1)
+        stored = StoredTensor.from_bytes("w", FORMATS[name], (256, 32), np.ascontiguousarray(blocks).reshape(-1))
+    else:
+        blocks = np.tile(codes | (codes[::-1] << np.uint8(4)), 256)
+        stored = StoredTensor.from_bytes("w", FORMATS[name], (256, 32), blocks, block_scales=exponents[:, None].copy())
+    plan = _native.Plan("", 1)
+    out = plan.add_buffer(32, "step", False)
+    plan.embed(out, plan.add_weight(name, 256, 32, stored.parts["codes"], None, stored.scales))
+    run_rows(plan, 256)
+    want = stored.dequantise()
+    want[:2] = 0
+    np.testing.assert_array_equal(plan.floats(out, 256), want)
+    assert len(np.unique(want[127])) == 15
 
 
 def test_what_is_written_in_pieces_has_no_scale_by_row() -> None:
@@ -132,11 +155,13 @@ def test_what_is_written_in_pieces_has_no_scale_by_row() -> None:
 @pytest.mark.parametrize("offset", [False, True])
 def test_extreme_codes(isa: str, offset: bool) -> None:
     """All codes at the ends of their range against all activations at the ends of theirs: no intermediate saturates."""
-    for format_name in ("Q8_0", "Q4_0", "Q5_1", "Q6_K"):
+    for format_name in ("Q8_0", "Q4_0", "Q5_1", "Q6_K", "MXFP4"):
         stored = random_stored(format_name, 16, 256, 0)
-        for fill in (0x00, 0xFF, 0x80, 0x7F):
+        for fill in (0x00, 0xFF, 0x80, 0x7F, 0x77):
             data = stored.parts["codes"].copy()
-            keep = {"Q8_0": slice(0, 2), "Q4_0": slice(0, 2), "Q5_1": slice(0, 4), "Q6_K": slice(208, 210)}[format_name]
+            keep = {"Q8_0": slice(0, 2), "Q4_0": slice(0, 2), "Q5_1": slice(0, 4), "Q6_K": slice(208, 210), "MXFP4": slice(0, 1)}[
+                format_name
+            ]
             scales = data[:, :, keep].copy()
             data[:] = fill
             data[:, :, keep] = scales

@@ -102,11 +102,13 @@ def write_gguf(tmp_path: Path) -> WriteGguf:
 
 
 def value_type(value: Any) -> gguf.GGUFValueType:
-    kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
+    kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY", bytes: "ARRAY"}
     return gguf.GGUFValueType[kinds[type(value)]]
 
 
 def element_type(value: Any) -> list[gguf.GGUFValueType]:
+    if isinstance(value, bytes):
+        return [gguf.GGUFValueType.UINT8]
     return [gguf.GGUFValueType.INT32 if isinstance(value[0], int) else value_type(value[0])] if isinstance(value, list) else []
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace.checkpoint.assemble import assemble
+from headrace.checkpoint.assemble import assemble, stored_shapes
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.model import FAMILIES, tensor_shapes
 from headrace.model.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from headrace.model.family import ConfigLayout, Family, Numbers, Stored
+from headrace.model.family import ConfigLayout, Family, Layout, Numbers, Stored
 from headrace.model.from_config import TENSORS
 from headrace.model.llama import LLAMA
 from headrace.model.spec import LatentSpec, ModelSpec, RopeSpec
@@ -170,6 +170,11 @@ def test_the_head_of_a_tied_model_may_be_there_twice() -> None:
     assert assemble(spec, LLAMA.config, stored | {"lm_head.weight": head}, "x").keys() == tensor_shapes(spec).keys()
 
 
+def zeros(spec: ModelSpec, layout: Layout) -> dict[str, StoredTensor]:
+    """A file of a model."""
+    return {name: StoredTensor.from_floats(name, np.zeros(shape, np.float32)) for name, shape in stored_shapes(spec, layout).items()}
+
+
 @pytest.mark.parametrize("format", ["F32", "BF16", "Q8_0"])
 @pytest.mark.parametrize("is_apart", [False, True])
 def test_matrices_of_heads(format: str, is_apart: bool) -> None:
@@ -186,12 +191,7 @@ def test_matrices_of_heads(format: str, is_apart: bool) -> None:
         made = random_stored(format, math.prod(values.shape[:-1]), values.shape[-1], int(rng.integers(99)), name)
         return replace(made, shape=values.shape)
 
-    tensors: dict[str, StoredTensor] = {}
-    for name in tensor_shapes(spec):
-        place = layout.locate(name)[0].name
-        if ".heads." not in name and place not in tensors:
-            rows = sum(shape[0] for other, shape in tensor_shapes(spec).items() if layout.locate(other)[0].name == place)
-            tensors[place] = StoredTensor.from_floats(place, np.zeros((rows, *tensor_shapes(spec)[name][1:]), np.float32))
+    tensors = zeros(spec, layout)
     for layer in range(spec.num_layers):
         if is_apart:
             parts = {f"blk.{layer}.attn_k_b.weight": (4, 64, 32), f"blk.{layer}.attn_v_b.weight": (4, 32, 64)}
@@ -222,12 +222,7 @@ def test_layers_behind_those_of_the_model() -> None:
         assert config.is_beyond(name, spec_of("deepseek-v3")) == is_beyond
         assert LLAMA.config and not LLAMA.config.is_beyond(name, spec_of("llama3-gqa"))
     spec = replace(SPEC, architecture="deepseek_v3", rope=RopeSpec(4), qkv_bias=False, latent=LatentSpec(8, 8))
-    arrays: dict[str, tuple[int, ...]] = {}
-    for name, shape in tensor_shapes(spec).items():
-        arrays.setdefault(config.locate(name)[0].name, shape)
-    arrays |= {f"model.layers.{i}.self_attn.{name}": shape for i in range(2) for name, shape in
-               (("q_proj.weight", (32, 32)), ("kv_a_proj_with_mqa.weight", (12, 32)), ("kv_b_proj.weight", (48, 8)))}  # fmt: skip
-    stored = {name: StoredTensor.from_floats(name, np.zeros(shape, np.float32)) for name, shape in arrays.items()}
+    stored = zeros(spec, config)
     extra = StoredTensor.from_floats("model.layers.2.eh_proj.weight", np.zeros((1, 1), np.float32))
     assert assemble(spec, config, stored | {extra.name: extra}, "x").keys() == tensor_shapes(spec).keys()
     with pytest.raises(UnsupportedModelError, match="no place"):

@@ -1,6 +1,7 @@
 """A quantisation method is found by its configuration, checks it, and gives the loader whole tensors."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headrace.checkpoint import quantisation
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.quantisation.method import Config, Tensors, refusal
-from headrace.errors import UnsupportedModelError
-from headrace.quant.formats import FORMATS, StoredTensor
+from headrace.errors import FormatError, UnsupportedModelError
+from headrace.quant.formats import FORMATS, RAW_FORMATS, StoredTensor
 
 NAME = "model.layers.0.mlp.up_proj"
 
@@ -77,3 +78,32 @@ def test_codes_without_a_configuration_mean_nothing(folder: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"up_proj\.weight is stored as I8"):
         open_checkpoint(folder)
     assert "I8" not in FORMATS
+
+
+def raw(shape: tuple[int, ...]) -> StoredTensor:
+    return StoredTensor.from_bytes("x", RAW_FORMATS["U8"], shape, np.zeros(math.prod(shape), np.uint8))
+
+
+def test_mxfp4() -> None:
+    method = quantisation.method_of({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    other = StoredTensor.from_floats("y", np.zeros((2, 3), np.float32))
+    found = method.assemble({}, {"x_blocks": raw((2, 6, 3, 16)), "x_scales": raw((2, 6, 3)), "y": other}, "a")
+    assert found.keys() == {"x_blocks", "y"} and found["y"] is other
+    assert (found["x_blocks"].format.name, found["x_blocks"].shape, found["x_blocks"].rows) == ("MXFP4_PAIRS", (2, 6, 96), 12)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"x_blocks": raw((2, 3, 16))}, "not both there as bytes"),
+        ({"x_blocks": raw((2, 3, 16)), "x_scales": StoredTensor.from_floats("s", np.zeros((2, 3), np.float32))}, "not both there as bytes"),
+        ({"x_blocks": raw((2, 3, 15)), "x_scales": raw((2, 3))}, r"shapes \[2, 3, 15\] and \[2, 3\]"),
+        ({"x_blocks": raw((2, 3, 16)), "x_scales": raw((3, 2))}, "shapes"),
+        ({"x_blocks": raw((3, 16)), "x_scales": raw((3,))}, "shapes"),
+    ],
+)
+def test_what_is_no_mxfp4(tensors: dict[str, StoredTensor], message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        quantisation.method_of({"quant_method": "mxfp4"}).assemble({}, tensors, "a")
+    with pytest.raises(UnsupportedModelError, match="dequantize"):
+        quantisation.method_of({"quant_method": "mxfp4", "dequantize": True})

@@ -1,11 +1,21 @@
 """Multi-step decoding: how many launches there are in a row, and that the tokens are the same."""
 
-import pytest
+from collections.abc import Iterable
+from itertools import chain, repeat
+from typing import Any
 
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch
 from headrace.engine.engine import Engine
+from headrace.logit_ops import StepResult
+from headrace.proposer import ProposerTraits
 from headrace.request import RequestOutput, SamplingParams
 from tests.engine.test_promise import same
-from tests.engine.toy import plain_decoding, toy_engine
+from tests.engine.test_speculation import Clock
+from tests.engine.toy import ToyExecutable, plain_decoding, toy_engine
 from tests.random_trees import RandomTrees
 from tests.tiny import run_all, tiny_engine, tiny_model
 
@@ -24,6 +34,102 @@ def tokens_by_step(engine: Engine) -> list[int]:
     while engine.has_work:
         counts.append(sum(len(update.token_ids) for update in engine.step()))
     return counts
+
+
+TICK = 2**-10
+"""Seconds of a launch whose sums are exact."""
+
+
+def timed_engine(seconds: Iterable[float] = (), clock: Clock | None = None, **options: Any) -> Engine:
+    """An engine whose launches take these simulated seconds, and `TICK` after them. Decoding goes on for three times that."""
+    clock, times = clock or Clock(), chain(seconds, repeat(TICK))
+    engine = toy_engine(multi_step_ms=3000 * TICK, clock=clock, **options)
+    executable = engine._loop.executable
+    assert isinstance(executable, ToyExecutable)
+    run = executable.forward
+
+    def forward(batch: RaggedBatch) -> NDArray[np.float32]:
+        clock.now += next(times)
+        return run(batch)
+
+    executable.forward = forward  # type: ignore[method-assign]
+    return engine
+
+
+def test_launches_go_on_until_the_time_is_over() -> None:
+    engine = timed_engine()
+    add(engine, [1, 2])
+    assert tokens_by_step(engine) == [1, *[3] * 9, 2]
+
+
+def test_slots_are_reserved_for_as_many_launches_as_there_is_time_for() -> None:
+    """Two sequences with two tokens in KV share four blocks of four: there is room for six more tokens of each, three at a time."""
+    engine = timed_engine(num_blocks=4, block_size=4)
+    for token in (1, 2):
+        add(engine, [token, 3], max_tokens=14)
+    assert tokens_by_step(engine)[:3] == [2, 2 * 3, 2 * 3]
+
+
+def test_one_slow_launch_does_not_end_it_for_good() -> None:
+    engine = timed_engine([TICK, 1.0])
+    add(engine, [1, 2])
+    assert tokens_by_step(engine) == [1, 1, 2, *[3] * 8, 2]
+
+
+def test_launches_go_on_though_results_come_late() -> None:
+    engine = toy_engine(multi_step_ms=ALWAYS, late=True)
+    add(engine, [1, 2])
+    assert max(tokens_by_step(engine)) == MAX_LAUNCHES
+
+
+class Watcher:
+    """Has no drafts, and looks at the logits of every step that it is shown."""
+
+    traits = ProposerTraits(4, needs_logits=True, in_engine_thread=True, time_limit=None)
+
+    def __init__(self, clock: Clock) -> None:
+        self.seen: list[bool] = []
+        self.calls = 0
+        self._clock = clock
+
+    def propose(self, seqs: list[Any], budgets: list[int]) -> list[DraftTree]:
+        self.calls += 1
+        self._clock.now += TICK / 8
+        return [NO_DRAFT] * len(seqs)
+
+    def observe(self, seqs: list[Any], commits: list[Commit], result: StepResult) -> None:
+        self.seen.append(result.logits is not None)
+
+
+def test_a_proposer_is_shown_what_it_needs_of_the_last_launch() -> None:
+    clock = Clock()
+    watcher = Watcher(clock)
+    engine = timed_engine(clock=clock, proposer=watcher, adaptive_speculation=True)
+    add(engine, [1, 2])
+    counts = tokens_by_step(engine)
+    assert max(counts) > 1 and len(watcher.seen) > 2 and all(watcher.seen)
+    assert engine.stats().proposer_failures == 0
+
+
+def test_several_launches_follow_when_no_draft_comes() -> None:
+    clock = Clock()
+    watcher = Watcher(clock)
+    engine = timed_engine(clock=clock, proposer=watcher, adaptive_speculation=True)
+    add(engine, [1, 2])
+    tokens: list[int] = []
+    while engine.has_work:
+        calls = watcher.calls
+        count = sum(len(update.token_ids) for update in engine.step())
+        tokens += [count] if watcher.calls > calls else []
+    assert max(tokens) > 1
+
+
+def test_slots_of_a_draft_that_did_not_come_are_given_back() -> None:
+    """Four tokens fill a block. A draft node would need another."""
+    engine = toy_engine(proposer=Watcher(Clock()), block_size=4, max_draft_tokens=1)
+    add(engine, [1, 2, 3, 4])
+    engine.step()
+    assert engine.stats().blocks_used == 1
 
 
 def test_a_request_gets_its_first_token_alone_and_then_several_at_a_time() -> None:

@@ -72,6 +72,11 @@ class TestStopStrings:
         assert push_all(out, [A, B]) == ["", "ab"]
         assert out.finish_reason == "length"
 
+    def test_the_longer_of_two_that_end_together_is_the_reason(self) -> None:
+        out = output(stop=["b", "ab"])
+        push_all(out, [A, B])
+        assert (out.stop_reason, out.text) == ("ab", "")
+
     def test_a_stop_string_at_the_last_token_counts(self) -> None:
         out = output(stop="ab", max_tokens=2)
         push_all(out, [A, B])

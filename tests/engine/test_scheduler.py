@@ -52,6 +52,7 @@ def test_a_long_prompt_has_few_rows_beside_tokens() -> None:
     add(engine, 12)
     add(engine, 12)
     assert step(engine) == [(0, 1, 0), (1, 3, 0)]  # two, and one for each that decodes
+    assert [seq.seq_id[0] for seq in engine._scheduler.waiting] == [2]
     engine.add_request([9], SamplingParams(n=5, seed=1, max_tokens=20), priority=-1)
     for _ in range(3):
         assert step(engine) == [(0, 1, 0), (1, 3, 0)]
@@ -65,6 +66,16 @@ def test_a_prompt_has_fewer_rows_the_deeper_they_are() -> None:
     step(engine)
     add(engine, 16)
     assert [step(engine)[1] for _ in range(5)] == [(1, 8, 0), (1, 2, 0), (1, 2, 0), (1, 2, 0), (1, 1, 0)]
+
+
+def test_a_second_prompt_gets_what_the_first_leaves() -> None:
+    """Three rows at the beginning of a context. One at depth 8 is worth three, and leaves nothing; it comes in the eighth step."""
+    engine = toy_engine(chunked_prefill_size=2, attention_crossover=4)
+    for prompt_len in (1, 12, 20):
+        step(engine) if prompt_len == 12 else None
+        add(engine, prompt_len)
+    both = [(0, 1, 0), (1, 1, 0), (2, 1, 0)]
+    assert [step(engine) for _ in range(12)] == [[(0, 1, 0), (1, 3, 0)], *[both] * 5, *[both[:2]] * 3, *[both] * 3]
 
 
 def test_the_oldest_goes_on_whatever_the_others_do() -> None:
@@ -127,6 +138,19 @@ def test_the_first_never_gives_way() -> None:
     seen = [[item[:2] for item in step(engine)] for _ in range(11)]
     assert seen == [[(0, 3), (1, 5)], *[[(0, 1), (1, 2)]] * 9, [(0, 1)]]
     assert [seq.seq_id[0] for seq in engine._scheduler.waiting] == [1]
+
+
+def test_of_prompts_that_are_read_the_last_gives_way_to_the_first() -> None:
+    """Of 16 blocks two prompts have 6 and 5. In step 21 the first sequence needs a sixth."""
+    engine = toy_engine(num_blocks=16, chunked_prefill_size=2, attention_crossover=4)
+    add(engine, 1, max_tokens=30)
+    step(engine)
+    add(engine, 24)
+    add(engine, 20)
+    for _ in range(19):
+        assert len(step(engine)) in (2, 3) and engine.stats().preemptions == 0
+    step(engine)
+    assert [seq.seq_id[0] for seq in engine._scheduler.waiting] == [2]
 
 
 def test_prompts_far_longer_than_their_windows_run_beside_each_other() -> None:
@@ -201,6 +225,10 @@ def test_prompt_logprobs_come_in_chunks() -> None:
     assert step(engine) == [(0, 4, 0), (1, 3, 0)]
     assert step(engine) == [(0, 4, 0), (1, 1, 0)]
     assert step(engine) == [(0, 2, 0), (1, 1, 0)]
+    engine = toy_engine(max_logit_rows=4)
+    add(engine, 3, prompt_logprobs=0)
+    add(engine, 10, prompt_logprobs=0)
+    assert step(engine) == [(0, 3, 0), (1, 2, 0)]  # the first has logits of two rows, and one to draw from
 
 
 def test_more_sequences_than_may_run() -> None:

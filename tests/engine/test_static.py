@@ -13,7 +13,7 @@ from headrace.request import SamplingParams
 from tests.engine.test_scheduler import add, step
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine
 from tests.random_trees import RandomTrees
-from tests.tiny import run_all, tiny_engine, tiny_model
+from tests.tiny import drain, run_all, tiny_engine, tiny_model
 
 
 def static_engine(**options: Any) -> Engine:
@@ -49,9 +49,9 @@ def test_a_batch_begins_as_one_however_slow_steps_are() -> None:
 def test_a_batch_larger_than_a_step_starts_in_several() -> None:
     engine = static_engine(max_num_seqs=4, max_num_batched_tokens=5, block_size=1)
     for _ in range(3):
-        add(engine, 4, max_tokens=2)
+        add(engine, 4, max_tokens=3)
     assert [item[0] for item in step(engine)] == [0, 1]
-    assert {item[0] for item in step(engine)} == {0, 1, 2} and engine.stats().blocks_used == 3 * 5
+    assert {item[0] for item in step(engine)} == {0, 1, 2} and engine.stats().blocks_used == 3 * 6
     assert {item[0] for item in step(engine)} == {0, 1, 2}
 
 
@@ -99,6 +99,49 @@ def test_memory_for_the_longest_is_reserved_at_the_start() -> None:
     assert inflight.stats().blocks_used == 2 and inflight.stats().kv[0].slots_empty == 4
 
 
+def test_no_member_gives_way_to_padding() -> None:
+    """Both end with nine tokens, eight of them in KV, and the blocks are just enough: the first has no slot for a row more."""
+    engine = static_engine(block_size=4, num_blocks=4)
+    add(engine, 6, max_tokens=3)
+    add(engine, 2, max_tokens=7)
+    seen = [[item[0] for item in step(engine)] for _ in range(7)]
+    assert seen == [[0, 1]] * 3 + [[1]] * 4
+    assert engine.stats().preemptions == 0 and not engine.has_work
+
+
+def test_padding_gives_way_for_good() -> None:
+    """Three sequences, of which two may run; the last ends with its first token."""
+    params = SamplingParams(n=3, seed=1, temperature=1.0, max_tokens=6)
+    drawn = [plain_decoding([0], params, index)[1:] for index in range(3)]
+    engine = static_engine(max_num_seqs=2)
+    add(engine, 1, n=3, seed=1, temperature=1.0, max_tokens=6, stop_token_ids=[drawn[2][0]])
+    (result,) = [update.result for update in drain(engine) if update.result]
+    assert [output.token_ids for output in result.outputs] == [*drawn[:2], drawn[2][:1]]
+    assert engine.stats().preemptions == 0
+
+
+def test_padding_ends_where_all_others_have_given_way() -> None:
+    """Two sequences, of which one may run; the first ends with its first token, and the other waits."""
+    params = SamplingParams(n=2, seed=1, temperature=1.0, max_tokens=3)
+    drawn = [plain_decoding([0], params, index)[1:] for index in range(2)]
+    assert drawn[0][0] not in drawn[1]
+    engine = static_engine(max_num_seqs=1)
+    add(engine, 1, n=2, seed=1, temperature=1.0, max_tokens=3, stop_token_ids=[drawn[0][0]])
+    (result,) = [update.result for _ in range(8) for update in engine.step() if update.result]
+    assert [output.token_ids for output in result.outputs] == [drawn[0][:1], drawn[1]]
+
+
+def test_padding_does_not_hide_what_comes_after_it() -> None:
+    """The prompt of the second is computed in several steps, beside the first, which has ended."""
+    engine = static_engine(max_num_seqs=2, max_num_batched_tokens=4)
+    add(engine, 1, max_tokens=1)
+    add(engine, 12, max_tokens=1, prompt_logprobs=0)
+    results = [update.result for update in drain(engine) if update.result]
+    alone = toy_engine()
+    alone.add_request([1] * 12, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
+    assert [result.prompt_logprobs for result in results[1:]] == [update.result.prompt_logprobs for update in drain(alone) if update.result]
+
+
 def test_padding_ends_with_an_aborted_last_member() -> None:
     engine = static_engine(max_num_seqs=2)
     add(engine, 2, max_tokens=1)
@@ -118,6 +161,24 @@ def test_padding_ends_with_a_beam_search() -> None:
     results = [update.result for _ in range(20) for update in engine.step() if update.result]
     assert len(results) == 3 and not engine.has_work and not any(result.error for result in results)
     assert engine.stats().running == 0 and engine.stats().blocks_free == engine.stats().blocks_total
+
+
+def test_padding_ends_when_the_live_members_give_way() -> None:
+    engine = static_engine(num_blocks=24, max_num_seqs=1)
+    params = SamplingParams(n=4, seed=8, max_tokens=2, stop_token_ids=range(0, VOCAB, 3))
+    engine.add_request([8, 15, 5, 14, 16, 1, 8, 16], params)
+    first = {update.index: update.finish_reason for update in engine.step()}
+    assert first == {0: "stop", 1: None, 2: "stop", 3: None}
+    (result,) = (update.result for _ in range(20) for update in engine.step() if update.result)
+    assert [len(output.token_ids) for output in result.outputs] == [1, 2, 1, 2] and not engine.has_work
+
+
+def test_drafts_write_to_no_block_that_siblings_share() -> None:
+    """There are not blocks for the longest of three at once, so that a fork shares some of those that were reserved."""
+    engine = static_engine(num_blocks=14, block_size=2, proposer=RandomTrees(1, VOCAB, {}, max_nodes=3))
+    params = SamplingParams(n=3, seed=1, temperature=1.0, max_tokens=15)
+    (result,) = run_all(engine, [([1, 1], params)])
+    assert [[1, 1, *output.token_ids] for output in result.outputs] == [plain_decoding([1, 1], params, index) for index in range(3)]
 
 
 REQUEST = st.tuples(

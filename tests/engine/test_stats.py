@@ -173,10 +173,10 @@ class TestLines:
 
 class TestMeter:
     @staticmethod
-    def steady(start: float, seconds: float, rate: int) -> Iterator[tuple[float, float, int, int]]:
+    def steady(start: float, seconds: float, rate: int) -> Iterator[tuple[float, float, int, int, int]]:
         """Steps of 10 ms and so many tokens a second."""
         for i in range(round(100 * seconds)):
-            yield start + i / 100, start + (i + 1) / 100, rate // 100, i + 1
+            yield start + i / 100, start + (i + 1) / 100, rate // 100, i + 1, 1
 
     def test_a_steady_rate(self) -> None:
         meter = Meter(100.0)
@@ -203,11 +203,25 @@ class TestMeter:
 
     def test_history_is_in_tenths(self) -> None:
         meter = Meter(0.0)
-        meter.step(0.0, 3.0, 5, 1)
+        meter.step(0.0, 3.0, 5, 1, 1)
         assert meter.history(3.0)[-3:] == [1.7, 1.7, 1.7]
+
+    def test_several_steps_at_once_count_as_their_mean(self) -> None:
+        meter = Meter(1.0)
+        assert (meter.rows_last, meter.step_seconds) == (0, 0.0)
+        meter.step(1.0, 2.0, 4, 8, 4)
+        meter.step(3.0, 5.0, 4, 20, 4)
+        assert (meter.rows_last, meter.step_seconds) == (3, 0.5) and isinstance(meter.rows_last, int)
+
+    def test_history_goes_back_a_minute(self) -> None:
+        """However many steps there are: one token in the first of the last 60 seconds, and none after it."""
+        meter = Meter(0.0)
+        for tenth in range(1000):
+            meter.step(tenth / 10, (tenth + 1) / 10, int(400 <= tenth < 410), tenth + 1, 1)
+        assert meter.history(100.0) == pytest.approx([10] + [0] * (HISTORY - 1))
 
     def test_memory_is_bounded(self) -> None:
         meter = Meter(0.0)
         for second in range(10_000):
-            meter.step(second, second + 0.5, 1, second)
+            meter.step(second, second + 0.5, 1, second, 1)
         assert len(meter._marks) <= 2 * (HISTORY + WINDOW) + 1

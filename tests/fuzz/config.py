@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from headrace.checkpoint.assemble import stored_shapes
 from headrace.checkpoint.load import open_checkpoint
-from headrace.model import FAMILIES, tensor_shapes, trace_model
+from headrace.model import FAMILIES, trace_model
 from headrace.model.fields import JsonFields
 from tests.families import VARIANTS, config_of
 from tests.fuzz.files import CONFIG, folder, save_file, scratch
@@ -64,12 +65,7 @@ def _variant_folder(name: str) -> Path:
     family = FAMILIES[VARIANTS[name].family]
     assert family.config
     spec = family.config.spec(JsonFields(_variant_config(name), name).named(family.config.fields))
-    shapes: dict[str, tuple[int, ...]] = {}
-    for tensor, shape in tensor_shapes(spec).items():
-        place, _ = family.config.locate(tensor)
-        before = shapes.get(place.name, (0,) * len(shape))[-1 if place.transposed else 0]
-        rows = before + shape[0]
-        shapes[place.name] = (shape[1], rows) if place.transposed else (rows, *shape[1:])
+    shapes = stored_shapes(spec, family.config)
     path = scratch() / f"variant-{name}"
     path.mkdir()
     save_file({name: np.zeros(shape, np.float16) for name, shape in shapes.items()}, path / "model.safetensors")

@@ -1,15 +1,19 @@
 """What families promise the loader: names for every tensor of every model that they can describe."""
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from headrace.checkpoint.load import checked
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.model import FAMILIES, tensor_shapes, trace_model
 from headrace.model.family import Family, Layout, Stored
 from headrace.model.fields import JsonFields, shown
 from headrace.model.places import QkvLayout, fused_qkv, half_split, weights
+from headrace.model.rope import inverse_frequencies
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.quant.formats import StoredTensor
 from tests.families import VARIANTS, spec_of
@@ -48,6 +52,83 @@ def test_every_tensor_has_a_place_in_every_layout(name: str) -> None:
             assert (place.name, first) not in taken
             assert "{" not in place.name and not place.name.endswith(layout.ignored or ("-",))
             taken.add((place.name, first))
+
+
+LATENT = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512, "max_position_embeddings": 163_840}
+V2_LITE = LATENT | {
+    **{"hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "vocab_size": 102_400, "num_hidden_layers": 27},
+    **{"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "first_k_dense_replace": 1, "moe_layer_freq": 1},
+    **{"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    **{"norm_topk_prob": False, "scoring_func": "softmax", "attention_bias": False, "rope_theta": 10000, "routed_scaling_factor": 1.0},
+    "rope_scaling": {
+        **{"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707},
+        "original_max_position_embeddings": 4096,
+    },
+}
+OSS_20B = {
+    **{"hidden_size": 2880, "intermediate_size": 2880, "vocab_size": 201_088, "num_hidden_layers": 24, "num_attention_heads": 64},
+    **{"num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4},
+    **{"attention_bias": True, "hidden_act": "silu", "sliding_window": 128, "swiglu_limit": 7.0, "rope_theta": 150_000},
+    "rope_scaling": {
+        **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+
+@pytest.mark.parametrize(("family", "config", "millions"), [("deepseek_v2", V2_LITE, 15_706.5), ("gpt_oss", OSS_20B, 20_914.8)])
+def test_published_models_have_as_many_parameters_as_their_makers_say(family: str, config: dict[str, Any], millions: float) -> None:
+    layout = FAMILIES[family].config
+    assert layout
+    spec = checked(layout.spec(JsonFields(config, "config.json").named(layout.fields)), "config.json")
+    assert round(sum(math.prod(shape) for shape in tensor_shapes(spec).values()) / 1e6, 1) == millions
+
+
+def test_the_scale_of_scores_goes_with_the_temperature_of_yarn() -> None:
+    """DeepSeek multiplies it with the square, and what cosines and sines are multiplied with cancels out."""
+    layout = FAMILIES["deepseek_v2"].config
+    assert layout
+    spec = layout.spec(JsonFields(V2_LITE, "config.json"))
+    assert spec.attention_scale == pytest.approx((0.1 * 0.707 * math.log(40) + 1) ** 2 / 192**0.5)
+    assert spec.rope and inverse_frequencies(spec.rope, 163_840, 163_840)[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "field"),
+    [
+        ("deepseek_v2", V2_LITE | {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek_v2", V2_LITE | {"scoring_func": "sigmoid"}, "scoring_func"),
+        ("deepseek_v2", V2_LITE | {"topk_method": "noaux_tc"}, "topk_method"),
+        ("deepseek_v2", V2_LITE | {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("deepseek_v2", V2_LITE | {"num_key_value_heads": 8}, "num_key_value_heads"),
+        ("deepseek_v3", V2_LITE | {"scoring_func": "softmax"}, "scoring_func"),
+        ("gpt_oss", OSS_20B | {"swiglu_limit": 9.0}, "swiglu_limit"),
+        ("gpt_oss", OSS_20B | {"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(family: str, config: dict[str, Any], field: str) -> None:
+    layout = FAMILIES[family].config
+    assert layout
+    with pytest.raises(UnsupportedModelError, match=rf"config\.json: {field} = "):
+        layout.spec(JsonFields(config, "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_lora_rank": 0}, "kv_rank is 0"),
+        ({"v_head_dim": -1}, "value_dim is -1"),
+        ({"q_lora_rank": -2}, "query_rank is -2"),
+        ({"qk_nope_head_dim": 0}, "64 rotated numbers in queries of 64"),
+        ({"kv_lora_rank": 1 << 20}, "16 heads over latent rows of 1,048,576"),
+        ({"num_attention_heads": 1 << 14, "num_key_value_heads": 1 << 14, "qk_nope_head_dim": 0}, "heads in 27 layers|16,384 heads"),
+    ],
+)
+def test_latent_rows_that_cannot_be(change: dict[str, int], message: str) -> None:
+    layout = FAMILIES["deepseek_v2"].config
+    assert layout
+    with pytest.raises(FormatError, match=message):
+        checked(layout.spec(JsonFields(V2_LITE | change, "config.json")), "config.json")
 
 
 def test_no_two_families_claim_the_same_files() -> None:

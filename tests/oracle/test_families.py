@@ -11,14 +11,11 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from headrace.backend import compile_program
-from headrace.checkpoint.assemble import assemble
-from headrace.checkpoint.folder import open_folder
 from headrace.checkpoint.load import open_checkpoint
 from headrace.config import KvConfig
 from headrace.logit_ops import Pool, Pooled
 from headrace.model import FAMILIES, trace_model
 from headrace.model.spec import ModelSpec
-from headrace.program import ops
 from headrace.sampling.pooling import RowSum
 from tests.backend.batches import Sequence, batch_of
 from tests.families import VARIANTS, VOCAB, hidden_of, logits_of, save_model
@@ -72,13 +69,12 @@ def test_logits_and_hidden_rows_are_those_of_transformers(name: str, tmp_path: P
 @pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v2-lite"])
 def test_latent_rows_in_the_absorbed_form(name: str, tmp_path: Path) -> None:
     """Keys and values are latent rows: the same logits from other KV."""
-    want, folder = logits_of(save_model(name, tmp_path), TOKENS), open_folder(tmp_path)
-    assert folder.spec.latent and not folder.spec.latent.is_absorbed
-    spec = replace(folder.spec, latent=replace(folder.spec.latent, is_absorbed=True))
-    tensors = assemble(spec, folder.layout, folder.tensors(), "x")
-    assert {type(op) for op in trace_model(spec, tensors).ops} >= {ops.HeadLinear, ops.ConcatHeads}
+    want = logits_of(save_model(name, tmp_path), TOKENS)
+    plain, absorbed = open_checkpoint(tmp_path), open_checkpoint(tmp_path, is_absorbed=True)
+    numbers = [trace_model(each.spec, each.tensors).kv_groups[0].numbers for each in (plain, absorbed)]
+    assert numbers == [3 * 4 * (24 + 12), 3 * (40 + 8)]
     for backend in ("reference", "cpu"):
-        got, _ = rows_of_ours(spec, tensors, TOKENS, 1, backend)
+        got, _ = rows_of_ours(absorbed.spec, absorbed.tensors, TOKENS, 1, backend)
         assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
 
 

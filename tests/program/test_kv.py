@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.checkpoint.imagined import imagined_tensors
+from headrace.config import KvConfig
+from headrace.kv.manager import KvManager
 from headrace.model import trace_model
 from headrace.program.kv import KvGroup, KvLayout, number_bytes, token_bytes
 from headrace.quant import kv
@@ -48,6 +50,23 @@ def test_bytes_of_a_token_of_deepseek_v2_lite() -> None:
     layers = tuple(range(27))
     assert token_bytes((KvGroup(layers, KvLayout(1, 512 + 64, 0)),), "bf16") == 27 * 576 * 2
     assert token_bytes((KvGroup(layers, KvLayout(16, 192, 128)),), "bf16") == 27 * 16 * 320 * 2
+
+
+def test_five_windows_to_one_keep_less_than_a_quarter() -> None:
+    """Of 32,768 tokens that come in chunks of 512, with windows of 1,024 (Gemma 3, 4B), at any time."""
+    layout, length, chunk = KvLayout(4, 256, 256), 32768, 512
+    groups = KvGroup((0, 1, 2, 3, 4), layout, 1024), KvGroup((5,), layout)
+    manager = KvManager(groups, KvConfig((length // 32, length // 32), 32), chunk)
+    tables = manager.new_tables()
+    most = 0
+    for computed in range(0, length, chunk):
+        manager.advance(tables, computed, length)
+        assert manager.reserve(tables, computed, chunk) == []
+        held = [pool.num_blocks - pool.num_available for pool in manager.pools]
+        most = max(most, sum(group.block_bytes("bf16", 32) * blocks for group, blocks in zip(groups, held, strict=True)))
+    full = length * 6 * 2 * 4 * 256 * 2
+    windows = 5 * 2 * 4 * 256 * 2 * 32 * ((1024 + chunk) // 32 + 1)
+    assert most <= full // 6 + windows < full / 4
 
 
 @given(window=st.integers(0, 20), max_rows=st.integers(1, 12), block_size=st.sampled_from([1, 4, 8]), num_tokens=st.integers(1, 90))

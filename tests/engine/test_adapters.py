@@ -1,0 +1,154 @@
+"""Adapters in the engine: many in a batch, each request as it would be by itself, loaded and unloaded while others run."""
+
+from functools import cache
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.config import KvDtype
+from headrace.engine.engine import Engine
+from headrace.errors import RequestError
+from headrace.model import linear_weights, tensor_shapes
+from headrace.program.adapter import Adapter, LowRank
+from headrace.request import RequestOutput, SamplingParams
+from tests.draft_engines import draft_engine
+from tests.engine.test_promise import BACKENDS, EOS, LOADS, MODELS, REQUESTS, VOCAB, model, same
+from tests.random_trees import RandomTrees
+from tests.tiny import drain, tiny_engine
+
+RANKS = (1, 3, 8, 16, 17, 40)
+
+
+@cache
+def adapter(which: int, number: int) -> Adapter:
+    """Matrices of another rank for each adapter, for some of the linear weights of a model: all of them, for the first."""
+    spec, _ = model(which)
+    shapes, rng = tensor_shapes(spec), np.random.default_rng(number)
+    names = [name for i, name in enumerate(sorted(linear_weights(spec))) if number == 0 or (i + number) % 3]
+
+    def matrix(rows: int, cols: int) -> Any:
+        return (rng.standard_normal((rows, cols)) * 0.4).astype(np.float32)
+
+    return {name: LowRank(matrix(RANKS[number], shapes[name][1]), matrix(shapes[name][0], RANKS[number]), 0.5) for name in names}
+
+
+def engine_with(engine: Engine, which: int) -> Engine:
+    for number in range(len(RANKS)):
+        engine.load_adapter(f"a{number}", adapter(which, number))
+    return engine
+
+
+def named(number: int) -> str | None:
+    return None if number < 0 else f"a{number}"
+
+
+@cache
+def alone(backend: str, which: int, kv_dtype: str, number: int) -> list[RequestOutput]:
+    """Every request by itself, in one piece, with this adapter or, for -1, without one."""
+    engine = tiny_engine(model(which), backend, eos_ids=EOS, kv_dtype=kv_dtype, prefix_cache=False, release_outside_window=False)
+    if number >= 0:
+        engine.load_adapter("it", adapter(which, number))
+    return [run_one(engine, request, "it" if number >= 0 else None) for request in REQUESTS]
+
+
+def run_one(engine: Engine, request: tuple[list[int], SamplingParams], name: str | None) -> RequestOutput:
+    engine.add_request(*request, adapter=name)
+    (result,) = (update.result for update in drain(engine) if update.result)
+    return result
+
+
+NUMBERS = st.lists(st.integers(-1, len(RANKS) - 1), min_size=12, max_size=12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=25, deadline=None)
+@given(numbers=NUMBERS, drafts=st.booleans(), **LOADS)
+def test_each_is_as_by_itself(
+    backend: str, which: int, order: list[int], numbers: list[int], kv_dtype: str, drafts: bool, stagger: int, **config: Any
+) -> None:
+    proposer = RandomTrees(0, VOCAB, {}, max_nodes=9) if drafts else "ngram"
+    engine = engine_with(tiny_engine(model(which), backend, proposer=proposer, eos_ids=EOS, kv_dtype=kv_dtype, **config), which)
+    updates, ids = [], []
+    for request, number in zip(order, numbers, strict=False):
+        ids.append(engine.add_request(*REQUESTS[request], adapter=named(number)))
+        for _ in range(stagger):
+            updates += engine.step()
+    updates += drain(engine)
+    results = {update.request_id: update.result for update in updates if update.result}
+    for request_id, request, number in zip(ids, order, numbers, strict=False):
+        result = results[request_id]
+        assert result is not None
+        same(result, alone(backend, which, kv_dtype, number)[request], exact=backend == "cpu")
+    assert engine.stats().blocks_free == engine.stats().blocks_total and set(engine.stats().adapters.values()) == {0}
+
+
+@pytest.mark.parametrize("which", range(len(MODELS)))
+def test_adapters_change_the_logprobs(which: int) -> None:
+    """Else the tests here would show nothing."""
+    assert len({repr(alone("cpu", which, "f32", number)[0].outputs[0].logprobs) for number in range(-1, len(RANKS))}) == len(RANKS) + 1
+
+
+@pytest.mark.parametrize("how", ["draft_model", "self_draft", "medusa"])
+def test_a_draft_model_without_the_adapter_only_drafts(how: str) -> None:
+    engine = engine_with(draft_engine(model(0), how, eos_ids=EOS, kv_dtype="f32")[0], 0)
+    for number in range(-1, 3):
+        same(run_one(engine, REQUESTS[0], named(number)), alone("cpu", 0, "f32", number)[0], exact=True)
+    assert engine.stats().drafted > 0 and engine.stats().proposer_failures == 0
+
+
+@pytest.mark.parametrize("kv_dtype", get_args(KvDtype))
+def test_nothing_leaks_through_the_prefix_cache(kv_dtype: str) -> None:
+    engine = engine_with(tiny_engine(model(0), "cpu", eos_ids=EOS, kv_dtype=kv_dtype, slots=800), 0)
+    prompt = REQUESTS[2][0] * 2, SamplingParams(temperature=0, max_tokens=5)
+    assert [run_one(engine, prompt, named(number)).cached_tokens for number in (-1, 0, 1)] == [0, 0, 0]
+    cached = {number: run_one(engine, prompt, named(number)).cached_tokens for number in (-1, 0, 1)}
+    assert len(set(cached.values())) == 1 and cached[0] > 0
+    engine.unload_adapter("a0")
+    engine.load_adapter("a0", adapter(0, 5))  # another under its name
+    assert run_one(engine, prompt, "a0").cached_tokens == 0
+    engine.close()
+
+
+def test_unloaded_while_it_runs() -> None:
+    engine = engine_with(tiny_engine(model(0), "cpu", eos_ids=EOS, kv_dtype="f32"), 0)
+    engine.add_request(*REQUESTS[0], adapter="a1")
+    updates = engine.step()
+    assert engine.stats().adapters["a1"] == 1
+    engine.unload_adapter("a1")
+    engine.load_adapter("a1", adapter(0, 2))
+    with pytest.raises(RequestError, match="loaded already"):
+        engine.load_adapter("a1", adapter(0, 2))
+    updates += drain(engine)
+    assert updates[-1].result
+    same(updates[-1].result, alone("cpu", 0, "f32", 1)[0], exact=True)
+    same(run_one(engine, REQUESTS[0], "a1"), alone("cpu", 0, "f32", 2)[0], exact=True)
+
+
+def test_the_memory_of_what_is_unloaded_is_taken_again() -> None:
+    engine = engine_with(tiny_engine(model(0), "cpu", kv_dtype="f32"), 0)
+    plan: Any = engine._loop.executable
+    for _ in range(3):
+        engine.unload_adapter("a0")
+        with pytest.raises(ValueError, match="no such adapter"):
+            plan.plan.adapter_bytes(0)
+        engine.load_adapter("a0", adapter(0, 0))
+        assert plan.plan.adapter_bytes(0) > 0
+
+
+def test_names_are_checked() -> None:
+    engine = tiny_engine(model(0))
+    with pytest.raises(RequestError, match="there is no adapter 'x': none is loaded"):
+        engine.add_request([1], adapter="x")
+    engine_with(engine, 0)
+    with pytest.raises(RequestError, match="unknown adapter 'a9'; did you mean"):
+        engine.add_request([1], adapter="a9")
+    checked = engine.check([1], adapter="a1")
+    engine.unload_adapter("a1")
+    with pytest.raises(RequestError, match="unknown adapter 'a1'"):
+        engine.add(checked)
+    with pytest.raises(RequestError, match="unknown adapter 'a1'"):
+        engine.unload_adapter("a1")
+    assert not engine.has_work

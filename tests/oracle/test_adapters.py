@@ -1,0 +1,172 @@
+"""LoRA adapters against PEFT, as it trains, saves and merges them; and the folders that are refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from headrace.backend import compile_program
+from headrace.batch import ints
+from headrace.checkpoint.adapter import read_adapter
+from headrace.checkpoint.load import Checkpoint, open_checkpoint
+from headrace.config import KvConfig
+from headrace.errors import FormatError, ModelError, ModelNotFoundError, UnsupportedModelError
+from headrace.model import trace_model
+from tests.backend.batches import Sequence, batch_of
+from tests.families import VARIANTS, VOCAB, logits_of, save_model
+
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, 40).tolist()
+QKV, ALL = ["q_proj", "v_proj"], "all-linear"
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "queries and values": ("llama3-gqa", {"target_modules": QKV, "r": 8, "lora_alpha": 16}),
+    "all, rank stabilised": ("llama3-gqa", {"target_modules": ALL, "r": 5, "lora_alpha": 7, "use_rslora": True}),
+    "ranks and alphas of their own": (
+        "llama2-mha",
+        {
+            "target_modules": ALL,
+            "r": 4,
+            "rank_pattern": {"q_proj": 32, "1.mlp.up_proj": 2},
+            "alpha_pattern": {"v_proj": 9, "2.mlp.up_proj": 1},
+        },
+    ),
+    "some layers": ("llama2-mha", {"target_modules": QKV, "layers_to_transform": [0, 2]}),
+    "a tied head": ("smollm2", {"target_modules": ["lm_head", "down_proj"]}),
+    "norms of heads": ("qwen3", {"target_modules": ALL}),
+    "biases": ("qwen2", {"target_modules": ALL}),
+    "fused matrices": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}),
+    "columns first": ("gpt2", {"target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True}),
+    "fused by groups": ("falcon-40b", {"target_modules": ["query_key_value", "dense"]}),
+    "norms on both sides": ("gemma2", {"target_modules": ALL}),
+    "attention beside experts": ("mixtral", {"target_modules": QKV}),
+    "latent attention": ("deepseek-v3", {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]}),
+}
+
+
+def save_adapter(model: Any, folder: Path, **options: Any) -> Any:
+    """A random adapter of the model, saved by PEFT; returns the model with it."""
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**options)).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_((0.2 * torch.randn_like(parameter)).bfloat16())  # as `cpu` keeps it
+    adapted.save_pretrained(folder, save_embedding_layers=False)  # a tied head would bring its weights with it
+    return adapted
+
+
+def our_logits(checkpoint: Checkpoint, folder: Path | None, backend: str, groups: int) -> NDArray[np.float32]:
+    """Those of two sequences of the same tokens, of which one has the adapter and the other has none; of the first, then of the second."""
+    program = trace_model(checkpoint.spec, checkpoint.tensors)
+    executable = compile_program(backend, program, checkpoint.tensors, KvConfig((8,) * groups, 32, "f32"), 1)
+    batch = batch_of([Sequence([0, 2], 32), Sequence([5, 1], 32)], [TOKENS, TOKENS], [([], []), ([], [])], False, groups)
+    if folder:
+        number = executable.add_adapter(read_adapter(folder, checkpoint.spec))
+        batch = batch._replace(adapters=ints([number, -1]))
+    logits = executable.launch(batch, logits=True).wait().logits
+    assert logits is not None
+    return logits.reshape(2, len(TOKENS), -1).copy()
+
+
+def distance(got: NDArray[np.float32], want: NDArray[np.float32]) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_peft(case: str, tmp_path: Path) -> None:
+    variant, options = CASES[case]
+    model = save_model(variant, tmp_path / "model")
+    base = logits_of(model, TOKENS)
+    adapted = save_adapter(model, tmp_path / "adapter", **options)
+    want = logits_of(adapted, TOKENS)
+    checkpoint, groups = open_checkpoint(tmp_path / "model"), VARIANTS[variant].kv_groups
+    with_it, without = our_logits(checkpoint, tmp_path / "adapter", "reference", groups)
+    assert distance(with_it, want) < 1e-4 and distance(without, base) < 1e-4
+    assert distance(with_it, without) > 0.02, "the adapter changes something"
+    fast, fast_without = our_logits(checkpoint, tmp_path / "adapter", "cpu", groups)
+    assert distance(fast, with_it) < 1e-4
+    assert (fast_without == our_logits(checkpoint, None, "cpu", groups)[1]).all()
+    if case != "a tied head":  # which PEFT merges into the embedding, too
+        assert distance(with_it, logits_of(adapted.merge_and_unload(), TOKENS)) < 1e-3
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Path]:
+    folder = tmp_path_factory.mktemp("saved")
+    save_adapter(save_model("llama3-gqa", folder / "model"), folder / "adapter", target_modules=QKV, r=4)
+    return open_checkpoint(folder / "model"), folder / "adapter"
+
+
+Tensors = dict[str, NDArray[np.float32]]
+A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+B = A.replace("_A", "_B")
+
+
+def changed(key: str, value: Any) -> Callable[[dict[str, Any], Tensors], None]:
+    return lambda config, tensors: config.update({key: value})
+
+
+def without(name: str) -> Callable[[dict[str, Any], Tensors], None]:
+    return lambda config, tensors: tensors.pop(name)  # type: ignore[func-returns-value]
+
+
+def having(name: str, *shape: int) -> Callable[[dict[str, Any], Tensors], None]:
+    return lambda config, tensors: tensors.update({name: np.zeros(shape, np.float32)})
+
+
+REFUSED: dict[str, tuple[Callable[[dict[str, Any], Tensors], object], type[ModelError], str]] = {
+    "another method": (changed("peft_type", "IA3"), UnsupportedModelError, "peft_type = IA3"),
+    "DoRA": (changed("use_dora", True), UnsupportedModelError, "use_dora"),
+    "biases": (changed("bias", "all"), UnsupportedModelError, "bias = all"),
+    "whole modules": (changed("modules_to_save", ["lm_head"]), UnsupportedModelError, "modules_to_save"),
+    "changed base weights": (changed("init_lora_weights", "pissa"), UnsupportedModelError, "init_lora_weights = pissa"),
+    "what comes in later versions": (changed("use_magic", {"a": 1}), UnsupportedModelError, "use_magic"),
+    "a pattern": (changed("alpha_pattern", {"(a+)+$": 3}), UnsupportedModelError, "regular expression"),
+    "a scale that is none": (changed("lora_alpha", "x"), FormatError, "lora_alpha"),
+    "half a module": (without(B), FormatError, r"has lora_A \[4, 64\]"),
+    "ranks that differ": (having(B, 64, 5), FormatError, r"has lora_A \[4, 64\], lora_B \[64, 5\]"),
+    "columns of another model": (having(A, 4, 65), FormatError, "has 65 columns, and the model needs 64"),
+    "rows of another model": (having(B, 32, 4), FormatError, "has 32 rows"),
+    "more rows": (having(B, 65, 4), FormatError, "has 65 rows, and the model needs 64"),
+    "a layer too many": (having(A.replace("layers.0", "layers.7"), 4, 64), FormatError, "layers.7"),
+    "embeddings": (having("base_model.model.model.embed_tokens.lora_embedding_A", 4, 101), UnsupportedModelError, "lora_embedding_A"),
+    "a high rank": (having(A, 2000, 64), FormatError, "up to 1,024"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str, saved: tuple[Checkpoint, Path], tmp_path: Path) -> None:
+    checkpoint, folder = saved
+    change, error, message = REFUSED[case]
+    config, tensors = json.loads((folder / "adapter_config.json").read_text()), load_file(folder / "adapter_model.safetensors")
+    change(config, tensors)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(error, match=message):
+        read_adapter(tmp_path, checkpoint.spec)
+
+
+def test_folders_that_have_no_adapter(saved: tuple[Checkpoint, Path], tmp_path: Path) -> None:
+    checkpoint, folder = saved
+    with pytest.raises(ModelNotFoundError, match=r"no adapter_config.json; an adapter is a folder as PEFT saves it"):
+        read_adapter(tmp_path, checkpoint.spec)
+    (tmp_path / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
+    with pytest.raises(ModelNotFoundError, match=r"no adapter_model.safetensors"):
+        read_adapter(tmp_path, checkpoint.spec)
+
+
+def test_an_adapter_of_experts_is_refused(saved: tuple[Checkpoint, Path], tmp_path: Path) -> None:
+    save_model("mixtral", tmp_path)
+    _, folder = saved
+    tensors = load_file(folder / "adapter_model.safetensors")
+    expert = {name.replace("self_attn.q_proj", "block_sparse_moe.experts.1.w1"): tensors[name] for name in (A, B)}
+    (tmp_path / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
+    save_file(expert, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"experts\.1\.w1 is not one linear layer"):
+        read_adapter(tmp_path, open_checkpoint(tmp_path).spec)

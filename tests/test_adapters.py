@@ -1,0 +1,87 @@
+"""Adapters through the faces, `LLM` and the command line, over the default model."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from headrace import LLM, SamplingParams
+from headrace.cli.main import main
+from headrace.errors import ModelNotFoundError, RequestError
+
+PROMPT = "A water wheel turns because"
+GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=0)
+
+
+def write_adapter(folder: Path, rank: int) -> Path:
+    """A random adapter of the queries and outputs of two layers of SmolLM2-135M, strong enough to change its text."""
+    rng, modules = np.random.default_rng(rank), [f"layers.{layer}.self_attn.{part}_proj" for layer in (3, 20) for part in "qo"]
+    shapes = {"A": (rank, 576), "B": (576, rank)}
+    tensors = {
+        f"base_model.model.model.{module}.lora_{half}.weight": rng.standard_normal(shape, np.float32)
+        for module in modules
+        for half, shape in shapes.items()
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 0.5}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {f"rank {rank}": write_adapter(tmp_path_factory.mktemp("adapters") / str(rank), rank) for rank in (4, 16)}
+
+
+@pytest.fixture(scope="module")
+def llm(folders: dict[str, Path]) -> Iterator[LLM]:
+    with LLM("smollm2", max_model_len=128) as llm:
+        for name, folder in folders.items():
+            llm.load_adapter(name, folder)
+        yield llm
+
+
+def test_one_for_each_prompt_or_one_for_all(llm: LLM, folders: dict[str, Path]) -> None:
+    names = [None, *folders, None]
+    together = llm.generate([PROMPT] * 4, GREEDY, adapter=names)
+    for result, name in zip(together, names, strict=True):
+        (by_itself,) = llm.generate(PROMPT, GREEDY, adapter=name)
+        assert [(o.token_ids, o.logprobs) for o in by_itself.outputs] == [(o.token_ids, o.logprobs) for o in result.outputs]
+        assert "".join(llm.stream_text(PROMPT, GREEDY, adapter=name)) == result.outputs[0].text
+    assert len({result.outputs[0].text for result in together}) == 3
+    vectors = llm.embed([PROMPT] * 3, adapter=names[:3])
+    assert len({vector.tobytes() for vector in vectors}) == 3
+    assert llm.stats().adapters == dict.fromkeys(folders, 0)
+
+
+def test_what_is_refused(llm: LLM, folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="unknown adapter 'rank 5'; did you mean rank 4"):
+        llm.generate(PROMPT, adapter="rank 5")
+    with pytest.raises(RequestError, match="adapter has 1 entries and there are 2 prompts"):
+        llm.generate([PROMPT] * 2, adapter=["rank 4"])
+    with pytest.raises(RequestError, match="an adapter 'rank 4' is loaded already"):
+        llm.load_adapter("rank 4", folders["rank 16"])
+    with pytest.raises(RequestError, match="the name of an adapter is a text that is not empty"):
+        llm.load_adapter("", folders["rank 16"])
+    with pytest.raises(ModelNotFoundError, match=r"no adapter_config\.json"):
+        llm.load_adapter("empty", tmp_path)
+    with pytest.raises(RequestError, match="unknown adapter 'empty'"):
+        llm.unload_adapter("empty")
+
+
+def test_the_command_line(llm: LLM, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--raw", "--temperature", "0", "--max-tokens", "8", "--presence-penalty", "0", "--max-model-len", "128"]
+    texts = []
+    for lora in ([], ["--lora", f"it={folders['rank 16']}"]):
+        assert main(["run", "smollm2", PROMPT, *flags, *lora]) == 0
+        out, err = capsys.readouterr()
+        texts.append(out.removesuffix("\n"))
+        assert " out" in err
+    expected = [llm.generate(PROMPT, GREEDY, adapter=name)[0].outputs[0].text for name in (None, "rank 16")]
+    assert texts == expected
+    for wrong, message in (("x", "--lora takes a name and a path"), ("=x", "--lora takes"), ("it=/nowhere", "/nowhere")):
+        assert main(["run", "smollm2", PROMPT, *flags, "--lora", wrong]) in (2, 3)
+        assert message in capsys.readouterr().err
