@@ -201,7 +201,7 @@ class TestByteLevelGguf:
         ("change", "message"),
         [
             ({"pre": "klingon"}, "'klingon'; known: .*smollm"),
-            ({"model": "t5"}, "'t5' is not supported"),
+            ({"model": "bert"}, "'bert' is not supported"),
         ],
     )
     def test_unsupported(self, write_gguf: Any, change: dict[str, Any], message: str) -> None:
