@@ -48,7 +48,7 @@ class Barriers:
         self.plan = plain_plan(threads)
         self.batch = single_rows(max(items, 1), logits=items > 0)
         x = embedded(self.plan, np.ones((max(items, 1), 16), np.float32))
-        out = self.plan.add_buffer(16, "logit", False)
+        out = self.plan.add_buffer(16, "gathered", False)
         for _ in range(OPS):
             self.plan.gather_rows(out, x)
 
