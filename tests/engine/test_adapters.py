@@ -19,7 +19,7 @@ from tests.engine.test_promise import BACKENDS, EOS, LOADS, MODELS, REQUESTS, VO
 from tests.random_trees import RandomTrees
 from tests.tiny import drain, tiny_engine
 
-RANKS = (1, 3, 8, 16, 17, 40)
+RANKS = (1, 2, 3, 8, 16, 17, 40, 64)
 
 
 @cache
