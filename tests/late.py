@@ -36,6 +36,10 @@ class LateExecutable:
         self._run_late()
         self.inner.move_slots(group, source, target)
 
+    def remove_adapter(self, number: int) -> None:
+        self._run_late()
+        self.inner.remove_adapter(number)
+
     def close(self) -> None:
         self.inner.close()
 

@@ -21,7 +21,7 @@ BACKENDS = ("cpu", "reference")
 
 
 class Executable(Protocol):
-    """A compiled program with its weights and KV storage. Launches, moves and draws take effect in the order of their calls."""
+    """A compiled program with its weights and KV storage. Launches, draws, moves and what is done with adapters take effect in order."""
 
     program: Program
     """What runs: the program as `lower_program` gives it."""

@@ -19,9 +19,7 @@ class LoadedAdapter:
     scope: str
     """Within which KV may be shared: of no other adapter, also not of another one that is loaded under this name later."""
     num_users: int = 0
-    """Requests under way that have it."""
-    unloaded: bool = False
-    """Whether it goes with the last of them."""
+    """Requests under way that have it. Once it is unloaded it goes with the last of them."""
 
 
 class Adapters:
@@ -46,9 +44,7 @@ class Adapters:
     def unload(self, name: str) -> None:
         """Forget a name; requests under way keep its adapter to their end. Raises RequestError for one that is not loaded."""
         self.check(name)
-        adapter = self._loaded.pop(name)
-        adapter.unloaded = True
-        self._remove_unused(adapter)
+        self._remove_unused(self._loaded.pop(name))
 
     def check(self, name: str) -> None:
         """Raise RequestError for a name under which nothing is loaded."""
@@ -56,13 +52,17 @@ class Adapters:
             raise RequestError(f"there is no adapter {name!r}: none is loaded")
         check_names("adapter", [name], self._loaded)
 
-    def acquire(self, name: str | None) -> LoadedAdapter | None:
-        """The adapter of a request that begins. Raises RequestError as `check` does."""
+    def find(self, name: str | None) -> LoadedAdapter | None:
+        """The adapter that a request names, if any. Raises RequestError as `check` does."""
         if name is None:
             return None
         self.check(name)
-        self._loaded[name].num_users += 1
         return self._loaded[name]
+
+    def acquire(self, adapter: LoadedAdapter | None) -> None:
+        """A request with it is under way."""
+        if adapter:
+            adapter.num_users += 1
 
     def release(self, adapter: LoadedAdapter | None) -> None:
         """A request with it has ended."""
@@ -71,5 +71,5 @@ class Adapters:
             self._remove_unused(adapter)
 
     def _remove_unused(self, adapter: LoadedAdapter) -> None:
-        if adapter.unloaded and not adapter.num_users:
+        if not adapter.num_users and self._loaded.get(adapter.name) is not adapter:
             self._executable.remove_adapter(adapter.number)

@@ -149,7 +149,7 @@ class Engine:
         if request_id in self._requests:
             raise RequestError(f"a request {request_id!r} is under way already")
         known, params, prompt, priority, timeout, cache_salt, adapter_name, pooling = checked
-        adapter = self._adapters.acquire(adapter_name)
+        adapter = self._adapters.find(adapter_name)
         number = next(self._numbers)
         request_id = str(number) if request_id is None else request_id
         limit, acceptor = self._limit(len(known), params, pooling), self._acceptor(params)
@@ -159,6 +159,7 @@ class Engine:
         request.seqs = self._sequences(request)
         self._scheduler.add(request.seqs[0])
         self._requests[request_id] = request
+        self._adapters.acquire(adapter)
         if timeout is not None:
             self._deadlines.add(stopwatch.added + timeout, request)
         return request_id

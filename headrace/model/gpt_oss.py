@@ -29,10 +29,8 @@ def _config(config: Fields) -> ModelSpec:
         computed=("attention_bias", "num_local_experts"),
     )
     windows = from_config.layer_windows(config, config.integer("sliding_window", 128), 2)
-    bias, experts = (
-        config.flag("attention_bias", True),
-        ExpertSpec(config.integer("num_local_experts", 128), config.integer("num_experts_per_tok", 4), spec.ffn_dim),
-    )
+    bias = config.flag("attention_bias", True)
+    experts = ExpertSpec(config.integer("num_local_experts", 128), config.integer("num_experts_per_tok", 4), spec.ffn_dim)
     return _with_experts(replace(spec, qkv_bias=bias, output_bias=bias), windows, experts)
 
 

@@ -152,3 +152,16 @@ def test_names_are_checked() -> None:
     with pytest.raises(RequestError, match="unknown adapter 'a1'"):
         engine.unload_adapter("a1")
     assert not engine.has_work
+
+
+def test_what_was_launched_has_its_adapter_to_the_end() -> None:
+    engine = engine_with(tiny_engine(model(0), "cpu", eos_ids=EOS, kv_dtype="f32", late=True), 0)
+    ended, other = (engine.add_request(*REQUESTS[0], adapter=name) for name in ("a1", "a2"))
+    for _ in range(3):
+        engine.step()
+    assert engine._loop.in_flight, "or there is nothing to show"
+    engine.unload_adapter("a1")
+    engine.abort(ended)
+    (result,) = (update.result for update in drain(engine) if update.result)
+    assert result.request_id == other
+    same(result, alone("cpu", 0, "f32", 2)[0], exact=True)
