@@ -55,6 +55,7 @@ class Bench:
         self.rounds = 1 if args.quick else args.rounds
         self.num_requests = 12 if args.quick else args.requests
         self.prompt: int = args.prompt
+        self.cached: int = args.cached
         self.variants: list[dict[str, Any]] = args.set or [{}, {"chunked_prefill_size": 64}, {"chunked_prefill_size": 512}]
         self._lines = lines
         self._write({"cpu": host.cpu_name(), "isa": _native.isa(), "threads": self.threads, "model": self.model, "quick": self.quick})
@@ -137,7 +138,10 @@ def main(description: str | None, programs: Mapping[str, Callable[[Bench], None]
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; 0: as many as may be used")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each side (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=160, metavar="N", help="of the trace, in `batching` (default: %(default)s of 500)")
-    parser.add_argument("--prompt", type=int, default=4096, metavar="N", help="tokens of the prompt of `pauses` (default: %(default)s)")
+    parser.add_argument(
+        "--prompt", type=int, default=0, metavar="N", help="tokens of the long prompt (default: 4096 in `pauses`, all the context in `memory`)"
+    )
+    parser.add_argument("--cached", type=int, default=0, metavar="N", help="of which so many are read before the streams of `pauses` begin")
     parser.add_argument("--set", type=_fields, action="append", metavar="F=V,...", help="fields of EngineConfig, a row of `pauses`")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every row as a line of JSON")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and one round: shows that it runs, measures nothing")
@@ -146,6 +150,8 @@ def main(description: str | None, programs: Mapping[str, Callable[[Bench], None]
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(programs)}")
     if args.threads < 0 or args.rounds < 1 or args.requests < 1:
         parser.error("--threads must be 0 or more, --rounds and --requests 1 or more")
+    if args.prompt < 0 or not 0 <= args.cached < (args.prompt or 4096):
+        parser.error("--prompt must be 0 or more, --cached less than the prompt")
     try:
         bench = Bench(args, args.json.open("w") if args.json else None)
         for name, program in programs.items():

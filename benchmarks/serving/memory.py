@@ -48,7 +48,7 @@ def mappings() -> dict[int, Mapping]:
 
 def memory(bench: Bench) -> None:
     rows = []
-    real = bench.engine(max_num_seqs=1, max_model_len=1024 if bench.quick else 0)
+    real = bench.engine(max_num_seqs=1, max_model_len=1024 if bench.quick else bench.prompt and bench.prompt + 1)
     rows.append(_row(bench.model, real, _bytes_per_token(bench.model)))
     tokens = 2048 if bench.quick else 131072
     model = tiny_model(0, dim=64, context=tokens + 1)

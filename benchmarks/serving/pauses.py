@@ -1,7 +1,8 @@
 """What a long prompt does to the requests that are being answered: time between tokens of 16 streams, before and while it is read.
 
 A row for each set of EngineConfig fields (`--set`); the sets take turns. Small steps shorten the pauses, and lengthen the way
-to the long prompt's own first token: that is the trade.
+to the long prompt's own first token: that is the trade. A chunk's row takes the longer the deeper it is in the prompt, and so does the
+whole prompt; `--cached N` reads N of its tokens before the streams begin, which leaves the last ones to be measured.
 """
 
 from time import perf_counter
@@ -25,7 +26,7 @@ class Pauses(NamedTuple):
 
 
 def pauses(bench: Bench) -> None:
-    long_prompt, steps = (256, 5) if bench.quick else (bench.prompt, 100)
+    long_prompt, cached, steps = (256, 128, 5) if bench.quick else (bench.prompt or 4096, bench.cached, 100)
     longest = long_prompt + 2 * steps
     engines = [bench.engine(**{"max_num_seqs": STREAMS + 1, "max_model_len": longest} | variant) for variant in bench.variants]
     names = [", ".join(f"{name}={value}" for name, value in variant.items()) or "as it comes" for variant in bench.variants]
@@ -35,13 +36,18 @@ def pauses(bench: Bench) -> None:
         for name, engine, rounds in zip(names, engines, found, strict=True):
             say(f"round {turn + 1} of {bench.rounds}: {name}")
             prompt = rng.integers(engine.limits.vocab_size, size=long_prompt).tolist()
+            if cached:
+                engine.add_request(prompt[:cached], Ask([], 1).params)
+                while engine.has_work:
+                    engine.step()
             rounds.append(_measure(engine, Ask(prompt, 1), steps, rng))
     say("")
     for engine in engines:
         engine.close()
     headings = ["EngineConfig", ">quiet p50, ms", ">p99", ">during p50, ms", ">p99", ">p99 to quiet p99", "target", ">first token, s"]
     rows = [_row(name, rounds) for name, rounds in zip(names, found, strict=True)]
-    bench.table("pauses", f"a prompt of {long_prompt:,} tokens comes to {STREAMS} streams", headings, rows)
+    title = f"a prompt of {long_prompt:,} tokens, {cached:,} of them cached, comes to {STREAMS} streams"
+    bench.table("pauses", title, headings, rows)
 
 
 def _measure(engine: Engine, long: Ask, steps: int, rng: np.random.Generator) -> Pauses:
