@@ -1,6 +1,7 @@
 """The `headrace` command: finds the verb, and turns errors into one line and an exit code. Imports nothing heavy.
 
-Exit codes: 0 ok, 1 failure, 2 usage, 3 model missing or unsupported, 4 does not fit in memory, 128 + n ended by signal n (130: Ctrl-C).
+Exit codes: 0 ok, 1 failure, 2 usage, 3 model missing or unsupported, 4 does not fit in memory, 5 address in use, 128 + n ended by
+signal n (130: Ctrl-C).
 """
 
 import argparse

@@ -15,7 +15,7 @@ from headrace.config import EngineConfig
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
-    from headrace.server.service import Service
+    from headrace.server.served_model import ServedModel
 
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
 _ENGINE_OPTIONS = ("threads", "kv_dtype", "max_model_len", "max_num_seqs", "kv_blocks", "chunked_prefill_size", "proposer", "draft_model")
@@ -61,7 +61,6 @@ def run(args: argparse.Namespace) -> int:
     try:
         import msgspec  # noqa: F401
         import prometheus_client  # noqa: F401
-        import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise RequestError(f"the server needs the package {error.name}: pip install 'headrace[server]'") from None
@@ -91,9 +90,9 @@ def _adapters(given: list[str]) -> dict[str, str]:
     return adapters
 
 
-def _announce(service: "Service", port: int) -> None:
+def _announce(served: "ServedModel", port: int) -> None:
     """Say what is served, and how to ask."""
-    hello, settings = service.engine.hello, service.settings
+    hello, settings = served.engine.hello, served.settings
     assert hello is not None
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     url = f"http://{host}:{port}"

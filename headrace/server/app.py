@@ -11,19 +11,19 @@ from headrace.server import adapters, chat, completions, embeddings, health, tok
 from headrace.server import openai_records as records
 from headrace.server.asgi import Call
 from headrace.server.gate import Gate
-from headrace.server.service import Service
+from headrace.server.served_model import ServedModel
 
 
 class Route(NamedTuple):
     """What is done at a path."""
 
     method: str
-    handler: Callable[[Service, Call], Awaitable[None]]
+    handler: Callable[[ServedModel, Call], Awaitable[None]]
     record: type[msgspec.Struct] | None = None
     """What the body is read as."""
 
 
-async def openapi(service: Service, call: Call) -> None:
+async def openapi(served: ServedModel, call: Call) -> None:
     """The description of all routes and their fields, made of the records that read them."""
     await call.respond(description())
 
@@ -48,10 +48,10 @@ ROUTES = {
 _ONE_MODEL = "/v1/models/"
 
 
-def make_app(service: Service) -> Gate:
+def make_app(served: ServedModel) -> Gate:
     """The ASGI application."""
-    routes = {path: {route.method: partial(route.handler, service)} for path, route in ROUTES.items()}
-    return Gate(routes, {_ONE_MODEL: partial(health.one_model, service)}, service.settings)
+    routes = {path: {route.method: partial(route.handler, served)} for path, route in ROUTES.items()}
+    return Gate(routes, {_ONE_MODEL: partial(health.one_model, served)}, served.settings)
 
 
 def description() -> dict[str, Any]:

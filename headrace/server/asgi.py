@@ -1,15 +1,20 @@
 """Requests and responses over bare ASGI: bodies of bounded size, JSON, streams of events, and clients that leave."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import aclosing, suppress
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from starlette.types import Receive, Scope, Send
 
 from headrace.server.errors import ApiError, invalid
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+"""The four names of ASGI 3."""
 
 _T = TypeVar("_T")
 DONE = b"data: [DONE]\n\n"

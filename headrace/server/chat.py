@@ -14,25 +14,25 @@ from headrace.server.errors import ApiError, invalid
 from headrace.server.gate import stream_error
 from headrace.server.generation import Choice, Clock, Usage, chat_logprobs, finish_reason, sampling_params
 from headrace.server.openai_records import ChatMessage, ChatRequest
-from headrace.server.service import Service
+from headrace.server.served_model import ServedModel
 
 
-async def chat_completions(service: Service, call: Call) -> None:
+async def chat_completions(served: ServedModel, call: Call) -> None:
     """Answer a conversation, whole or as a stream."""
     asked = await call.read(ChatRequest)
-    adapter = service.adapter_of(asked.model)
+    adapter = served.adapter_of(asked.model)
     _check_supported(asked)
     if asked.top_logprobs is not None and not asked.logprobs:
         raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
     params = sampling_params(asked, asked.max_completion_tokens or asked.max_tokens, logprobs)
-    with service.admitted(call, params.n):
-        prompt = await service.tokens_of(partial(_read, service, asked), "messages", params.max_tokens)
-        salt = service.salt(call, asked.cache_salt)
-        async with service.submitted([prompt], params, priority=asked.priority, salt=salt, adapter=adapter) as (stream,):
-            answer = _Answer(service, asked, adapter or service.settings.model_name, len(prompt))
+    with served.admitted(call, params.n):
+        prompt = await served.tokens_of(partial(_read, served, asked), "messages", params.max_tokens)
+        salt = served.salt(call, asked.cache_salt)
+        async with served.submitted([prompt], params, priority=asked.priority, salt=salt, adapter=adapter) as (stream,):
+            answer = _Answer(served, asked, adapter or served.settings.model_name, len(prompt))
             if asked.stream:
-                await call.stream(answer.chunks(stream), service.settings.keepalive_seconds)
+                await call.stream(answer.chunks(stream), served.settings.keepalive_seconds)
             else:
                 await call.respond(await call.while_connected(answer.whole(stream)))
 
@@ -67,8 +67,8 @@ def _check_supported(asked: ChatRequest) -> None:
         raise ApiError(400, "unsupported_parameter", "continue_final_message is not supported", param="continue_final_message")
 
 
-def _read(service: Service, asked: ChatRequest) -> TokenizedPrompt:
-    return service.prompts.read_chat(
+def _read(served: ServedModel, asked: ChatRequest) -> TokenizedPrompt:
+    return served.prompts.read_chat(
         messages_of(asked.messages),
         documents=asked.documents,
         add_generation_prompt=asked.add_generation_prompt is not False,
@@ -79,12 +79,12 @@ def _read(service: Service, asked: ChatRequest) -> TokenizedPrompt:
 class _Answer:
     """The answer to one conversation."""
 
-    def __init__(self, service: Service, asked: ChatRequest, model: str, prompt_tokens: int) -> None:
-        self._service = service
+    def __init__(self, served: ServedModel, asked: ChatRequest, model: str, prompt_tokens: int) -> None:
+        self._service = served
         self._asked = asked
         self._head = {"id": f"chatcmpl-{uuid4().hex}", "created": int(time()), "model": model}
         self._usage = Usage(prompt_tokens)
-        self._clock = Clock(service.metrics)
+        self._clock = Clock(served.metrics)
 
     async def whole(self, stream: Stream) -> dict[str, Any]:
         """The answer as one object. Raises what it failed of."""

@@ -15,16 +15,16 @@ from headrace.server.errors import ApiError, invalid
 from headrace.server.gate import stream_error
 from headrace.server.generation import Choice, Clock, Usage, completion_logprobs, finish_reason, sampling_params
 from headrace.server.openai_records import MAX_PROMPTS, CompletionRequest
-from headrace.server.service import Service, merge
+from headrace.server.served_model import ServedModel, merge
 
 _MAX_TOKENS = 16
 """Of an answer that says nothing of its length, as OpenAI has it."""
 
 
-async def completions(service: Service, call: Call) -> None:
+async def completions(served: ServedModel, call: Call) -> None:
     """Continue one prompt or several, whole or as a stream."""
     asked = await call.read(CompletionRequest)
-    adapter = service.adapter_of(asked.model)
+    adapter = served.adapter_of(asked.model)
     if asked.suffix:
         raise ApiError(400, "unsupported_parameter", "suffix is not supported", param="suffix")
     if asked.stream and asked.echo and asked.logprobs is not None:
@@ -32,13 +32,13 @@ async def completions(service: Service, call: Call) -> None:
     texts = prompts_of(asked.prompt, "prompt")
     scored = {"prompt_logprobs": asked.logprobs} if asked.echo and asked.logprobs is not None else {}
     params = sampling_params(asked, asked.max_tokens or _MAX_TOKENS, asked.logprobs, **scored)
-    with service.admitted(call, params.n * len(texts)):
-        prompts = await read_prompts(service, "prompt", texts, asked.add_special_tokens, params.max_tokens)
-        terms = {"priority": asked.priority, "salt": service.salt(call, asked.cache_salt), "adapter": adapter}
-        async with service.submitted(prompts, params, **terms) as streams:  # type: ignore[arg-type]
-            answer = _Answer(service, asked, adapter or service.settings.model_name, prompts)
+    with served.admitted(call, params.n * len(texts)):
+        prompts = await read_prompts(served, "prompt", texts, asked.add_special_tokens, params.max_tokens)
+        terms = {"priority": asked.priority, "salt": served.salt(call, asked.cache_salt), "adapter": adapter}
+        async with served.submitted(prompts, params, **terms) as streams:  # type: ignore[arg-type]
+            answer = _Answer(served, asked, adapter or served.settings.model_name, prompts)
             if asked.stream:
-                await call.stream(answer.chunks(streams), service.settings.keepalive_seconds)
+                await call.stream(answer.chunks(streams), served.settings.keepalive_seconds)
             else:
                 await call.respond(await call.while_connected(answer.whole(streams)))
 
@@ -57,30 +57,30 @@ def prompts_of(given: str | Sequence[str | int | list[int]], name: str) -> list[
 
 
 async def read_prompts(
-    service: Service, name: str, texts: Sequence[str | list[int]], add_special: bool | None, max_tokens: int | None
+    served: ServedModel, name: str, texts: Sequence[str | list[int]], add_special: bool | None, max_tokens: int | None
 ) -> list[list[int]]:
     """The tokens of each prompt of the field `name`. Raises ApiError."""
-    return [await service.tokens_of(partial(_read, service, text, add_special), name, max_tokens) for text in texts]
+    return [await served.tokens_of(partial(_read, served, text, add_special), name, max_tokens) for text in texts]
 
 
-def _read(service: Service, text: str | list[int], add_special: bool | None) -> TokenizedPrompt:
+def _read(served: ServedModel, text: str | list[int], add_special: bool | None) -> TokenizedPrompt:
     if isinstance(text, list):
-        return TokenizedPrompt(token_ids("it", text, service.prompts.max_model_len), None)
-    return service.prompts.read_prompt(text, add_special=add_special is not False)
+        return TokenizedPrompt(token_ids("it", text, served.prompts.max_model_len), None)
+    return served.prompts.read_prompt(text, add_special=add_special is not False)
 
 
 class _Answer:
     """The answer to one request: `n` choices for each prompt."""
 
-    def __init__(self, service: Service, asked: CompletionRequest, model: str, prompts: list[list[int]]) -> None:
-        self._service = service
+    def __init__(self, served: ServedModel, asked: CompletionRequest, model: str, prompts: list[list[int]]) -> None:
+        self._service = served
         self._asked = asked
         self._prompts = prompts
         self._n = asked.n or 1
         self._head = {"id": f"cmpl-{uuid4().hex}", "object": "text_completion", "created": int(time()), "model": model}
         self._usage = Usage(sum(map(len, prompts)))
-        self._clocks = [Clock(service.metrics) for _ in prompts]
-        self._echoed = [service.tokenizer.decode(prompt) if asked.echo else "" for prompt in prompts]
+        self._clocks = [Clock(served.metrics) for _ in prompts]
+        self._echoed = [served.tokenizer.decode(prompt) if asked.echo else "" for prompt in prompts]
         self._ends: list[frames.Ended | None] = [None] * len(prompts)
 
     async def whole(self, streams: list[Stream]) -> dict[str, Any]:

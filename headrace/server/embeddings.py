@@ -11,13 +11,13 @@ from headrace.server.completions import prompts_of, read_prompts
 from headrace.server.engine_client import Stream
 from headrace.server.errors import ApiError, RefusedError, invalid
 from headrace.server.openai_records import EmbeddingRequest
-from headrace.server.service import Service, merge, timed_out
+from headrace.server.served_model import ServedModel, merge, timed_out
 
 
-async def embeddings(service: Service, call: Call) -> None:
+async def embeddings(served: ServedModel, call: Call) -> None:
     """Embed texts, or token ids: by the last token unless asked otherwise, each vector of length 1, as OpenAI's are."""
     asked = await call.read(EmbeddingRequest)
-    adapter = service.adapter_of(asked.model)
+    adapter = served.adapter_of(asked.model)
     if asked.encoding_format not in (None, "float", "base64"):
         raise invalid("encoding_format must be float or base64", "encoding_format")
     if asked.dimensions is not None:
@@ -26,10 +26,10 @@ async def embeddings(service: Service, call: Call) -> None:
         raise invalid(f"pooling must be {', '.join(get_args(Pooling))}", "pooling")
     pooling = PoolingParams(pooling=asked.pooling or "last", normalise=asked.normalize is not False)  # type: ignore[arg-type]
     texts = prompts_of(asked.input, "input")
-    with service.admitted(call, len(texts)):
-        prompts = await read_prompts(service, "input", texts, None, 0)
-        terms = {"pooling": pooling, "priority": asked.priority, "salt": service.salt(call, None), "adapter": adapter}
-        async with service.submitted(prompts, None, **terms) as streams:  # type: ignore[arg-type]
+    with served.admitted(call, len(texts)):
+        prompts = await read_prompts(served, "input", texts, None, 0)
+        terms = {"pooling": pooling, "priority": asked.priority, "salt": served.salt(call, None), "adapter": adapter}
+        async with served.submitted(prompts, None, **terms) as streams:  # type: ignore[arg-type]
             vectors = await call.while_connected(_vectors(streams))
         tokens = sum(map(len, prompts))
         await call.respond(
@@ -39,7 +39,7 @@ async def embeddings(service: Service, call: Call) -> None:
                     {"object": "embedding", "index": i, "embedding": _encoded(vector, asked.encoding_format)}
                     for i, vector in enumerate(vectors)
                 ],
-                "model": adapter or service.settings.model_name,
+                "model": adapter or served.settings.model_name,
                 "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
             }
         )

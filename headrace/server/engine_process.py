@@ -152,7 +152,7 @@ class EngineServer:
 
 
 def refused(request_id: str, error: BaseException) -> frames.Refused:
-    """An error as it crosses the socket: its kind, and a message that is of use to whoever asked."""
+    """An error as it crosses the socket: its kind, and a message that is of use to the client."""
     match error:
         case RequestError():
             return frames.Refused(request_id, "request", str(error))
@@ -243,11 +243,13 @@ def main(arguments: str) -> None:
             engine.load_adapter(name, read_adapter(resolve(path), spec))
         del checkpoint  # it keeps the file open
     except HeadraceError as error:
-        connection.sendall(frames.encode(frames.Refused("", "request", str(error))))
+        with suppress(OSError):  # the API process has met the same error
+            connection.sendall(frames.encode(frames.Refused("", "request", str(error))))
         sys.exit(error.exit_code)
     gc.freeze()
-    connection.sendall(frames.encode(hello(engine, spec)))
-    EngineServer(engine, spec, connection, heartbeat).serve()
+    with suppress(BrokenPipeError):  # the API process has gone
+        connection.sendall(frames.encode(hello(engine, spec)))
+        EngineServer(engine, spec, connection, heartbeat).serve()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every request passes before its handler: who asks, from where, for which route; and where all errors end."""
+"""What every request passes before its handler: its key, the host it names, its route; and where all errors end."""
 
 import hmac
 import logging
@@ -6,10 +6,8 @@ from base64 import b64decode
 from binascii import Error as Base64Error
 from collections.abc import Mapping
 
-from starlette.types import Receive, Scope, Send
-
 from headrace.errors import HeadraceError
-from headrace.server.asgi import DONE, Call, Disconnected, Handler, event
+from headrace.server.asgi import DONE, Call, Disconnected, Handler, Receive, Scope, Send, event
 from headrace.server.errors import ApiError, as_api_error
 from headrace.server.settings import Settings
 
@@ -47,7 +45,7 @@ class Gate:
             await self._explain(call, error)
 
     def _check(self, call: Call) -> None:
-        """Who asks, by the path as it came: never by a URL that was put together from headers."""
+        """Look at host and key, by the path as it came: never by a URL that was put together from headers."""
         if not self._keys and self._settings.host in LOOPBACK and _host_name(call.header("host")) not in LOOPBACK:
             # A page in a browser may have its own name resolved to this machine.
             raise ApiError(403, "forbidden_host", "this server answers to localhost only")

@@ -12,7 +12,7 @@ from headrace.server import frames
 from headrace.server.errors import RefusedError, invalid
 from headrace.server.metrics import Metrics
 from headrace.server.openai_records import Sampling
-from headrace.server.service import biases, seed_of, timed_out
+from headrace.server.served_model import biases, seed_of, timed_out
 
 _LEAST_LOGPROB = -9999.0
 """What JSON has for minus infinity."""

@@ -22,7 +22,7 @@ from headrace.server.engine_client import EngineClient
 from headrace.server.errors import EngineDeadError
 from headrace.server.gate import LOOPBACK
 from headrace.server.metrics import Metrics
-from headrace.server.service import Service
+from headrace.server.served_model import ServedModel
 from headrace.server.settings import Settings
 
 _POLL = 0.05
@@ -48,8 +48,10 @@ def check(settings: Settings) -> None:
         raise RequestError(f"{settings.host} can be reached from other machines: give an --api-key, or listen on 127.0.0.1")
 
 
-def serve(model: str, config: EngineConfig, settings: Settings, adapters: dict[str, str], announce: Callable[[Service, int], None]) -> int:
-    """Serve until a signal ends it; returns the exit code. `announce` is called with the service and its port once it is ready.
+def serve(
+    model: str, config: EngineConfig, settings: Settings, adapters: dict[str, str], announce: Callable[[ServedModel, int], None]
+) -> int:
+    """Serve until a signal ends it; returns the exit code. `announce` is called with the served and its port once it is ready.
 
     Raises the errors of `load_model`, PortInUseError and EngineStartError.
     """
@@ -80,7 +82,7 @@ async def _serve(
     settings: Settings,
     adapters: dict[str, str],
     listener: socket.socket,
-    announce: Callable[[Service, int], None],
+    announce: Callable[[ServedModel, int], None],
 ) -> int:
     engine = EngineClient(model, config, adapters, settings.stall_seconds)
     starting = asyncio.ensure_future(engine.start())
@@ -93,8 +95,8 @@ async def _serve(
         del checkpoint
         await starting
         metrics = Metrics(lambda: engine.report.figures, lambda: engine.restarts)
-        service = Service(settings, engine, prompts, tokenizer, metrics)
-        return await _listen_and_drain(service, listener, announce)
+        served = ServedModel(settings, engine, prompts, tokenizer, metrics)
+        return await _listen_and_drain(served, listener, announce)
     except EngineDeadError as error:
         raise EngineStartError(str(error), engine.exit_code) from None
     finally:
@@ -114,11 +116,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _listen_and_drain(service: Service, listener: socket.socket, announce: Callable[[Service, int], None]) -> int:
-    settings = service.settings
+async def _listen_and_drain(served: ServedModel, listener: socket.socket, announce: Callable[[ServedModel, int], None]) -> int:
+    settings = served.settings
     server = _Server(
         uvicorn.Config(
-            make_app(service),
+            make_app(served),
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -140,22 +142,22 @@ async def _listen_and_drain(service: Service, listener: socket.socket, announce:
     serving = asyncio.ensure_future(server.serve([listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
-    announce(service, listener.getsockname()[1])
+    announce(served, listener.getsockname()[1])
     try:
-        while not signals and service.engine.state != "dead":
+        while not signals and served.engine.state != "dead":
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), _POLL * 10)
-        if service.engine.state == "dead":
+        if served.engine.state == "dead":
             logging.getLogger("headrace.server").error("the engine ended too often: the server ends")
             return 1
-        service.draining = True
+        served.draining = True
         deadline = loop.time() + settings.drain_seconds
-        while service.under_way and loop.time() < deadline and len(signals) < 2:
+        while served.under_way and loop.time() < deadline and len(signals) < 2:
             await asyncio.sleep(_POLL)
         return 0
     finally:
-        service.draining = True
-        await service.engine.close()  # streams that are left end with an error
+        served.draining = True
+        await served.engine.close()  # streams that are left end with an error
         server.should_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(serving, 2)

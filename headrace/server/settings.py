@@ -4,12 +4,12 @@ import msgspec
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How the server listens, whom it serves, and how much it takes on."""
+    """How the server listens, which clients it serves, and how much it takes on."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
-    """Every request must bring one of them; none: whoever reaches the address is served."""
+    """Every request must bring one of them; none: all that reach the address are served."""
     model_name: str = ""
     """What clients call the model."""
     max_body_bytes: int = 16 << 20

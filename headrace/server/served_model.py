@@ -22,7 +22,7 @@ from headrace.server.settings import Settings
 _T = TypeVar("_T")
 
 
-class Service:
+class ServedModel:
     """One model behind the routes."""
 
     def __init__(self, settings: Settings, engine: EngineClient, prompts: PromptReader, tokenizer: Tokenizer, metrics: Metrics) -> None:
