@@ -102,12 +102,12 @@ clean:
 .venv/.test: pyproject.toml | .venv/.core
 	@echo '[set-up] test dependencies'
 	@$(PIP) torch==2.13.0 # by itself and first, so that nothing pulls a larger build of it
-	@$(INSTALL) '.[oracle,test]'
+	@$(INSTALL) '.[oracle,server,test]'
 	@touch $@
 
 .venv/.lint: pyproject.toml | .venv/.core
 	@echo '[set-up] lint dependencies'
-	@$(INSTALL) '.[lint]'
+	@$(INSTALL) '.[lint,server]'
 	@touch $@
 
 .venv/.mutate: pyproject.toml | .venv/.test

@@ -17,7 +17,7 @@ from headrace.checkpoint.adapter import read_adapter
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import INTERACTIVE, OFFLINE
-from headrace.engine.thread import EngineThread
+from headrace.engine.thread import EngineThread, Inbox
 from headrace.errors import RequestError, RequestFailedError
 from headrace.model.spec import ModelSpec
 from headrace.prompts import Message, Prompt, TokenizedPrompt, is_conversation
@@ -265,8 +265,9 @@ class LLM:
     def _run(self, requests: Sequence[CheckedRequest], progress: bool) -> list[RequestOutput]:
         results: dict[str, RequestOutput] = {}
         ids = [str(next(self._numbers)) for _ in requests]
+        inbox = Inbox()
         try:
-            inbox = self._thread.add(requests, ids, only_results=True)
+            self._thread.add(requests, ids, inbox, only_results=True)
             with _progress(len(ids)) if progress else nullcontext() as advance:
                 while len(results) < len(ids):
                     update = inbox.get()
@@ -284,9 +285,9 @@ class LLM:
         return outputs
 
     def _stream(self, request: CheckedRequest) -> Iterator[Update]:
-        request_id = str(next(self._numbers))
+        request_id, inbox, result = str(next(self._numbers)), Inbox(), None
         try:
-            inbox, result = self._thread.add([request], [request_id], only_results=False), None
+            self._thread.add([request], [request_id], inbox)
             while not result:
                 update = inbox.get()
                 result = update.result

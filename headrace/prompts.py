@@ -45,7 +45,7 @@ class PromptReader:
         self._chat_template = chat_template
         self._tool_template = tool_template
         self._renderer = renderer
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
 
     def close(self) -> None:
         """End the process that renders conversations; text can still be read. May be called more than once."""
@@ -55,10 +55,13 @@ class PromptReader:
         """Read a prompt or a conversation. Raises as the other two do."""
         return self.read_prompt(prompt) if isinstance(prompt, str | Mapping) else self.read_chat(prompt)
 
-    def read_prompt(self, prompt: Prompt) -> TokenizedPrompt:
-        """Read text or a dictionary. Raises RequestError for anything else, empty text, and text too long for the context."""
+    def read_prompt(self, prompt: Prompt, *, add_special: bool = True) -> TokenizedPrompt:
+        """Read text or a dictionary. `add_special` adds what the model expects around a text, as a first BOS.
+
+        Raises RequestError for anything else, empty text, and text too long for the context.
+        """
         if isinstance(prompt, str):
-            return self._tokenize(prompt)
+            return self._tokenize(prompt, add_special=add_special)
         if not isinstance(prompt, Mapping):
             raise RequestError(f"a prompt must be text or a dictionary, not {type(prompt).__name__}")
         check_names("key of a prompt", prompt, ("prompt", "prompt_token_ids"))
@@ -67,7 +70,7 @@ class PromptReader:
             raise RequestError(f"a prompt must be text, not {type(text).__name__}")
         if "prompt_token_ids" in prompt:
             return TokenizedPrompt(prompt["prompt_token_ids"], text)
-        return self._tokenize(text or "")
+        return self._tokenize(text or "", add_special=add_special)
 
     def read_chat(
         self,
@@ -104,15 +107,15 @@ class PromptReader:
         )
         return self._tokenize(text, rendered=True)
 
-    def _tokenize(self, text: str, *, rendered: bool = False) -> TokenizedPrompt:
-        longest = self._max_model_len
+    def _tokenize(self, text: str, *, rendered: bool = False, add_special: bool = True) -> TokenizedPrompt:
+        longest = self.max_model_len
         size = len(text.encode(errors="surrogatepass"))
         if not size:
             raise RequestError("the prompt is empty")
         # Tokenising takes time that grows with the text: what cannot fit is refused before.
         if size > longest and size > longest * self._longest_token:
             raise RequestError(f"the prompt has {size:,} bytes, more than a context of {longest:,} tokens can hold")
-        return TokenizedPrompt(self._tokenizer.encode(text, add_special=not rendered, parse_special=rendered), text)
+        return TokenizedPrompt(self._tokenizer.encode(text, add_special and not rendered, parse_special=rendered), text)
 
     @cached_property
     def _longest_token(self) -> int:

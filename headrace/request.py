@@ -276,6 +276,8 @@ class Update:
     token_ids: list[int]
     logprobs: list[Logprobs]
     finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    """The stop token id or stop string that ended it."""
     result: RequestOutput | None
     """The whole result, with the last update of the request."""
 

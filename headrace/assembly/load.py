@@ -30,28 +30,50 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(model: str, config: EngineConfig) -> LoadedModel:
-    """Find a model, download it if need be, and make an engine of it.
+    """Find a model, download it if need be, and make an engine of it, and a reader of its prompts.
 
     Raises ModelError (missing, malformed, unknown), RequestError (an option the model cannot have) or MemoryLimitError.
     """
-    checkpoint = open_checkpoint(resolve(model), is_absorbed=config.latent_attention == "absorbed")
-    renderer = Renderer()
+    checkpoint = open_model(model, config)
+    renderer = _renderer(checkpoint)  # in a process of its own, beside all that follows
     try:
-        if checkpoint.chat_template is not None:
-            renderer.prepare(checkpoint.chat_template)  # in a process of its own, beside all that follows
-        return _assemble(model, config, checkpoint, renderer)
+        tokenizer = checkpoint.load_tokenizer()
+        engine = load_engine(model, config, checkpoint, tokenizer)
+        return LoadedModel(engine, _reader(model, checkpoint, tokenizer, renderer), tokenizer, checkpoint)
     except BaseException:
         renderer.close()
         raise
 
 
-def _assemble(model: str, config: EngineConfig, checkpoint: Checkpoint, renderer: Renderer) -> LoadedModel:
+def open_model(model: str, config: EngineConfig) -> Checkpoint:
+    """Find a model, download it if need be, and open it for the context that is asked for; no weight is read. Raises as `load_model`."""
+    checkpoint = open_checkpoint(resolve(model), is_absorbed=config.latent_attention == "absorbed")
     spec = checkpoint.spec
     if config.max_model_len > spec.max_context:
         raise RequestError(f"max_model_len is {config.max_model_len:,}, and the model's context ends at {spec.max_context:,}")
-    max_model_len = config.max_model_len or spec.max_context
-    checkpoint = replace(checkpoint, spec=replace(spec, context=max_model_len))  # which decides how far rotary frequencies are stretched
-    tokenizer = checkpoint.load_tokenizer()
+    # The context decides how far rotary frequencies are stretched.
+    return replace(checkpoint, spec=replace(spec, context=config.max_model_len or spec.max_context))
+
+
+def read_prompts(model: str, checkpoint: Checkpoint, tokenizer: Tokenizer) -> PromptReader:
+    """The reader of a model's prompts alone, for a process that has no engine."""
+    return _reader(model, checkpoint, tokenizer, _renderer(checkpoint))
+
+
+def _renderer(checkpoint: Checkpoint) -> Renderer:
+    renderer = Renderer()
+    if checkpoint.chat_template is not None:
+        renderer.prepare(checkpoint.chat_template)
+    return renderer
+
+
+def _reader(model: str, checkpoint: Checkpoint, tokenizer: Tokenizer, renderer: Renderer) -> PromptReader:
+    return PromptReader(model, tokenizer, checkpoint.chat_template, renderer, checkpoint.spec.context, checkpoint.tool_template)
+
+
+def load_engine(model: str, config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> Engine:
+    """The engine of an opened model, which messages and `headrace top` call `model`. Raises as `load_model`."""
+    spec, max_model_len = checkpoint.spec, checkpoint.spec.context
     draft_checkpoints = open_draft_checkpoints(config, checkpoint, tokenizer)
     program = target_program(config, checkpoint)
     kv, draft_kv = fit_memory(config, checkpoint, program, draft_checkpoints, max_model_len)
@@ -60,9 +82,7 @@ def _assemble(model: str, config: EngineConfig, checkpoint: Checkpoint, renderer
     draft_models = compile_draft_models(config, draft_checkpoints, checkpoint, executable, draft_kv)
     limits = EngineLimits(spec.vocab_size, max_model_len, kv, program.kv_groups, program.attention_crossover)
     config = replace(config, threads=threads)
-    engine = Engine(executable, tokenizer, limits, config, make_proposers(config, draft_models), name=model)
-    prompts = PromptReader(model, tokenizer, checkpoint.chat_template, renderer, max_model_len, checkpoint.tool_template)
-    return LoadedModel(engine, prompts, tokenizer, checkpoint)
+    return Engine(executable, tokenizer, limits, config, make_proposers(config, draft_models), name=model)
 
 
 def fit_memory(

@@ -1,6 +1,7 @@
 """The `headrace` command: finds the verb, and turns errors into one line and an exit code. Imports nothing heavy.
 
-Exit codes: 0 ok, 1 failure, 2 usage, 3 model missing or unsupported, 4 does not fit in memory, 128 + n ended by signal n (130: Ctrl-C).
+Exit codes: 0 ok, 1 failure, 2 usage, 3 model missing or unsupported, 4 does not fit in memory, 5 address in use, 128 + n ended by
+signal n (130: Ctrl-C).
 """
 
 import argparse
@@ -18,6 +19,7 @@ from headrace.errors import HeadraceError, MemoryLimitError, RequestError
 
 VERBS = {  # each is a module of this package with `configure(parser)` and `run(args) -> exit code`
     "run": "answer a prompt, or chat",
+    "serve": "serve a model over HTTP, as OpenAI's API",
     "pull": "fetch a model",
     "rm": "remove a model that was fetched",
     "ls": "list the models at hand",

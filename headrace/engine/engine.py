@@ -229,6 +229,11 @@ class Engine:
         return result
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights, as the backend holds them; those of draft models and adapters not among them."""
+        return self._loop.executable.program.weight_bytes
+
+    @property
     def has_work(self) -> bool:
         """Whether a request is under way, or a step that has been launched for one."""
         return bool(self._requests or self._loop.in_flight)

@@ -102,7 +102,7 @@ class Request:
     def news(self) -> list[Update]:
         """What there is that was not said before; with the last update of the request comes its result."""
         fresh = [(index, output) for index, output in enumerate(self.outputs) if output.has_news]
-        updates = [Update(self.id, index, *output.take(), output.finish_reason, None) for index, output in fresh]
+        updates = [Update(self.id, index, *output.take(), output.finish_reason, output.stop_reason, None) for index, output in fresh]
         if updates and self.ended:
             updates[-1] = replace(updates[-1], result=self.result())
         return updates

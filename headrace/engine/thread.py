@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import NamedTuple, TypeVar
+from time import monotonic
+from typing import NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 from headrace.engine.engine import Engine
@@ -37,8 +38,15 @@ _threads = WeakSet["EngineThread"]()
 """All that may have to be closed at exit."""
 
 
+class Receiver(Protocol):
+    """Where the updates of requests go."""
+
+    def put(self, item: Update | BaseException, /) -> None:
+        """Take an update, or the reason why there will be no more, in the engine's thread: must not block, and raises nothing."""
+
+
 class Inbox:
-    """The updates of the requests of one call, in the order in which they come."""
+    """A receiver that is asked for the updates of the requests of one call, in the order in which they come."""
 
     def __init__(self) -> None:
         self._items: SimpleQueue[Update | BaseException] = SimpleQueue()
@@ -61,7 +69,7 @@ class Inbox:
 class _Route(NamedTuple):
     """Where the updates of a request go."""
 
-    inbox: Inbox
+    receiver: Receiver
     only_results: bool
     """Whether only the last one is wanted, which has the result: a caller is not woken for the others."""
 
@@ -76,6 +84,8 @@ class EngineThread:
         """Held by the one thread that touches the engine."""
         self._ident: int | None = None
         """That thread."""
+        self.step_begun: float | None = None
+        """When the step that runs began, by the system's monotonic clock; None between steps."""
         self._routes: dict[str, _Route] = {}
         self._pid = os.getpid()
         self._why_closed = ""
@@ -95,14 +105,13 @@ class EngineThread:
         if self._why_closed:
             raise ClosedError(self._why_closed)
 
-    def add(self, requests: Sequence[CheckedRequest], ids: Sequence[str], *, only_results: bool) -> Inbox:
-        """Queue requests, all before the next step; with `only_results`, only the last update of each comes to the inbox.
+    def add(self, requests: Sequence[CheckedRequest], ids: Sequence[str], receiver: Receiver, *, only_results: bool = False) -> None:
+        """Queue requests, all before the next step; with `only_results`, only the last update of each goes to the receiver.
 
-        Waits for nothing: what goes wrong is raised by the inbox. The caller aborts them if it does not wait for their end.
+        Waits for nothing: what goes wrong goes to the receiver. The caller aborts them if it does not wait for their end.
         """
-        route = _Route(Inbox(), only_results)
+        route = _Route(receiver, only_results)
         self._post(lambda: self._add(requests, ids, route))
-        return route.inbox
 
     def abort(self, ids: Iterable[str]) -> None:
         """End requests; those that have ended, or never came, are no matter. Waits for nothing, and raises nothing."""
@@ -191,8 +200,10 @@ class EngineThread:
                 self._drain(0 if self._is_released or self._engine.has_work else _LINGER)
                 if self._is_released or not self._engine.has_work:
                     return
+                self.step_begun = monotonic()
                 for update in self._engine.step(self._is_wanted):
                     self._deliver(update)
+                self.step_begun = None
             except BaseException as error:  # what it does not get over: see `Engine.step`
                 self._why_closed = f"the engine has ended by an error of its own: {error!r}"
                 with suppress(Exception):
@@ -217,7 +228,7 @@ class EngineThread:
                 self._engine.add(request, request_id)
                 self._routes[request_id] = route
         except BaseException as error:
-            route.inbox.put(error)
+            route.receiver.put(error)
 
     def _abort(self, ids: Iterable[str]) -> None:
         for request_id in ids:
@@ -226,18 +237,18 @@ class EngineThread:
                 self._engine.abort(request_id)
 
     def _deliver(self, update: Update) -> None:
-        inbox, only_results = self._routes[update.request_id]
+        receiver, only_results = self._routes[update.request_id]
         if update.result:
             del self._routes[update.request_id]
         if update.result or not only_results:
-            inbox.put(update)
+            receiver.put(update)
 
     def _close(self) -> None:
         if not self._is_released:
-            inboxes = {route.inbox for route in self._routes.values()}
+            receivers = {id(route.receiver): route.receiver for route in self._routes.values()}
             self._routes.clear()
-            for inbox in inboxes:
-                inbox.put(ClosedError(self._why_closed))
+            for receiver in receivers.values():
+                receiver.put(ClosedError(self._why_closed))
             try:
                 self._engine.close()
             finally:

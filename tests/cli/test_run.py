@@ -107,7 +107,7 @@ class TestSeveralAnswers:
 
     def test_text_comes_as_soon_as_its_place_is_known(self) -> None:
         def update(index: int, text: str, end: bool = False) -> Update:
-            return Update("0", index, text, [], [], "stop" if end else None, None)
+            return Update("0", index, text, [], [], "stop" if end else None, None, None)
 
         updates = [update(1, "b"), update(0, "a"), update(0, "A", True), update(2, "c", True), update(1, "B"), update(1, "", True)]
         assert list(in_order(updates, 3)) == ["a", "A", SEPARATOR, "b", "B", SEPARATOR, "c"]

@@ -1,0 +1,149 @@
+"""Requests and responses over bare ASGI: bodies of bounded size, JSON, streams of events, and clients that leave."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
+from contextlib import aclosing, suppress
+from time import monotonic
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.server.errors import ApiError, invalid
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+"""The four names of ASGI 3."""
+
+_T = TypeVar("_T")
+DONE = b"data: [DONE]\n\n"
+"""The event that ends streams of OpenAI's API."""
+_PING = b": ping\n\n"
+_STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # of nginx, which would collect the stream
+}
+_encoder = msgspec.json.Encoder()
+
+
+class Disconnected(Exception):
+    """The client has left."""
+
+
+class Call:
+    """One request, and the way back to its client."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body_bytes: int) -> None:
+        self.scope = scope
+        self.key: str | None = scope.get("headrace.key")
+        self.responding = False
+        """Whether the status has been sent."""
+        self._receive = receive
+        self._send = send
+        self._max_body_bytes = max_body_bytes
+        self._last_sent = monotonic()
+
+    def header(self, name: str) -> str | None:
+        """A header of the request, by its name in lower case."""
+        wanted = name.encode()
+        return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == wanted), None)
+
+    async def read(self, kind: type[_T]) -> _T:
+        """The body as a record. Raises ApiError for one that is too large, or not JSON, or not this record."""
+        content_type = (self.header("content-type") or "application/json").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise ApiError(415, "unsupported_media_type", "the body must be application/json")
+        if self.header("content-encoding") not in (None, "identity"):
+            raise ApiError(415, "unsupported_media_type", "the body must not be compressed")
+        body = await self._body()
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.ValidationError as error:
+            message, _, path = str(error).partition(" - at `$")
+            path = path.rstrip("`")
+            param = path.lstrip(".").partition(".")[0].partition("[")[0] or None
+            if not path and "missing required field" in message:
+                param = message.rpartition("field `")[2].rstrip("`")
+            raise invalid(f"{path.lstrip('.') or 'the body'}: {message}", param, "invalid_value") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
+
+    async def _body(self) -> bytes:
+        parts, size = [], 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise Disconnected
+            part = message.get("body", b"")
+            size += len(part)
+            if size > self._max_body_bytes:
+                raise ApiError(413, "request_too_large", f"the body has more than {self._max_body_bytes:,} bytes")
+            parts.append(part)
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    async def while_connected(self, work: Awaitable[_T]) -> _T:
+        """The result of some work, which is cancelled when the client leaves. Raises Disconnected then."""
+        task = asyncio.ensure_future(work)
+        left = asyncio.ensure_future(self._left())
+        try:
+            await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Disconnected
+            return task.result()
+        finally:
+            left.cancel()
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+    async def _left(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def respond(self, value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        """Answer with JSON."""
+        await self.respond_bytes(_encoder.encode(value), "application/json", status, headers)
+
+    async def respond_bytes(self, body: bytes, content_type: str, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        """Answer with a body."""
+        await self._begin(status, {"content-type": content_type, "content-length": str(len(body))} | dict(headers or {}))
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def stream(self, events: AsyncGenerator[bytes], keepalive: float) -> None:
+        """Answer with events as they come, and a comment where none came for so many seconds. Raises Disconnected."""
+        await self._begin(200, _STREAM_HEADERS)
+        pinging = asyncio.ensure_future(self._ping(keepalive))
+        try:
+            await self.while_connected(self._pass_on(events))
+        finally:
+            pinging.cancel()
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _pass_on(self, events: AsyncGenerator[bytes]) -> None:
+        async with aclosing(events):
+            async for event in events:
+                self._last_sent = monotonic()
+                await self._send({"type": "http.response.body", "body": event, "more_body": True})
+
+    async def _ping(self, keepalive: float) -> None:
+        while True:
+            await asyncio.sleep(keepalive)
+            if monotonic() - self._last_sent >= keepalive:
+                await self._send({"type": "http.response.body", "body": _PING, "more_body": True})
+
+    async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
+        self.responding = True
+        pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+
+
+Handler = Callable[[Call], Awaitable[None]]
+
+
+def event(value: object) -> bytes:
+    """A value as an event of a stream."""
+    return b"data: " + _encoder.encode(value) + b"\n\n"

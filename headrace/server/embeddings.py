@@ -1,0 +1,63 @@
+"""`POST /v1/embeddings`: a vector for each text."""
+
+import base64
+import struct
+from typing import Any, get_args
+
+from headrace.request import Pooling, PoolingParams
+from headrace.server import frames
+from headrace.server.asgi import Call
+from headrace.server.completions import prompts_of, read_prompts
+from headrace.server.engine_client import Stream
+from headrace.server.errors import ApiError, RefusedError, invalid
+from headrace.server.openai_records import EmbeddingRequest
+from headrace.server.served_model import ServedModel, merge, timed_out
+
+
+async def embeddings(served: ServedModel, call: Call) -> None:
+    """Embed texts, or token ids: by the last token unless asked otherwise, each vector of length 1, as OpenAI's are."""
+    asked = await call.read(EmbeddingRequest)
+    adapter = served.adapter_of(asked.model)
+    if asked.encoding_format not in (None, "float", "base64"):
+        raise invalid("encoding_format must be float or base64", "encoding_format")
+    if asked.dimensions is not None:
+        raise ApiError(400, "unsupported_parameter", "dimensions cannot be chosen for this model", param="dimensions")
+    if asked.pooling not in (None, *get_args(Pooling)):
+        raise invalid(f"pooling must be {', '.join(get_args(Pooling))}", "pooling")
+    pooling = PoolingParams(pooling=asked.pooling or "last", normalise=asked.normalize is not False)  # type: ignore[arg-type]
+    texts = prompts_of(asked.input, "input")
+    with served.admitted(call, len(texts)):
+        prompts = await read_prompts(served, "input", texts, None, 0)
+        terms = {"pooling": pooling, "priority": asked.priority, "salt": served.salt(call, None), "adapter": adapter}
+        async with served.submitted(prompts, None, **terms) as streams:  # type: ignore[arg-type]
+            vectors = await call.while_connected(_vectors(streams))
+        tokens = sum(map(len, prompts))
+        await call.respond(
+            {
+                "object": "list",
+                "data": [
+                    {"object": "embedding", "index": i, "embedding": _encoded(vector, asked.encoding_format)}
+                    for i, vector in enumerate(vectors)
+                ],
+                "model": adapter or served.settings.model_name,
+                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            }
+        )
+
+
+async def _vectors(streams: list[Stream]) -> list[bytes]:
+    found = [b""] * len(streams)
+    async for number, item in merge(streams):
+        if isinstance(item, frames.Ended):
+            if item.error:
+                raise RefusedError(item.error.kind, item.error.message)
+            if item.embedding is None:
+                raise timed_out()
+            found[number] = item.embedding
+    return found
+
+
+def _encoded(vector: bytes, how: str | None) -> Any:
+    if how == "base64":
+        return base64.b64encode(vector).decode()
+    return list(struct.unpack(f"<{len(vector) // 4}f", vector))

@@ -1,0 +1,107 @@
+"""Errors of the server: what the engine process can do to a request, and what a client is told, in OpenAI's shape.
+
+The status of an error decides what clients do: those of OpenAI send 408, 409, 429 and all from 500 on again, unless a header says no.
+So 500 and 504 have that header: a request that breaks something must not come three times.
+"""
+
+from typing import Any
+
+from headrace.errors import HeadraceError
+
+
+class EngineError(HeadraceError):
+    """A request cannot go on."""
+
+
+class RefusedError(EngineError):
+    """The engine cannot serve the request as it is."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class NotReadyError(EngineError):
+    """There is no engine that could take the request now."""
+
+    def __init__(self, state: str, message: str) -> None:
+        super().__init__(message or f"the engine is {state}")
+        self.state = state
+
+
+class EngineDeadError(EngineError):
+    """The engine ended under the request, or could not start."""
+
+
+class TooSlowError(EngineError):
+    """The client reads slower than its answer is written."""
+
+
+class ApiError(Exception):
+    """What a client is told: status, and the fields of an OpenAI error."""
+
+    def __init__(
+        self, status: int, code: str | None, message: str, *, param: str | None = None, kind: str = "", retry_after: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+        self.headers: dict[str, str] = {}
+        if retry_after is not None:
+            self.headers["retry-after"] = str(retry_after)
+        if status in (500, 504):
+            self.headers["x-should-retry"] = "false"
+        if status == 401:
+            self.headers["www-authenticate"] = 'Basic realm="headrace"'
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as JSON."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """A request that cannot be served as written."""
+    return ApiError(400, code, message, param=param)
+
+
+def too_long(tokens: int, max_tokens: int | None, context: int, param: str) -> ApiError:
+    """A prompt that, with the answer that is asked for, does not fit in the context."""
+    more = f" and an answer of {max_tokens:,} are" if max_tokens else " leaves no place for an answer, and is"
+    message = f"the prompt of {tokens:,} tokens{more} more than the context of {context:,} tokens"
+    return invalid(message, param, "context_length_exceeded")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of an error. Of one that is our own fault it hears nothing but that."""
+    match error:
+        case ApiError():
+            return error
+        case NotReadyError(state="closed"):
+            return ApiError(503, "server_shutting_down", "the server is shutting down", retry_after=5)
+        case NotReadyError(state="loading"):
+            return ApiError(503, "model_loading", "the model is being loaded", retry_after=1)
+        case NotReadyError():
+            return ApiError(503, "engine_dead", "the engine does not answer", retry_after=5)
+        case EngineDeadError():
+            return ApiError(503, "engine_dead", "the engine ended while it served this request", retry_after=2)
+        case RefusedError(kind="not_finite"):
+            return ApiError(500, "not_finite", str(error))
+        case RefusedError(kind="closed"):
+            return ApiError(503, "engine_dead", "the engine ended while it served this request", retry_after=2)
+        case RefusedError(kind="request"):
+            return invalid_request(str(error))
+        case HeadraceError() if error.exit_code == 2:
+            return invalid_request(str(error))
+        case HeadraceError() if error.exit_code == 3:  # of a template that does what it must not
+            return invalid(str(error), "messages")
+    return ApiError(500, "internal_error", "the server failed at this request")
+
+
+def invalid_request(message: str, param: str | None = None) -> ApiError:
+    """A RequestError. Its message begins with the name of a field that is wrong, if it is one."""
+    first = message.partition(" ")[0]
+    return invalid(message, param or (first if "_" in first else None))

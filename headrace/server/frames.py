@@ -1,0 +1,170 @@
+"""What the API process and the engine process say to each other: msgpack frames over a socket, each after its length.
+
+Only what is new crosses it: the tokens of a step once, and no result as a whole. Errors cross it as a kind and a message.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.request import Logprobs, PoolingParams, SamplingParams
+
+HEAD = 4
+"""Bytes before each frame: its length, little endian."""
+MAX_FRAME = 64 << 20
+
+ErrorKind = Literal["request", "not_finite", "closed", "internal"]
+
+
+class Add(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Check a request and queue it: see `Engine.check` for its fields. The answer is `Accepted` or `Refused`."""
+
+    id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams | None
+    pooling: PoolingParams | None
+    priority: int
+    timeout: float | None
+    cache_salt: str | None
+    adapter: str | None
+
+
+class Abort(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """End a request; one that has ended is no matter."""
+
+    id: str
+
+
+class LoadAdapter(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Load an adapter under a name. The answer is `Accepted` or `Refused`, under the id."""
+
+    id: str
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Unload an adapter. The answer is `Accepted` or `Refused`, under the id."""
+
+    id: str
+    name: str
+
+
+Command = Add | Abort | LoadAdapter | UnloadAdapter
+
+
+class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """The engine is ready."""
+
+    architecture: str
+    vocab_size: int
+    dim: int
+    max_model_len: int
+    max_num_seqs: int
+    kv_tokens: int
+    """Token slots of the group of layers that sees furthest."""
+    kv_bytes: int
+    weight_bytes: int
+    kv_dtype: str
+    threads: int
+    backend: str
+    lossy: str
+
+
+class Accepted(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """What was asked for is done, or queued."""
+
+    id: str
+
+
+class Refused(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """What was asked for cannot be done."""
+
+    id: str
+    kind: ErrorKind
+    message: str
+
+
+class News(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """What a step brought to one continuation of a request: see `request.Update`."""
+
+    id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[Logprobs]
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class Ended(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """A request has ended; nothing more comes of it."""
+
+    id: str
+    prompt_tokens: int
+    cached_tokens: int
+    queue: float
+    prefill: float
+    decode: float
+    """Seconds, as in `request.Timing`."""
+    drafted: int
+    accepted: int
+    error: Refused | None
+    prompt_logprobs: list[Logprobs | None] | None
+    embedding: bytes | None
+    """Of a prompt that was embedded: float32, little endian."""
+
+
+class Report(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """What the engine does now, and what it has done: the fields of `stats.Stats` that are numbers, and those of its KV."""
+
+    figures: dict[str, float]
+    adapters: dict[str, int]
+    drafts: dict[str, list[float]]
+
+
+Event = Hello | Accepted | Refused | News | Ended | Report
+
+_encoder = msgspec.msgpack.Encoder()
+_commands = msgspec.msgpack.Decoder(Command)
+_events = msgspec.msgpack.Decoder(Event)
+
+
+def encode(*frames: Command | Event) -> bytes:
+    """Frames as they go over the socket."""
+    parts = [_encoder.encode(frame) for frame in frames]
+    return b"".join([part for body in parts for part in (len(body).to_bytes(HEAD, "little"), body)])
+
+
+def read_command(body: bytes) -> Command:
+    """The command in the body of a frame. Raises msgspec.DecodeError."""
+    command: Command = _commands.decode(body)
+    return command
+
+
+def read_event(body: bytes) -> Event:
+    """The event in the body of a frame. Raises msgspec.DecodeError."""
+    event: Event = _events.decode(body)
+    return event
+
+
+def bodies(buffer: bytearray) -> Iterator[bytes]:
+    """Take the bodies of all whole frames from the front of a buffer. Raises ValueError for one that is longer than any may be."""
+    start = 0
+    try:
+        while len(buffer) - start >= HEAD:
+            size = int.from_bytes(buffer[start : start + HEAD], "little")
+            if size > MAX_FRAME:
+                raise ValueError(f"a frame of {size:,} bytes")
+            if len(buffer) - start - HEAD < size:
+                return
+            yield bytes(buffer[start + HEAD : start + HEAD + size])
+            start += HEAD + size
+    finally:
+        del buffer[:start]
+
+
+def as_json(value: Any) -> str:
+    """A value as one line of JSON, for the arguments of the engine process."""
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,154 @@
+"""What clients of OpenAI's API send: records that check types and bounds as they are read. Further fields have vLLM's names.
+
+A field that is not here is ignored, and null is the same as none. Bounds that depend on the model are checked later.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+
+from headrace.request import MAX_LOGPROBS, MAX_PRIORITY, MAX_SALT_CHARACTERS, MAX_SEQUENCES
+
+MAX_PROMPTS = 256
+MAX_MESSAGES = 4096
+MAX_TOOLS = 256
+
+_Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+_Small = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
+_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream says beside the text."""
+
+    include_usage: bool | None = None
+    """A last chunk with the tokens of the whole answer."""
+    continuous_usage_stats: bool | None = None
+    """The tokens up to there with every chunk."""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """What chat completions and completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    top_p: _Share | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: _Share | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    max_tokens: _Count | None = None
+    min_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[_TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: _Small | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, msgspec.Meta(ge=-10, le=10)] | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARACTERS)] | None = None
+    return_token_ids: bool | None = None
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """A part of a message; only text is read."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """A message of a conversation."""
+
+    role: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatRequest(Sampling, frozen=True, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: _Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: _Small | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+
+class CompletionRequest(Sampling, frozen=True, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str | int | list[int]]
+    """Text, token ids, or a list of either."""
+    logprobs: _Small | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/embeddings`."""
+
+    input: str | list[str | int | list[int]]
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: _Count | None = None
+    pooling: str | None = None
+    """Of which rows: `last`, `mean` or `cls`; our own."""
+    normalize: bool | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /tokenize`: text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /detokenize`."""
+
+    tokens: list[_TokenId]
+    model: str | None = None
+
+
+class LoadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/load_lora_adapter`."""
+
+    lora_name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    lora_path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+
+
+class UnloadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/unload_lora_adapter`."""
+
+    lora_name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]

@@ -1,0 +1,140 @@
+"""A server in a process of its own, and plain HTTP requests to it."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SECONDS = 60.0
+"""Within which whatever is waited for must happen, on the busiest machine."""
+
+
+class Reply(NamedTuple):
+    """A whole response."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """The events of a stream, `[DONE]` as it is."""
+        lines = [line[6:] for line in self.body.decode().split("\n\n") if line.startswith("data: ")]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+class Running:
+    """`headrace serve`, from its start to its end."""
+
+    def __init__(self, model: str, *flags: str, env: dict[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "headrace", "serve", model, "--port", "0", *flags]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | (env or {}))
+        self.log: list[str] = []
+        self.port = 0
+        self.ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        assert self.ready.wait(SECONDS) and self.port, "".join(self.log)
+
+    def _read(self) -> None:
+        assert self.process.stderr
+        for line in self.process.stderr:
+            self.log.append(line)
+            if found := re.match(r"address +http://\S+:(\d+)/v1", line):
+                self.port = int(found[1])
+            if line.startswith("try "):
+                self.ready.set()
+        self.ready.set()
+
+    @property
+    def engine_pid(self) -> int:
+        """The engine process: the one child of the server that is not the renderer of templates."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        every = children or _children(self.process.pid)
+        (pid,) = [int(pid) for pid in every if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return pid
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
+
+    def request(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Reply:
+        """One request; a body that is not bytes goes as JSON."""
+        connection = self.connect()
+        sent = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        try:
+            connection.request(method, path, sent, ({"content-type": "application/json"} if sent else {}) | (headers or {}))
+            response = connection.getresponse()
+            return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Reply:
+        return self.request("POST", path, body, headers)
+
+    def get(self, path: str, headers: dict[str, str] | None = None) -> Reply:
+        return self.request("GET", path, None, headers)
+
+    def open_stream(self, path: str, body: Any) -> socket.socket:
+        """A request whose response is left to be read."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+        connection.sendall(head.encode() + data)
+        return connection
+
+    def figures(self) -> dict[str, float]:
+        """The metrics of the server without labels."""
+        lines = [line for line in self.get("/metrics").body.decode().splitlines() if not line.startswith("#") and "{" not in line]
+        return {name: float(value) for name, value in (line.split() for line in lines)}
+
+    def at_rest(self) -> bool:
+        """Whether the engine has nothing to do, and all blocks are free."""
+        figures = self.figures()
+        busy = figures["headrace_sequences_running"] + figures["headrace_sequences_waiting"]
+        return not busy and figures["headrace_kv_blocks_free"] == figures["headrace_kv_blocks"]
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """End it, and return its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        code = self.process.wait(SECONDS)
+        self._reader.join(SECONDS)
+        if self.process.stderr:
+            self.process.stderr.close()
+        return code
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait until it holds; it must."""
+    end = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def running(model: str, *flags: str) -> Iterator[Running]:
+    """A server that ends with the test."""
+    server = Running(model, *flags)
+    try:
+        yield server
+    finally:
+        code = server.stop()
+        assert code == 0, "".join(server.log)
+
+
+def _children(pid: int) -> list[str]:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    return found.stdout.split()

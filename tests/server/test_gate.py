@@ -1,0 +1,182 @@
+"""Which requests are served at all: keys on every route, names of hosts, methods, and bodies that are none."""
+
+import base64
+import contextlib
+import http.client
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from headrace.errors import RequestError
+from headrace.server.app import ROUTES, description
+from headrace.server.serving import check
+from headrace.server.settings import Settings
+from tests.server.running import Running, running
+
+KEYS = ("first-key", "second-key")
+OPEN = {"/health", "/health/live", "/health/ready"}
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def guarded(model: str) -> Iterator[Running]:
+    yield from running(model, "--threads", "1", "--kv-blocks", "16", *(f"--api-key={key}" for key in KEYS))
+
+
+class TestKeys:
+    @pytest.mark.parametrize("path", [*ROUTES, "/v1/models/x", "/", "/nowhere"])
+    def test_every_route_but_health_needs_one(self, guarded: Running, path: str) -> None:
+        for method in ("GET", "POST", "HEAD", "OPTIONS", "PUT"):
+            status = guarded.request(method, path).status
+            assert (status == 401) == (path not in OPEN), (method, status)
+
+    @pytest.mark.parametrize("path", ["//v1/models", "/health/../v1/models", "/v1/models#/health", "/v1/models?x=/health", "/%2fhealth"])
+    def test_no_path_looks_like_health(self, guarded: Running, path: str) -> None:
+        for host in ("localhost", "a/health?x=", "x/health#"):
+            assert guarded.get(path, {"host": host}).status == 401
+
+    def test_all_ways_to_bring_a_key(self, guarded: Running) -> None:
+        basic = base64.b64encode(b"anyone:second-key").decode()
+        good = [{"authorization": "Bearer first-key"}, {"x-api-key": "second-key"}, {"authorization": f"Basic {basic}"}]
+        bad = [{"authorization": "Bearer first-ke"}, {"authorization": "Bearer "}, {"authorization": "first-key"}, {"x-api-key": "\xff"}]
+        bad += [{"authorization": "Basic !"}, {"authorization": "Basic " + base64.b64encode(b"first-key").decode()}]
+        assert [guarded.get("/v1/models", headers).status for headers in good] == [200] * 3
+        replies = [guarded.get("/v1/models", headers) for headers in bad]
+        assert [reply.status for reply in replies] == [401] * len(bad)
+        assert replies[0].json["error"]["code"] == "invalid_api_key" and "www-authenticate" in replies[0].headers
+
+    def test_the_prefix_cache_is_a_key_s_own(self, guarded: Running) -> None:
+        body = CHAT | {"messages": [{"role": "user", "content": "hello " * 50}]}
+
+        def cached(key: str, **more: str) -> int:
+            reply = guarded.post("/v1/chat/completions", body | more, {"authorization": f"Bearer {key}"})
+            assert reply.status == 200
+            return int(reply.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert [cached(KEYS[0]), cached(KEYS[0]) > 0, cached(KEYS[1]), cached(KEYS[1]) > 0] == [0, True, 0, True]
+        assert cached(KEYS[0], cache_salt="mine") == 0
+
+
+class TestHosts:
+    def test_a_page_under_another_name_is_refused(self, server: Running) -> None:
+        hosts = {"localhost": 200, "127.0.0.1:80": 200, "[::1]:9": 200, "evil.example": 403, "localhost.evil.example": 403, "": 403}
+        for host, status in hosts.items():
+            assert server.get("/v1/models", {"host": host}).status == status, host
+
+    def test_others_are_not_served_without_a_key(self) -> None:
+        for host in ("0.0.0.0", "::", "192.168.1.2"):
+            with pytest.raises(RequestError, match="--api-key"):
+                check(Settings(host=host))
+            check(Settings(host=host, api_keys=("k",)))
+
+
+class TestBodies:
+    def test_only_the_methods_that_there_are(self, server: Running) -> None:
+        for path, route in ROUTES.items():
+            other = "GET" if route.method == "POST" else "POST"
+            assert server.request(other, path).status == 405
+        assert server.get("/v2").status == 404 and server.get("/v1/models/none").status == 404
+
+    @pytest.mark.parametrize(
+        "body, param",
+        [
+            (b"", None),
+            (b"[]", None),
+            (b"null", None),
+            (b'"text"', None),
+            (b"{", None),
+            (b"\xff{}", None),
+            (b"[" * 100_000, None),
+            (b'{"messages": ' + b"[" * 100_000, "messages"),
+            (b'{"messages": [{"role": "user", "tool_calls": [{"a": ' + b"[" * 100_000, None),
+            (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', None),
+            (b'{"messages": [], "n": 1}', "messages"),
+            (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "messages"),
+            (b'{"messages": [{"content": "a"}]}', "messages"),
+            (b'{"temperature": 1}', "messages"),
+        ],
+    )
+    def test_bodies_that_are_none(self, server: Running, body: bytes, param: str | None) -> None:
+        reply = server.post("/v1/chat/completions", body)
+        assert reply.status == 400 and reply.json["error"]["param"] == param, reply.body
+        assert set(reply.json["error"]) == {"message", "type", "param", "code"}
+
+    @pytest.mark.parametrize(
+        "field, values",
+        [
+            ("temperature", ["x", -0.1, 100.5, 1e308, True, [], float("nan"), float("inf")]),
+            ("top_p", [0, -1, 1.1, "1"]),
+            ("n", [0, 129, 10**9, 1.5, "1"]),
+            ("max_tokens", [0, -1, 2**40, 1.5]),
+            ("top_k", [-2, 2**31]),
+            ("seed", [2**63, "1"]),
+            ("stop", [5, ["a"] * 65, ["x" * 2000], [1]]),
+            ("stop_token_ids", [[-1], [2**31], ["a"], 5]),
+            ("logit_bias", [{"x": 1}, {"1": 101}, {"-1": 1}, {str(2**31): 1}, {"264": 1}, [1]]),
+            ("logprobs", ["yes", 3]),
+            ("top_logprobs", [-1, 21, 1.5]),
+            ("stream", ["yes", 1]),
+            ("priority", [1001, "high"]),
+            ("cache_salt", ["s" * 1025, 5]),
+            ("repetition_penalty", [0, -1, 101]),
+            ("presence_penalty", [-2.1, 2.1]),
+        ],
+    )
+    def test_fields_out_of_range_are_named(self, server: Running, field: str, values: list[object]) -> None:
+        for value in values:
+            reply = server.post("/v1/chat/completions", CHAT | {field: value})
+            assert reply.status == 400, (value, reply.body)
+            if value == value and value not in (float("inf"),):  # what is not JSON has no field
+                assert reply.json["error"]["param"] == field, (value, reply.body)
+
+    def test_unknown_fields_and_nulls_are_no_matter(self, server: Running) -> None:
+        nulls = dict.fromkeys(["temperature", "stop", "n", "tools", "stream_options", "seed", "response_format", "logit_bias"])
+        plain = server.post("/v1/chat/completions", CHAT).json["choices"]
+        assert server.post("/v1/chat/completions", CHAT | {"seed": None, "num_ctx": 5, "keep_alive": "x"}).json["choices"] == plain
+        assert server.post("/v1/chat/completions", nulls | CHAT).json["choices"] == plain
+
+    def test_types_encodings_and_sizes(self, server: Running) -> None:
+        body = b'{"messages": []}'
+        assert server.post("/v1/chat/completions", body, {"content-type": "text/plain"}).status == 415
+        assert server.post("/v1/chat/completions", body, {"content-encoding": "gzip"}).status == 415
+        connection = server.connect()
+        try:
+            connection.request("POST", "/v1/completions", iter([b"x" * (1 << 20)] * 20), {"content-type": "application/json"})
+            assert connection.getresponse().status == 413
+        except (BrokenPipeError, ConnectionResetError, http.client.RemoteDisconnected):
+            pass  # it hung up on the rest
+        finally:
+            connection.close()
+        assert server.get("/health").status == 200
+
+    def test_rubbish_on_the_wire(self, server: Running) -> None:
+        for rubbish in (
+            b"\0" * 100,
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n",
+            b"GET /a\r\nb HTTP/1.1\r\n\r\n",
+        ):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+                connection.sendall(rubbish)
+                connection.settimeout(2)
+                with contextlib.suppress(TimeoutError, ConnectionResetError):
+                    assert b" 200 " not in connection.recv(100)
+        assert server.get("/health").status == 200
+
+    def test_errors_say_nothing_internal(self, server: Running) -> None:
+        bodies = [b"{", b'{"prompt": 5}', b'{"prompt": [99999999]}', b'{"prompt": "a", "model": "/etc/passwd"}', b'{"prompt": ""}']
+        for body in bodies:
+            reply = server.post("/v1/completions", body)
+            assert 400 <= reply.status < 500
+            assert b"Traceback" not in reply.body and b"/home" not in reply.body and b".py" not in reply.body and b"0x" not in reply.body
+
+
+def test_the_description_has_every_route_and_record() -> None:
+    document = description()
+    assert {path for path in document["paths"] if "{" not in path} == set(ROUTES)
+    for path, route in ROUTES.items():
+        if route.record:
+            schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            fields = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["properties"]
+            assert set(fields) == set(route.record.__struct_fields__)

@@ -1,0 +1,56 @@
+"""OpenAI's own client against a server of the default model."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from headrace import LLM, SamplingParams
+from tests.server.running import Running, running
+
+MESSAGES = [{"role": "user", "content": "Name the planets of the solar system."}]
+
+
+@pytest.fixture(scope="module")
+def default() -> Iterator[Running]:
+    yield from running("smollm2", "--max-model-len", "512", "--kv-blocks", "64", "--api-key", "key")
+
+
+@pytest.fixture(scope="module")
+def client(default: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{default.port}/v1", api_key="key", max_retries=0) as client:
+        yield client
+
+
+def test_an_answer_and_its_stream(client: openai.OpenAI) -> None:
+    options = {"model": "smollm2", "messages": MESSAGES, "max_tokens": 40, "temperature": 0.8, "seed": 3}
+    answer = client.chat.completions.create(**options)  # type: ignore[call-overload]
+    with LLM(max_model_len=512, kv_blocks=64) as llm:
+        (expected,) = llm.chat(MESSAGES, SamplingParams(max_tokens=40, temperature=0.8, seed=3))
+    assert answer.choices[0].message.content == expected.outputs[0].text
+    assert answer.usage.completion_tokens == len(expected.outputs[0].token_ids)
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected.outputs[0].text
+    assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == answer.usage.total_tokens
+    scored = client.chat.completions.create(**options, logprobs=True, top_logprobs=3)  # type: ignore[call-overload]
+    spelt = b"".join(bytes(one.bytes) for one in scored.choices[0].logprobs.content).decode()
+    assert spelt.removesuffix("<|im_end|>") == expected.outputs[0].text
+
+
+def test_the_other_routes(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["smollm2"] and client.models.retrieve("smollm2").id == "smollm2"
+    completion = client.completions.create(model="smollm2", prompt=["One, two,", "Red, green,"], max_tokens=4, n=2, temperature=1, seed=1)
+    assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
+    embedding = client.embeddings.create(model="smollm2", input=["one", "two"])  # asks for base64
+    assert len(embedding.data) == 2 and len(embedding.data[0].embedding) == 576
+
+
+def test_errors_are_openai_s(default: Running, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.chat.completions.create(model="other", messages=MESSAGES)  # type: ignore[arg-type]
+    assert unknown.value.code == "model_not_found" and unknown.value.param == "model"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.chat.completions.create(model="smollm2", messages=MESSAGES, max_tokens=5000)  # type: ignore[arg-type]
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.AuthenticationError), openai.OpenAI(base_url=client.base_url, api_key="wrong") as stranger:
+        stranger.models.list()
