@@ -4,12 +4,15 @@ TYPE_CHECKING = False  # and not that of `typing`, which takes longer to import 
 if TYPE_CHECKING:
     from typing import Any
 
+    from headrace.async_llm import AsyncLLM
     from headrace.llm import LLM
     from headrace.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
 
-_HOME = {"LLM": "llm"} | dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"), "request")
+_HOME = {"LLM": "llm", "AsyncLLM": "async_llm"} | dict.fromkeys(
+    ("CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"), "request"
+)
 
 
 def __getattr__(name: str) -> "Any":

@@ -3,45 +3,22 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import count
-from os import PathLike, fspath
+from os import PathLike
 from types import TracebackType
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.assembly.load import load_model
-from headrace.assembly.options import engine_config
-from headrace.checkpoint.adapter import read_adapter
-from headrace.checkpoint.source import resolve
-from headrace.checkpoint.tokenizer import Tokenizer
-from headrace.config import INTERACTIVE, OFFLINE
-from headrace.engine.thread import EngineThread, Inbox
+from headrace.config import OFFLINE
+from headrace.engine.thread import Inbox
 from headrace.errors import RequestError, RequestFailedError
-from headrace.model.spec import ModelSpec
-from headrace.prompts import Message, Prompt, TokenizedPrompt, is_conversation
+from headrace.face import CHAT_PARAMS, ChatOptions, Face
+from headrace.prompts import Message, Prompt, is_conversation
 from headrace.request import CheckedRequest, Pooling, PoolingParams, RequestOutput, SamplingParams, Update
-from headrace.stats import BlockMap, Stats
-
-_T = TypeVar("_T")
-_CHAT_PARAMS = SamplingParams(**INTERACTIVE.sampling)
 
 
-class ChatOptions(TypedDict, total=False):
-    """What a chat template can be told beside the messages."""
-
-    tools: Sequence[Mapping[str, Any]] | None
-    """Descriptions of functions that the model may ask to be called."""
-    documents: Sequence[Mapping[str, Any]] | None
-    """Texts that the answer is to be drawn from, with the keys that the template wants: mostly `title` and `text`."""
-    add_generation_prompt: bool
-    """Whether the text ends with the beginning of an answer (the default), rather than with the last message."""
-    chat_template_kwargs: Mapping[str, Any] | None
-    """Further names for the template, such as `enable_thinking`."""
-
-
-class LLM:
+class LLM(Face):
     """A model that continues text and answers conversations.
 
     `model` is an alias, a path, `hf:...` or `pypi:...`; the options are the fields of `EngineConfig`, over the defaults in
@@ -59,15 +36,13 @@ class LLM:
     """
 
     def __init__(self, model: str | PathLike[str] = "smollm2", **options: Any) -> None:
-        if not isinstance(model, str | PathLike):
-            raise RequestError(f"model must be a name or a path, not {type(model).__name__}")
-        self._model = model = fspath(model)
-        self._engine, self._prompts, self._tokenizer, checkpoint = load_model(model, engine_config(options, OFFLINE))
-        self._thread = EngineThread(self._engine)
-        self._spec = checkpoint.spec  # and not the rest, which keeps the file open
-        self.config = self._engine.config
-        self._numbers = count()
-        """Ids of requests: chosen here, so that they are known before the engine has the request."""
+        super().__init__(model, options, OFFLINE)
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
 
     def generate(
         self,
@@ -111,7 +86,7 @@ class LLM:
         if not isinstance(messages, Iterable) or isinstance(messages, str | Mapping):
             raise RequestError(f"messages must be a list of messages, or a list of such lists, not {type(messages).__name__}")
         several: list[Any] = [messages] if is_conversation(messages) else list(messages)
-        read, params = partial(self._prompts.read_chat, **options), _CHAT_PARAMS if params is None else params
+        read, params = partial(self._prompts.read_chat, **options), CHAT_PARAMS if params is None else params
         terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt, "adapter": adapter}
         return self._run(self._check(read, several, params=params, **terms), progress)
 
@@ -164,13 +139,7 @@ class LLM:
         beam may win. Raises as `generate` does. Closing the iterator, or letting go of it, ends the request.
         """
         terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt, "adapter": adapter}
-        read: Callable[[Any], TokenizedPrompt] = self._prompts.read_prompt
-        if not isinstance(prompt, str | Mapping):
-            read, params = partial(self._prompts.read_chat, **options), _CHAT_PARAMS if params is None else params
-        elif options:
-            raise RequestError(f"{', '.join(options)} belongs to a conversation, and the prompt is none")
-        (request,) = self._check(read, [prompt], params=params, **terms)
-        return self._stream(request)
+        return self._stream(self._check_one(prompt, params, options, **terms))
 
     def stream_text(
         self,
@@ -189,78 +158,6 @@ class LLM:
         terms: dict[str, Any] = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt, "adapter": adapter}
         updates = self.stream(prompt, params, **terms, **options)
         return (update.text for update in updates if update.text)
-
-    def apply_chat_template(
-        self, messages: Sequence[Message], *, tokenize: bool = True, add_generation_prompt: bool = False, **options: Any
-    ) -> str | list[int]:
-        """The prompt that a conversation makes, by the model's chat template: token ids or, without `tokenize`, text.
-
-        Arguments and defaults mean what they do in Hugging Face transformers; `options` are the other ones of `ChatOptions`. Special
-        tokens are in the text, so give the token ids to `generate`, or the conversation itself to `chat`. Raises as `chat` does.
-        """
-        read = self._prompts.read_chat(messages, add_generation_prompt=add_generation_prompt, **options)
-        return list(read.token_ids) if tokenize else read.text or ""
-
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self._tokenizer
-
-    @property
-    def spec(self) -> ModelSpec:
-        """Shape and constants of the model."""
-        return self._spec
-
-    def load_adapter(self, name: str, adapter: str | PathLike[str]) -> None:
-        """Load a LoRA adapter under a name, for requests that ask for it: a folder as PEFT saves it, or `hf:...`.
-
-        It goes with weights in any format, and is kept in bf16 beside them. Raises RequestError for a name that is taken, ModelError for
-        an adapter that is missing, malformed, of another model or of a kind that is not known.
-        """
-        if not isinstance(name, str) or not name:
-            raise RequestError(f"the name of an adapter is a text that is not empty, not {name!r}")
-        matrices = read_adapter(resolve(fspath(adapter)), self._spec)
-        self._thread.call(lambda: self._engine.load_adapter(name, matrices))
-
-    def unload_adapter(self, name: str) -> None:
-        """Unload an adapter and give its memory back; requests under way keep it to their end. Raises RequestError for an unknown name."""
-        self._thread.call(lambda: self._engine.unload_adapter(name))
-
-    def stats(self) -> Stats:
-        """What the engine does now, and what it has done. Raises ClosedError once it is closed."""
-        return self._thread.call(self._engine.stats)
-
-    def block_map(self) -> BlockMap:
-        """Which request holds which block of KV now; `headrace.planner.block_picture.block_map_svg` draws it."""
-        return self._thread.call(self._engine.block_map)
-
-    def close(self) -> None:
-        """End all requests and give the memory back; threads that wait for a result get a ClosedError. May be called more than once."""
-        self._thread.close()
-        self._prompts.close()
-
-    def __enter__(self) -> "LLM":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        spec, limits = self.spec, self._engine.limits
-        shape = f"{spec.architecture}, {spec.num_layers} layers of width {spec.dim}, vocabulary {spec.vocab_size:,}"
-        kv = f"KV for {max(limits.kv.num_blocks) * limits.kv.block_size:,} tokens in {limits.kv.dtype}"
-        lossy = f"; lossy: {self.config.lossy}" if self.config.lossy else ""
-        state = "closed" if self._thread.closed else f"backend {self.config.backend}, context {limits.max_model_len:,}, {kv}{lossy}"
-        return f"LLM({self._model!r}: {shape}; {state})"
-
-    def _check(self, read: Callable[[_T], TokenizedPrompt], prompts: Sequence[_T], **asked: object) -> list[CheckedRequest]:
-        """The requests that these prompts make; `asked` are arguments of `Engine.check`, one for all or one for each. Queues nothing."""
-        self._thread.check_open()
-        columns = {name: _one_each(name, given, len(prompts)) for name, given in asked.items()}
-        requests = []
-        for i, prompt in enumerate(prompts):
-            token_ids, text = read(prompt)
-            requests.append(self._engine.check(token_ids, prompt=text, **{name: column[i] for name, column in columns.items()}))
-        return requests
 
     def _run(self, requests: Sequence[CheckedRequest], progress: bool) -> list[RequestOutput]:
         results: dict[str, RequestOutput] = {}
@@ -296,15 +193,6 @@ class LLM:
                 yield update
         finally:
             self._thread.abort([request_id])
-
-
-def _one_each(name: str, given: object, count: int) -> Sequence[Any]:
-    """One value for each of `count` prompts: `given` is a list of these, or one value for all."""
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-        return [given] * count
-    if len(given) != count:
-        raise RequestError(f"{name} has {len(given):,} entries and there are {count:,} prompts: give one value for all, or one for each")
-    return given
 
 
 @contextmanager

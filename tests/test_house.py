@@ -65,7 +65,7 @@ def import_table() -> dict[str, set[str]]:
 
 ALLOWED = import_table()
 RECORDS = {"batch", "logit_ops", "proposer", "request", "config", "stats", "errors"}
-ALLOWED |= {"__init__": {"llm", *RECORDS}, "__main__": {"cli"}}
+ALLOWED |= {"__init__": {"llm", "async_llm", *RECORDS}, "__main__": {"cli"}}
 
 
 def modules(requirements: list[str]) -> set[str]:
