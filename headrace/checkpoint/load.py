@@ -5,8 +5,9 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from headrace.checkpoint.advised_sampling import advised_sampling
 from headrace.checkpoint.architecture import layout_of
 from headrace.checkpoint.assemble import assemble
 from headrace.checkpoint.files import find, list_names
@@ -39,6 +40,10 @@ class Checkpoint:
     tokenizer_source: Metadata | Path
     tool_template: str | None = None
     """The chat template of conversations with tools, where there is another for them."""
+
+    def advised_sampling(self) -> dict[str, Any]:
+        """The sampling parameters that its authors advise, by field of `SamplingParams`. Raises FormatError."""
+        return advised_sampling(self.tokenizer_source)
 
     def load_tokenizer(self) -> "Tokenizer":
         """Build the tokenizer; raises as the two builders do. The library behind it is imported only here."""

@@ -19,7 +19,17 @@ if TYPE_CHECKING:
 
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
 _ENGINE_OPTIONS = ("threads", "kv_dtype", "max_model_len", "max_num_seqs", "kv_blocks", "chunked_prefill_size", "proposer", "draft_model")
-_SETTINGS = ("host", "port", "max_waiting", "max_per_key", "request_timeout", "drain_seconds", "stall_seconds", "allow_adapter_changes")
+_SETTINGS = (
+    "host",
+    "port",
+    "max_waiting",
+    "max_per_key",
+    "request_timeout",
+    "drain_seconds",
+    "stall_seconds",
+    "ignore_advised_sampling",
+    "allow_adapter_changes",
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +43,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-name", metavar="NAME", help="what clients call the model; MODEL if left out")
     parser.add_argument(
         "--lora", action="append", default=[], metavar="NAME=PATH", help="a LoRA adapter, which clients name in place of the model"
+    )
+    parser.add_argument(
+        "--ignore-advised-sampling", action="store_true", help="leave alone what generation_config.json says of temperature and the like"
     )
     limits = parser.add_argument_group("limits")
     limits.add_argument("--max-waiting", type=int, default=256, metavar="N", help="sequences that may wait; beyond that requests get 503")
@@ -105,6 +118,9 @@ def _announce(served: "ServedModel", port: int) -> None:
         f"address   {url}/v1{'' if settings.api_keys else ' (no key needed, this machine only)'}",
         f"try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'",
     ]
+    if served.advised_sampling:
+        advised = ", ".join(f"{name} {value:g}" for name, value in served.advised_sampling.items())
+        lines.insert(3, f"sampling  {advised}, unless a request says otherwise: as the model's authors advise")
     if hello.lossy:
         lines.insert(1, f"lossy     {hello.lossy}")
     print("\n".join(lines), file=sys.stderr, flush=True)

@@ -25,7 +25,7 @@ async def chat_completions(served: ServedModel, call: Call) -> None:
     if asked.top_logprobs is not None and not asked.logprobs:
         raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    params = sampling_params(asked, asked.max_completion_tokens or asked.max_tokens, logprobs)
+    params = sampling_params(asked, served.advised_sampling, asked.max_completion_tokens or asked.max_tokens, logprobs)
     with served.admitted(call, params.n):
         prompt = await served.tokens_of(partial(_read, served, asked), "messages", params.max_tokens)
         salt = served.salt(call, asked.cache_salt)

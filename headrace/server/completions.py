@@ -31,7 +31,7 @@ async def completions(served: ServedModel, call: Call) -> None:
         raise ApiError(400, "unsupported_parameter", "log-probabilities of an echoed prompt are not streamed", param="stream")
     texts = prompts_of(asked.prompt, "prompt")
     scored = {"prompt_logprobs": asked.logprobs} if asked.echo and asked.logprobs is not None else {}
-    params = sampling_params(asked, asked.max_tokens or _MAX_TOKENS, asked.logprobs, **scored)
+    params = sampling_params(asked, served.advised_sampling, asked.max_tokens or _MAX_TOKENS, asked.logprobs, **scored)
     with served.admitted(call, params.n * len(texts)):
         prompts = await read_prompts(served, "prompt", texts, asked.add_special_tokens, params.max_tokens)
         terms = {"priority": asked.priority, "salt": served.salt(call, asked.cache_salt), "adapter": adapter}

@@ -23,9 +23,13 @@ _SAME_NAME = (
 )
 
 
-def sampling_params(asked: Sampling, max_tokens: int | None, logprobs: int | None, **further: Any) -> SamplingParams:
-    """The engine's parameters for a request. Raises ApiError, which names the field."""
-    options = {name: value for name in _SAME_NAME if (value := getattr(asked, name)) is not None}
+def sampling_params(
+    asked: Sampling, advised: Mapping[str, Any], max_tokens: int | None, logprobs: int | None, **further: Any
+) -> SamplingParams:
+    """The engine's parameters for a request, over those that the model's authors advise. Raises ApiError, which names the field."""
+    options = ({} if asked.use_beam_search else dict(advised)) | {
+        name: value for name in _SAME_NAME if (value := getattr(asked, name)) is not None
+    }
     options |= {"max_tokens": max_tokens, "logprobs": logprobs, "seed": seed_of(asked.seed), "logit_bias": biases(asked.logit_bias)}
     if asked.use_beam_search:
         options |= {"beam_width": asked.n or 1, "temperature": 0.0}

@@ -3,10 +3,10 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.errors import RequestError
@@ -25,7 +25,17 @@ _T = TypeVar("_T")
 class ServedModel:
     """One model behind the routes."""
 
-    def __init__(self, settings: Settings, engine: EngineClient, prompts: PromptReader, tokenizer: Tokenizer, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        engine: EngineClient,
+        prompts: PromptReader,
+        tokenizer: Tokenizer,
+        advised_sampling: Mapping[str, Any],
+        metrics: Metrics,
+    ) -> None:
+        self.advised_sampling = advised_sampling
+        """Parameters of requests that leave them out, by field of `SamplingParams`."""
         self.settings = settings
         self.engine = engine
         self.prompts = prompts

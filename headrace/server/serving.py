@@ -92,10 +92,11 @@ async def _serve(
         checkpoint = await asyncio.to_thread(open_model, model, config)
         tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer)
         prompts = read_prompts(model, checkpoint, tokenizer)
+        advised = {} if settings.ignore_advised_sampling else checkpoint.advised_sampling()
         del checkpoint
         await starting
         metrics = Metrics(lambda: engine.report.figures, lambda: engine.restarts)
-        served = ServedModel(settings, engine, prompts, tokenizer, metrics)
+        served = ServedModel(settings, engine, prompts, tokenizer, advised, metrics)
         return await _listen_and_drain(served, listener, announce)
     except EngineDeadError as error:
         raise EngineStartError(str(error), engine.exit_code) from None

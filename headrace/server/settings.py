@@ -25,5 +25,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that requests under way have when the server is asked to end."""
     keepalive_seconds: float = 15.0
     """Seconds without news after which a stream gets a comment, so that no proxy takes it for dead."""
+    ignore_advised_sampling: bool = False
+    """Whether requests that leave sampling parameters out have OpenAI's, and not those that the model's authors advise."""
     allow_adapter_changes: bool = False
     """Whether there are routes that load and unload adapters."""

@@ -3,13 +3,15 @@
 import base64
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from headrace import LLM, SamplingParams
-from tests.server.running import Running
+from tests.checkpoint.conftest import write_tiny_gguf
+from tests.server.running import Running, running
 
 MESSAGES = [{"role": "user", "content": "hello world"}]
 CHAT: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -212,3 +214,20 @@ class TestOthers:
         for name in ("headrace_time_to_first_token_seconds_bucket", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"):
             assert name in text
         assert server.figures()["headrace_time_to_first_token_seconds_count"] >= 1
+
+
+def test_what_the_authors_advise(tmp_path: Path, llm: LLM) -> None:
+    model = write_tiny_gguf(tmp_path / "tiny.gguf", {"general.sampling.temp": 0.0, "general.sampling.penalty_repeat": 1.5})
+    asked: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 12, "seed": 1, "ignore_eos": True, "return_token_ids": True}
+    advised = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0, repetition_penalty=1.5)
+    plain = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.7, repetition_penalty=1.0, seed=1)
+    flags = ("--threads", "1", "--kv-blocks", "16")
+    for server in running(str(model), *flags):
+        assert any(line.startswith("sampling  temperature 0, repetition_penalty 1.5") for line in server.log)
+        answers = [server.post("/v1/chat/completions", asked | more).json for more in ({}, {"temperature": 0.7, "repetition_penalty": 1})]
+        expected = llm.chat([MESSAGES, MESSAGES], [advised, plain])
+        assert [answer["choices"][0]["token_ids"] for answer in answers] == [result.outputs[0].token_ids for result in expected]
+    for server in running(str(model), *flags, "--ignore-advised-sampling"):
+        answer = server.post("/v1/chat/completions", asked).json
+        (expected_one,) = llm.chat(MESSAGES, SamplingParams(max_tokens=12, ignore_eos=True, seed=1))
+        assert answer["choices"][0]["token_ids"] == expected_one.outputs[0].token_ids
