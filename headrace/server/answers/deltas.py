@@ -1,0 +1,70 @@
+"""What an answer is made of, in the order in which it becomes certain."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model wrote for itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """A call of a tool: the first delta of its `index`."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """The next fragment of the arguments of a call, which together are the text of a JSON object."""
+
+    index: int
+    text: str
+
+
+Delta = Content | Reasoning | CallBegun | CallArguments
+
+
+def merged(deltas: list[Delta]) -> list[Delta]:
+    """The same deltas, with neighbours of one kind as one. Takes linear time."""
+    result: list[Delta] = []
+    texts: list[str] = []
+    for delta in deltas:
+        last = result[-1] if result else None
+        if not _continues(last, delta):
+            _close(result, texts)
+            result.append(delta)
+            texts.clear()
+        if not isinstance(delta, CallBegun):
+            texts.append(delta.text)
+    _close(result, texts)
+    return result
+
+
+def _continues(last: Delta | None, delta: Delta) -> bool:
+    if isinstance(delta, CallArguments):
+        return isinstance(last, CallArguments) and last.index == delta.index
+    return isinstance(delta, Content | Reasoning) and type(last) is type(delta)
+
+
+def _close(result: list[Delta], texts: list[str]) -> None:
+    """Give the last delta all of its texts."""
+    if len(texts) < 2:
+        return
+    last, text = result[-1], "".join(texts)
+    if isinstance(last, CallArguments):
+        result[-1] = CallArguments(last.index, text)
+    else:
+        result[-1] = Content(text) if isinstance(last, Content) else Reasoning(text)
