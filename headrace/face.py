@@ -33,6 +33,8 @@ class ChatOptions(TypedDict, total=False):
     """Texts that the answer is to be drawn from, with the keys that the template wants: mostly `title` and `text`."""
     add_generation_prompt: bool
     """Whether the text ends with the beginning of an answer (the default), rather than with the last message."""
+    continue_final_message: bool
+    """Whether the answer goes on with the last message, which is then the beginning of it."""
     chat_template_kwargs: Mapping[str, Any] | None
     """Further names for the template, such as `enable_thinking`."""
 

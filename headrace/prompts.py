@@ -79,10 +79,12 @@ class PromptReader:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> TokenizedPrompt:
         """Read a conversation, rendered by the model's chat template: see `Renderer.render` for the options.
 
+        With `continue_final_message` the text ends where the content of the last message does, so that the answer goes on with it.
         Raises RequestError for a model without a chat template, for what is no conversation, or one that the template cannot render,
         and for one too long for the context; FormatError for a template that does what it must not.
         """
@@ -102,10 +104,10 @@ class PromptReader:
             eos=tokenizer.eos_token,
             tools=tools,
             documents=documents,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self._tokenize(text, rendered=True)
+        return self._tokenize(_up_to_content(text, messages[-1]) if continue_final_message else text, rendered=True)
 
     def _tokenize(self, text: str, *, rendered: bool = False, add_special: bool = True) -> TokenizedPrompt:
         longest = self.max_model_len
@@ -121,6 +123,16 @@ class PromptReader:
     def _longest_token(self) -> int:
         """Bytes of the longest token."""
         return max(len(self._tokenizer.token_bytes(token)) for token in range(self._tokenizer.vocab_size))
+
+
+def _up_to_content(text: str, message: Message) -> str:
+    """A rendered conversation without what the template writes behind its last message. Raises RequestError where that cannot be told."""
+    content = message.get("content")
+    words = content.strip() if isinstance(content, str) else ""
+    place = text.rfind(words) if words else -1
+    if place < 0:
+        raise RequestError("continue_final_message needs a last message with text, which the chat template writes as it is")
+    return text[: place + len(words)]
 
 
 def is_conversation(messages: object) -> TypeGuard[Sequence[Message]]:

@@ -28,6 +28,8 @@ _SETTINGS = (
     "drain_seconds",
     "stall_seconds",
     "ignore_advised_sampling",
+    "tool_call_parser",
+    "reasoning_parser",
     "allow_adapter_changes",
 )
 
@@ -44,6 +46,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lora", action="append", default=[], metavar="NAME=PATH", help="a LoRA adapter, which clients name in place of the model"
     )
+    parser.add_argument(
+        "--tool-call-parser", metavar="NAME", help="how the model writes calls of tools; by its template if left out, or none"
+    )
+    parser.add_argument("--reasoning-parser", metavar="NAME", help="how it writes its reasoning; by its template if left out, or none")
     parser.add_argument(
         "--ignore-advised-sampling", action="store_true", help="leave alone what generation_config.json says of temperature and the like"
     )

@@ -4,6 +4,7 @@ The status of an error decides what clients do: those of OpenAI send 408, 409, 4
 So 500 and 504 have that header: a request that breaks something must not come three times.
 """
 
+import re
 from typing import Any
 
 from headrace.errors import HeadraceError
@@ -101,7 +102,10 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal_error", "the server failed at this request")
 
 
+_FIELD = re.compile(r"([a-z][a-z_]*)(?:[\[.:]| (?:must|has|is|names|needs)\b)")
+
+
 def invalid_request(message: str, param: str | None = None) -> ApiError:
-    """A RequestError. Its message begins with the name of a field that is wrong, if it is one."""
-    first = message.partition(" ")[0]
-    return invalid(message, param or (first if "_" in first else None))
+    """A RequestError. Its message begins with the name of the field that is wrong, where it is one."""
+    named = _FIELD.match(message)
+    return invalid(message, param or (named[1] if named else None))

@@ -13,6 +13,7 @@ from headrace.errors import RequestError
 from headrace.prompts import PromptReader, TokenizedPrompt
 from headrace.request import PoolingParams, SamplingParams
 from headrace.server import frames
+from headrace.server.answers.parser import AnswerStyle
 from headrace.server.asgi import Call
 from headrace.server.engine_client import EngineClient, Stream
 from headrace.server.errors import ApiError, NotReadyError, invalid, too_long
@@ -32,8 +33,13 @@ class ServedModel:
         prompts: PromptReader,
         tokenizer: Tokenizer,
         advised_sampling: Mapping[str, Any],
+        answer_style: AnswerStyle,
         metrics: Metrics,
     ) -> None:
+        self.answer_style = answer_style
+        """How the model writes reasoning and calls of tools."""
+        self.control_tokens = frozenset(tokenizer.token_bytes(token).decode(errors="replace") for token in tokenizer.special_ids)
+        self.end_tokens = tuple(tokenizer.token_bytes(token).decode(errors="replace") for token in sorted(tokenizer.eos_ids))
         self.advised_sampling = advised_sampling
         """Parameters of requests that leave them out, by field of `SamplingParams`."""
         self.settings = settings

@@ -17,6 +17,7 @@ from headrace.assembly.load import open_model, read_prompts
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError, RequestError
 from headrace.prompts import PromptReader
+from headrace.server.answers.parser import AnswerStyle
 from headrace.server.app import make_app
 from headrace.server.engine_client import EngineClient
 from headrace.server.errors import EngineDeadError
@@ -93,10 +94,12 @@ async def _serve(
         tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer)
         prompts = read_prompts(model, checkpoint, tokenizer)
         advised = {} if settings.ignore_advised_sampling else checkpoint.advised_sampling()
+        templates = "\n".join(filter(None, (checkpoint.chat_template, checkpoint.tool_template)))
+        style = AnswerStyle.of(templates, settings.tool_call_parser, settings.reasoning_parser)
         del checkpoint
         await starting
         metrics = Metrics(lambda: engine.report.figures, lambda: engine.restarts)
-        served = ServedModel(settings, engine, prompts, tokenizer, advised, metrics)
+        served = ServedModel(settings, engine, prompts, tokenizer, advised, style, metrics)
         return await _listen_and_drain(served, listener, announce)
     except EngineDeadError as error:
         raise EngineStartError(str(error), engine.exit_code) from None

@@ -25,6 +25,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that requests under way have when the server is asked to end."""
     keepalive_seconds: float = 15.0
     """Seconds without news after which a stream gets a comment, so that no proxy takes it for dead."""
+    tool_call_parser: str | None = None
+    """How the model writes calls of tools; None: by its chat template."""
+    reasoning_parser: str | None = None
+    """How it writes its reasoning; None: by its chat template."""
     ignore_advised_sampling: bool = False
     """Whether requests that leave sampling parameters out have OpenAI's, and not those that the model's authors advise."""
     allow_adapter_changes: bool = False

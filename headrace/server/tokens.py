@@ -3,8 +3,8 @@
 from functools import partial
 
 from headrace.server.asgi import Call
-from headrace.server.chat import messages_of
 from headrace.server.errors import invalid
+from headrace.server.openai_messages import messages_of
 from headrace.server.openai_records import DetokenizeRequest, TokenizeRequest
 from headrace.server.served_model import ServedModel
 

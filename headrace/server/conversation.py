@@ -1,0 +1,127 @@
+"""A conversation and its answer, as all APIs that answer conversations have need of them: read, submitted, parsed as it comes."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from headrace.prompts import TokenizedPrompt
+from headrace.request import Logprobs, SamplingParams
+from headrace.server import frames
+from headrace.server.answers.deltas import Delta
+from headrace.server.answers.parser import AnswerParser
+from headrace.server.answers.tools import Tool, ToolChoice, read_tool_choice, read_tools
+from headrace.server.asgi import Call
+from headrace.server.engine_client import Stream
+from headrace.server.errors import ApiError
+from headrace.server.generation import Clock, Usage, finish_reason
+from headrace.server.served_model import ServedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is asked for, whichever API it was asked by."""
+
+    model: str | None
+    messages: list[dict[str, Any]]
+    params: SamplingParams
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """In OpenAI's form."""
+    tool_choice: str | Mapping[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    documents: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    reasoning_effort: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a step brought to one continuation."""
+
+    index: int
+    deltas: list[Delta]
+    token_ids: list[int]
+    logprobs: list[Logprobs]
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass
+class Answer:
+    """The answer to one conversation: `n` continuations."""
+
+    model: str
+    n: int
+    usage: Usage
+    _stream: Stream
+    _parsers: list[AnswerParser]
+    _clock: Clock
+    timing: dict[str, float] = field(default_factory=dict)
+    """Seconds of queue, prefill and decode, once it has ended."""
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """What comes of it, as it comes. Raises what it failed of."""
+        async for item in self._stream:
+            if isinstance(item, frames.Ended):
+                self._clock.ended(item)
+                self.usage.cached, self.timing = item.cached_tokens, self._clock.timing
+                continue
+            self.usage.completion += len(item.token_ids)
+            self._clock.tokens(len(item.token_ids))
+            parser, reason = self._parsers[item.index], finish_reason(item)
+            deltas = parser.push(item.text)
+            if item.finish_reason:
+                deltas += parser.finish()
+            yield Piece(item.index, deltas, item.token_ids, item.logprobs, reason, item.stop_reason)
+
+
+@asynccontextmanager
+async def answered(served: ServedModel, call: Call, asked: Asked) -> AsyncIterator[Answer]:
+    """The answer to a conversation; it ends with the context. Raises ApiError, and what `ServedModel` raises."""
+    adapter = served.adapter_of(asked.model)
+    tools = read_tools(asked.tools)
+    choice = read_tool_choice(asked.tool_choice, tools)
+    if choice.mode in ("required", "named"):
+        raise ApiError(400, "unsupported_parameter", "tool_choice must be auto or none", param="tool_choice")
+    style, wanted = served.answer_style, tools if choice.mode != "none" else ()
+    if wanted and style.tool_format is None:
+        raise ApiError(400, "unsupported_parameter", "the chat template of this model takes no tools", param="tools")
+    params = asked.params
+    if style.needs_special_tokens(served.control_tokens, bool(wanted)):
+        params = replace(params, skip_special_tokens=False)
+    with served.admitted(call, params.n):
+        texts: list[str] = []
+        prompt = await served.tokens_of(partial(_read, served, asked, choice, texts), "messages", params.max_tokens)
+        salt = served.salt(call, asked.cache_salt)
+        async with served.submitted([prompt], params, priority=asked.priority, salt=salt, adapter=adapter) as (stream,):
+            parsers = [_parser(served, texts[0], wanted, params) for _ in range(params.n)]
+            model = adapter or served.settings.model_name
+            yield Answer(model, params.n, Usage(len(prompt)), stream, parsers, Clock(served.metrics))
+
+
+def _read(served: ServedModel, asked: Asked, choice: ToolChoice, texts: list[str]) -> TokenizedPrompt:
+    """The prompt, whose text is added to `texts`."""
+    names = dict(asked.chat_template_kwargs or {})
+    if asked.reasoning_effort is not None:
+        names = {"reasoning_effort": asked.reasoning_effort, "enable_thinking": asked.reasoning_effort != "none"} | names
+    prompt = served.prompts.read_chat(
+        asked.messages,
+        tools=asked.tools if asked.tools and choice.mode != "none" else None,
+        documents=asked.documents,
+        add_generation_prompt=asked.add_generation_prompt,
+        continue_final_message=asked.continue_final_message,
+        chat_template_kwargs=names or None,
+    )
+    texts.append(prompt.text or "")
+    return prompt
+
+
+def _parser(served: ServedModel, prompt: str, tools: Sequence[Tool], params: SamplingParams) -> AnswerParser:
+    style = served.answer_style
+    ends = () if params.skip_special_tokens else served.end_tokens
+    return style.parser(inside=style.begins_inside(prompt), tools=tools, end_tokens=ends)
