@@ -7,7 +7,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.server import adapters, chat, completions, embeddings, health, tokens
+from headrace.server import (
+    adapters,
+    anthropic_records,
+    chat,
+    completions,
+    embeddings,
+    health,
+    messages,
+    responses,
+    responses_records,
+    tokens,
+)
 from headrace.server import openai_records as records
 from headrace.server.asgi import Call
 from headrace.server.gate import Gate
@@ -38,6 +49,9 @@ ROUTES = {
     "/v1/models": Route("GET", health.models),
     "/v1/chat/completions": Route("POST", chat.chat_completions, records.ChatRequest),
     "/v1/completions": Route("POST", completions.completions, records.CompletionRequest),
+    "/v1/messages": Route("POST", messages.messages, anthropic_records.MessagesRequest),
+    "/v1/messages/count_tokens": Route("POST", messages.count_tokens, anthropic_records.CountTokensRequest),
+    "/v1/responses": Route("POST", responses.responses, responses_records.ResponsesRequest),
     "/v1/embeddings": Route("POST", embeddings.embeddings, records.EmbeddingRequest),
     "/v1/load_lora_adapter": Route("POST", adapters.load_adapter, records.LoadAdapterRequest),
     "/v1/unload_lora_adapter": Route("POST", adapters.unload_adapter, records.UnloadAdapterRequest),

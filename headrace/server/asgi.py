@@ -144,6 +144,11 @@ class Call:
 Handler = Callable[[Call], Awaitable[None]]
 
 
+def named_event(name: str, value: Mapping[str, object]) -> bytes:
+    """An event with a name, which stands in it as its type as well."""
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), _encoder.encode({"type": name, **value}))
+
+
 def event(value: object) -> bytes:
     """A value as an event of a stream."""
     return b"data: " + _encoder.encode(value) + b"\n\n"

@@ -9,7 +9,7 @@ from typing import Any
 from headrace.prompts import TokenizedPrompt
 from headrace.request import Logprobs, SamplingParams
 from headrace.server import frames
-from headrace.server.answers.deltas import Delta
+from headrace.server.answers.deltas import Delta, Reasoning
 from headrace.server.answers.parser import AnswerParser
 from headrace.server.answers.tools import Tool, ToolChoice, read_tool_choice, read_tools
 from headrace.server.asgi import Call
@@ -77,21 +77,16 @@ class Answer:
             deltas = parser.push(item.text)
             if item.finish_reason:
                 deltas += parser.finish()
+            if deltas and all(isinstance(delta, Reasoning) for delta in deltas):
+                self.usage.reasoning += len(item.token_ids)
             yield Piece(item.index, deltas, item.token_ids, item.logprobs, reason, item.stop_reason)
 
 
 @asynccontextmanager
 async def answered(served: ServedModel, call: Call, asked: Asked) -> AsyncIterator[Answer]:
     """The answer to a conversation; it ends with the context. Raises ApiError, and what `ServedModel` raises."""
-    adapter = served.adapter_of(asked.model)
-    tools = read_tools(asked.tools)
-    choice = read_tool_choice(asked.tool_choice, tools)
-    if choice.mode in ("required", "named"):
-        raise ApiError(400, "unsupported_parameter", "tool_choice must be auto or none", param="tool_choice")
-    style, wanted = served.answer_style, tools if choice.mode != "none" else ()
-    if wanted and style.tool_format is None:
-        raise ApiError(400, "unsupported_parameter", "the chat template of this model takes no tools", param="tools")
-    params = asked.params
+    adapter, (tools, choice) = served.adapter_of(asked.model), _tools(served, asked)
+    style, wanted, params = served.answer_style, tools if choice.mode != "none" else (), asked.params
     if style.needs_special_tokens(served.control_tokens, bool(wanted)):
         params = replace(params, skip_special_tokens=False)
     with served.admitted(call, params.n):
@@ -102,6 +97,25 @@ async def answered(served: ServedModel, call: Call, asked: Asked) -> AsyncIterat
             parsers = [_parser(served, texts[0], wanted, params) for _ in range(params.n)]
             model = adapter or served.settings.model_name
             yield Answer(model, params.n, Usage(len(prompt)), stream, parsers, Clock(served.metrics))
+
+
+async def prompt_tokens(served: ServedModel, call: Call, asked: Asked) -> int:
+    """The tokens of a conversation. Raises as `answered` does."""
+    served.adapter_of(asked.model)
+    _, choice = _tools(served, asked)
+    with served.admitted(call, 1):
+        return len(await served.tokens_of(partial(_read, served, asked, choice, []), "messages", 0))
+
+
+def _tools(served: ServedModel, asked: Asked) -> tuple[Sequence[Tool], ToolChoice]:
+    """The tools of the request and how they are chosen. Raises RequestError or ApiError."""
+    tools = read_tools(asked.tools)
+    choice = read_tool_choice(asked.tool_choice, tools)
+    if choice.mode in ("required", "named"):
+        raise ApiError(400, "unsupported_parameter", "tool_choice must be auto or none", param="tool_choice")
+    if tools and choice.mode != "none" and served.answer_style.tool_format is None:
+        raise ApiError(400, "unsupported_parameter", "the chat template of this model takes no tools", param="tools")
+    return tools, choice
 
 
 def _read(served: ServedModel, asked: Asked, choice: ToolChoice, texts: list[str]) -> TokenizedPrompt:

@@ -64,6 +64,24 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
+_ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """An error in the shape of Anthropic's API."""
+    kind = _ANTHROPIC.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
     """A request that cannot be served as written."""
     return ApiError(400, code, message, param=param)

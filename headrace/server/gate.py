@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from headrace.errors import HeadraceError
 from headrace.server.asgi import DONE, Call, Disconnected, Handler, Receive, Scope, Send, event
-from headrace.server.errors import ApiError, as_api_error
+from headrace.server.errors import ApiError, anthropic_body, as_api_error
 from headrace.server.settings import Settings
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -78,7 +78,8 @@ class Gate:
         elif told.status > 500:
             log.warning("%s: %s", told.code, error if isinstance(error, HeadraceError) else told.message)
         if not call.responding:
-            await call.respond(told.body, told.status, told.headers)
+            body = anthropic_body(told) if call.scope["path"].startswith("/v1/messages") else told.body
+            await call.respond(body, told.status, told.headers)
 
 
 def stream_error(error: Exception) -> bytes:

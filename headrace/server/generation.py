@@ -79,6 +79,8 @@ class Usage:
     prompt: int
     completion: int = 0
     cached: int = 0
+    reasoning: int = 0
+    """Of the completion: tokens by which nothing but reasoning came."""
 
     def as_json(self) -> dict[str, Any]:
         """As OpenAI's clients read it."""
@@ -87,6 +89,7 @@ class Usage:
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
         }
 
 

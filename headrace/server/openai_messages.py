@@ -6,19 +6,21 @@ from typing import Any
 from headrace.server.errors import invalid
 from headrace.server.openai_records import ChatMessage, ContentPart
 
+_TEXTS = ("text", "input_text", "output_text", "reasoning_text")
+
 
 def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """What is not there is left out, and parts of text are one text. Raises ApiError for anything but text."""
     return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
 
-def text_of(content: str | list[ContentPart] | None, where: str) -> str | None:
+def text_of(content: str | list[ContentPart] | None, where: str, param: str = "messages") -> str | None:
     """The text of a content. Raises ApiError for parts that are none."""
     if not isinstance(content, list):
         return content
     for part in content:
-        if part.text is None or part.type not in ("text", "input_text", "output_text"):
-            raise invalid(f"{where}: this model reads text only, not {part.type!r}", "messages", "unsupported_parameter")
+        if part.text is None or part.type not in _TEXTS:
+            raise invalid(f"{where}: this model reads text only, not {part.type!r}", param, "unsupported_parameter")
     return "\n".join(part.text or "" for part in content)
 
 
@@ -31,19 +33,19 @@ def _message(where: str, message: ChatMessage) -> dict[str, Any]:
     if message.reasoning is not None:
         fields.setdefault("reasoning_content", message.reasoning)
     if message.tool_calls is not None:
-        fields["tool_calls"] = [_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)]
+        fields["tool_calls"] = [call_of(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)]
     return fields
 
 
-def _call(where: str, call: dict[str, Any]) -> dict[str, Any]:
-    """A call with its arguments as an object, which templates expect: clients send them as JSON text."""
+def call_of(where: str, call: dict[str, Any], param: str = "messages") -> dict[str, Any]:
+    """A call with its arguments as an object, which templates expect: clients send them as JSON text. Raises ApiError."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid(f"{where} must have a function with a name", "messages")
+        raise invalid(f"{where} must have a function with a name", param)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            raise invalid(f"{where}.function.arguments is not JSON", "messages") from None
+            raise invalid(f"{where}.function.arguments is not JSON", param) from None
     return call | {"function": function | {"arguments": {} if arguments is None else arguments}}

@@ -1,7 +1,8 @@
-"""OpenAI's own client against a server of the default model."""
+"""OpenAI's and Anthropic's own clients against a server of the default model."""
 
 from collections.abc import Iterator
 
+import anthropic
 import openai
 import pytest
 
@@ -54,3 +55,30 @@ def test_errors_are_openai_s(default: Running, client: openai.OpenAI) -> None:
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.AuthenticationError), openai.OpenAI(base_url=client.base_url, api_key="wrong") as stranger:
         stranger.models.list()
+
+
+def test_responses(client: openai.OpenAI) -> None:
+    options = {"model": "smollm2", "input": "Name a planet.", "max_output_tokens": 300, "temperature": 0}
+    answer = client.responses.create(**options)  # type: ignore[call-overload]
+    expected = client.chat.completions.create(
+        model="smollm2", messages=[{"role": "user", "content": "Name a planet."}], max_completion_tokens=300, temperature=0
+    )
+    assert answer.output_text == expected.choices[0].message.content
+    with client.responses.stream(**options) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert text == stream.get_final_response().output_text == answer.output_text
+
+
+def test_anthropic_s_client(default: Running, client: openai.OpenAI) -> None:
+    expected = client.chat.completions.create(model="smollm2", messages=MESSAGES, max_tokens=12, temperature=0)  # type: ignore[arg-type]
+    options = {"model": "smollm2", "messages": MESSAGES, "max_tokens": 12, "extra_body": {"temperature": 0}}
+    with anthropic.Anthropic(base_url=f"http://127.0.0.1:{default.port}", api_key="key", max_retries=0) as claude:
+        answer = claude.messages.create(**options)  # type: ignore[call-overload]
+        assert answer.content[0].text == expected.choices[0].message.content
+        with claude.messages.stream(**options) as stream:  # type: ignore[arg-type]
+            assert "".join(stream.text_stream) == answer.content[0].text
+            assert stream.get_final_message().usage.output_tokens == answer.usage.output_tokens
+        count = claude.messages.count_tokens(model="smollm2", messages=MESSAGES)  # type: ignore[arg-type]
+        assert count.input_tokens == answer.usage.input_tokens
+        with pytest.raises(anthropic.NotFoundError):
+            claude.messages.create(**options | {"model": "claude"})  # type: ignore[call-overload]

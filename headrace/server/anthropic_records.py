@@ -1,0 +1,74 @@
+"""What clients of Anthropic's API send: records that check types and bounds as they are read."""
+
+from typing import Annotated, Any
+
+import msgspec
+
+from headrace.server.openai_records import MAX_MESSAGES, MAX_TOOLS
+
+_Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class Block(msgspec.Struct, frozen=True):
+    """A part of a message: text, thinking, a call of a tool, or what came of one."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: "str | list[Block] | None" = None
+
+
+class AnthropicMessage(msgspec.Struct, frozen=True):
+    """A message of a conversation."""
+
+    role: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    content: str | list[Block]
+
+
+class AnthropicTool(msgspec.Struct, frozen=True):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class AnthropicToolChoice(msgspec.Struct, frozen=True):
+    """Which tools are called: `auto`, `any`, `tool` (the one of that name) or `none`."""
+
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class AnthropicThinking(msgspec.Struct, frozen=True):
+    """Whether the model reasons before it answers: `enabled`, `adaptive` or `disabled`."""
+
+    type: str
+
+
+class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/messages/count_tokens`."""
+
+    messages: Annotated[list[AnthropicMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+    model: str | None = None
+    system: str | list[Block] | None = None
+    tools: Annotated[list[AnthropicTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: AnthropicThinking | None = None
+
+
+class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
+    """`POST /v1/messages`."""
+
+    max_tokens: _Count
+    stream: bool | None = None
+    temperature: _Share | None = None
+    top_p: _Share | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    stop_sequences: list[str] | None = None

@@ -1,0 +1,49 @@
+"""What clients of OpenAI's Responses API send: records that check types and bounds as they are read."""
+
+from typing import Annotated, Any
+
+import msgspec
+
+from headrace.server.openai_records import MAX_MESSAGES, MAX_TOOLS, ContentPart
+
+_Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+
+
+class InputItem(msgspec.Struct, frozen=True):
+    """A message, a call of a tool, what came of one, or reasoning."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | list[ContentPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[ContentPart] | None = None
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True):
+    """How the model reasons before it answers."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/responses`."""
+
+    input: str | Annotated[list[InputItem], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: _Count | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    stream: bool | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
