@@ -139,7 +139,11 @@ def main(description: str | None, programs: Mapping[str, Callable[[Bench], None]
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each side (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=160, metavar="N", help="of the trace, in `batching` (default: %(default)s of 500)")
     parser.add_argument(
-        "--prompt", type=int, default=0, metavar="N", help="tokens of the long prompt (default: 4096 in `pauses`, all the context in `memory`)"
+        "--prompt",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens of the long prompt (default: 4096 in `pauses`, all the context in `memory`)",
     )
     parser.add_argument("--cached", type=int, default=0, metavar="N", help="of which so many are read before the streams of `pauses` begin")
     parser.add_argument("--set", type=_fields, action="append", metavar="F=V,...", help="fields of EngineConfig, a row of `pauses`")

@@ -77,24 +77,31 @@ def _add(group: Any, name: str, text: str, kind: type) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
+    check_installed()
+    from headrace.assembly.options import engine_config
+    from headrace.server.serving import serve, stderr_log
+    from headrace.server.settings import Settings
+
+    keys = tuple(key for key in (*args.api_key, os.environ.get("HEADRACE_API_KEY", "")) if key)
+    settings = Settings(
+        api_keys=keys, model_name=args.model_name or model_name(args.model), **{name: getattr(args, name) for name in _SETTINGS}
+    )
+    config = engine_config({name: getattr(args, name) for name in _ENGINE_OPTIONS})
+    stderr_log()
+    return serve(args.model, config, settings, _adapters(args.lora), _announce)
+
+
+def check_installed() -> None:
+    """Raise RequestError where the packages that the server needs are missing."""
     try:
         import msgspec  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise RequestError(f"the server needs the package {error.name}: pip install 'headrace[server]'") from None
-    from headrace.assembly.options import engine_config
-    from headrace.server.serving import serve, stderr_log
-    from headrace.server.settings import Settings
-
-    keys = tuple(key for key in (*args.api_key, os.environ.get("HEADRACE_API_KEY", "")) if key)
-    settings = Settings(api_keys=keys, model_name=args.model_name or _name(args.model), **{name: getattr(args, name) for name in _SETTINGS})
-    config = engine_config({name: getattr(args, name) for name in _ENGINE_OPTIONS})
-    stderr_log()
-    return serve(args.model, config, settings, _adapters(args.lora), _announce)
 
 
-def _name(model: str) -> str:
+def model_name(model: str) -> str:
     """The last part of a path; what is no path stands as it is."""
     return os.path.basename(model.rstrip("/")) or model
 

@@ -34,6 +34,14 @@ class EngineDeadError(EngineError):
     """The engine ended under the request, or could not start."""
 
 
+class EngineStartError(HeadraceError):
+    """The engine could not be started; the exit code is the engine process's own."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class TooSlowError(EngineError):
     """The client reads slower than its answer is written."""
 

@@ -20,7 +20,7 @@ from headrace.prompts import PromptReader
 from headrace.server.answers.parser import AnswerStyle
 from headrace.server.app import make_app
 from headrace.server.engine_client import EngineClient
-from headrace.server.errors import EngineDeadError
+from headrace.server.errors import EngineDeadError, EngineStartError
 from headrace.server.gate import LOOPBACK
 from headrace.server.metrics import Metrics
 from headrace.server.served_model import ServedModel
@@ -33,14 +33,6 @@ class PortInUseError(HeadraceError):
     """The address is taken."""
 
     exit_code = 5
-
-
-class EngineStartError(HeadraceError):
-    """The engine could not be started; the exit code is the engine process's own."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 def check(settings: Settings) -> None:
