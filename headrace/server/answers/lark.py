@@ -31,13 +31,12 @@ class Lark:
 
     def up_to(self, marker: str) -> str:
         """Any text that ends with `marker`, which is nowhere else in it."""
-        text, token = marker, ""
-        for control in self._control_tokens:
-            if marker.endswith(control):
-                text, token = marker.removesuffix(control), self.text(control)
-        if token:
-            return f"{self.rule('/(?s:.*)/')} {self.text(text) if text else ''} {token}"
-        return self.rule("/(?s:.*)/", f"[suffix={_quoted(marker)}]")
+        control = self._marker.search(marker)
+        if control is None:
+            return self.rule("/(?s:.*)/", f"[suffix={_quoted(marker)}]")
+        text = f"TEXT{len(self._rules)}"  # in capitals, it is one expression with what must stand before the token
+        self._rules.append(f"{text}: /(?s:.*)/ {_quoted(marker[: control.start()])}")
+        return f"{text} {self.text(marker[control.start() :])}"
 
     def rule(self, body: str, options: str = "") -> str:
         """The name of a new rule."""
