@@ -13,9 +13,9 @@ class Lark:
 
     def __init__(self, control_tokens: Mapping[str, int]) -> None:
         """`control_tokens`: token ids by their texts; such a text is written as its token."""
-        self._control_tokens = control_tokens
+        self._control_tokens = {text: token for text, token in control_tokens.items() if text}
         self._rules: list[str] = []
-        self._marker = re.compile("|".join(map(re.escape, sorted(control_tokens, key=len, reverse=True))) or "(?!)")
+        self._marker = re.compile("|".join(map(re.escape, sorted(self._control_tokens, key=len, reverse=True))) or "(?!)")
 
     def text(self, text: str) -> str:
         """Exactly this text."""
@@ -57,7 +57,8 @@ class Lark:
 
         Those that are not required may be left out.
         """
-        required = tool.parameters.get("required") or ()
+        listed = tool.parameters.get("required")
+        required = listed if isinstance(listed, list) else ()
         first, more = '""', '""'
         for key, schema in reversed(properties(tool)):
             one = written(key, schema)
