@@ -1,12 +1,15 @@
 """Grammars of tool calls: llguidance compiles them, takes what the formats write, and nothing else."""
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from random import Random
+from typing import Any, ClassVar
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from headrace.server.answers.formats import FORMATS
+from headrace.server.answers.reader import SPACE
 from headrace.server.answers.thinking import THINKING
 from headrace.server.answers.tool_grammar import tool_grammar
 from headrace.server.answers.tools import Tool, ToolChoice
@@ -145,6 +148,73 @@ class TestEveryFormat:
         tools = [Tool("f", {"properties": {"units": {"enum": ["metric", "imperial"]}}})]
         assert taken(grammar_of(format_, tools=tools), written(format_, {"units": "metric"})) == "whole"
         assert taken(grammar_of(format_, tools=tools), written(format_, {"units": "other"})) == "refused"
+
+
+class TestWhatAGrammarWrites:
+    SCHEMA: ClassVar[dict[str, Any]] = {
+        "type": "object",
+        "properties": {
+            "digit": {"type": "integer", "minimum": 0, "maximum": 9},
+            "word": {"type": "string", "enum": ["a<b", 'x"y', "z\n"]},
+            "flag": {"type": ["boolean", "null"]},
+            "list": {"type": "array", "items": {"enum": ["a", 1]}, "maxItems": 2},
+        },
+        "required": ["word"],
+        "additionalProperties": False,
+    }
+
+    def walk(self, grammar: str, rng: Random, begun: bytes) -> str:
+        """A text at random that begins so and is whole to a grammar."""
+        matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes([]))), grammar)
+        text = bytearray(begun)
+        assert matcher.consume_tokens(list(begun))
+        while not (matcher.is_accepting() and rng.random() < 0.5) and not matcher.is_stopped():
+            mask = matcher.compute_bitmask()
+            allowed = [i for i in range(256) if mask[i >> 3] >> (i & 7) & 1]
+            solid = [i for i in allowed if chr(i) not in SPACE]
+            text.append(rng.choice(solid if solid and rng.random() < 0.9 else allowed))
+            assert matcher.consume_token(text[-1])
+        return text.decode()
+
+    @pytest.mark.parametrize("format_", FORMATS)
+    def test_is_calls_that_keep_to_the_schema(self, format_: str) -> None:
+        tools = [Tool("f", self.SCHEMA), CLOCK]
+        grammar, rng = grammar_of(format_, tools=tools), Random(format_)
+        begun = b"<|channel|>commentary" if format_ == "harmony" else b""  # reasoning at random would never end
+        for _ in range(6):
+            text = self.walk(grammar, rng, begun)
+            calls = summary(deltas(style(format_).parser(tools=tools), [text]))
+            assert calls
+            for kind, name, arguments in calls:
+                assert (kind, name) in (("call", "f"), ("call", "clock")), text
+                if name == "f":
+                    self.check(json.loads(arguments))
+
+    def check(self, arguments: dict[str, Any]) -> None:
+        assert arguments.keys() <= self.SCHEMA["properties"].keys()
+        assert arguments["word"] in self.SCHEMA["properties"]["word"]["enum"]
+        assert arguments.get("digit", 0) in range(10)
+        assert arguments.get("flag") in (True, False, None)
+        assert all(one in ("a", 1) for one in arguments.get("list", []))
+
+
+class TestHostileSchemas:
+    @pytest.mark.parametrize("format_", FORMATS)
+    @pytest.mark.parametrize(
+        "schema",
+        [
+            {"properties": 3},
+            {"properties": {"a": 3}, "required": 3},
+            {"properties": {"a": {"type": 3, "enum": 3}, "b": {"enum": []}}, "required": "ab"},
+            {"properties": {"a": {"type": "string", "enum": "text"}}, "$defs": 3},
+            {"properties": {'"\\\n)}<[1]>%json': {"type": "string", "const": '"\\\n\x00\u2028'}}},
+        ],
+    )
+    def test_a_grammar_is_made_or_llguidance_refuses_it(self, format_: str, schema: Any) -> None:
+        """Nothing of ours raises, and no text of a schema becomes a part of the grammar."""
+        grammar = grammar_of(format_, tools=[Tool("f", schema)])
+        error = LLMatcher.validate_grammar(grammar)
+        assert "Expected token" not in error and "lexer error" not in error, error
 
 
 class TestReasoning:
