@@ -72,7 +72,7 @@ class TestWhatAnswersAre:
 
 
 class TestAnyText:
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(st.data())
     @pytest.mark.parametrize("format_", [None, *FORMATS])
     def test_cuts_do_not_matter(self, format_: str | None, data: st.DataObject) -> None:
@@ -87,7 +87,7 @@ class TestAnyText:
         assert deltas(parser(sample, end_tokens=ends), cut(text, at)) == whole
         assert deltas(parser(sample, end_tokens=ends), list(text)) == whole
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(
         st.lists(st.sampled_from(["<tool_call>", "</tool_call>", '{"name": "f"', ', "arguments": ', "{", "}", "x", '"', " "]), max_size=12)
     )
@@ -103,14 +103,14 @@ class TestAnyText:
                 assert part in rest or part == "{}"
                 rest = rest.partition(part)[2] if part in rest else rest
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=50, deadline=None)
     @given(st.dictionaries(st.text(max_size=5), VALUES, max_size=4))
     def test_arguments_are_passed_on_as_they_are(self, arguments: dict[str, Any]) -> None:
         for text in (json.dumps(arguments), json.dumps(arguments, ensure_ascii=False, indent=1)):
             call = '<tool_call>{"name": "f", "arguments": ' + text + "}</tool_call>"
             assert summary(deltas(parser(Sample("hermes", None, "", [])), list(call))) == [("call", "f", text)]
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=50, deadline=None)
     @given(st.dictionaries(st.from_regex("[a-z_]{1,5}", fullmatch=True), VALUES, max_size=4))
     def test_python_becomes_json(self, arguments: dict[str, Any]) -> None:
         call = "[clock(" + ", ".join(f"{key}={value!r}" for key, value in arguments.items()) + ")]"
@@ -289,7 +289,7 @@ class TestWork:
         assert work[2] - work[1] <= 2.1 * (work[1] - work[0]) + 200
         assert largest < 64
 
-    @pytest.mark.parametrize("name", ["openers and braces", "nested", "spaces", "endless value"])
+    @pytest.mark.parametrize("name", ["openers and braces", "nested", "spaces"])
     def test_a_megabyte(self, name: str) -> None:
         sample, text = hostile(1 << 20)[name]
         answer = parser(sample)
