@@ -13,9 +13,9 @@ class Lark:
 
     def __init__(self, control_tokens: Mapping[str, int]) -> None:
         """`control_tokens`: token ids by their texts; such a text is written as its token."""
-        self._control_tokens = control_tokens
+        self._control_tokens = {text: token for text, token in control_tokens.items() if text}
         self._rules: list[str] = []
-        self._marker = re.compile("|".join(map(re.escape, sorted(control_tokens, key=len, reverse=True))) or "(?!)")
+        self._marker = re.compile("|".join(map(re.escape, sorted(self._control_tokens, key=len, reverse=True))) or "(?!)")
 
     def text(self, text: str) -> str:
         """Exactly this text."""
@@ -31,13 +31,12 @@ class Lark:
 
     def up_to(self, marker: str) -> str:
         """Any text that ends with `marker`, which is nowhere else in it."""
-        text, token = marker, ""
-        for control in self._control_tokens:
-            if marker.endswith(control):
-                text, token = marker.removesuffix(control), self.text(control)
-        if token:
-            return f"{self.rule('/(?s:.*)/')} {self.text(text) if text else ''} {token}"
-        return self.rule("/(?s:.*)/", f"[suffix={_quoted(marker)}]")
+        control = self._marker.search(marker)
+        if control is None:
+            return self.rule("/(?s:.*)/", f"[suffix={_quoted(marker)}]")
+        text = f"TEXT{len(self._rules)}"  # in capitals, it is one expression with what must stand before the token
+        self._rules.append(f"{text}: /(?s:.*)/ {_quoted(marker[: control.start()])}")
+        return f"{text} {self.text(marker[control.start() :])}"
 
     def rule(self, body: str, options: str = "") -> str:
         """The name of a new rule."""
@@ -58,7 +57,8 @@ class Lark:
 
         Those that are not required may be left out.
         """
-        required = tool.parameters.get("required") or ()
+        listed = tool.parameters.get("required")
+        required = listed if isinstance(listed, list) else ()
         first, more = '""', '""'
         for key, schema in reversed(properties(tool)):
             one = written(key, schema)

@@ -32,10 +32,10 @@ class Tool:
         types = schema.get("type")
         if isinstance(types, str):
             return frozenset((types,))
-        if isinstance(types, Sequence):
+        if isinstance(types, list):
             return frozenset(one for one in types if isinstance(one, str))
         values = schema.get("enum")
-        if isinstance(values, Sequence) and values and all(isinstance(value, str) for value in values):
+        if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
             return frozenset(("string",))
         return frozenset()
 

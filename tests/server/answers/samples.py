@@ -275,6 +275,14 @@ MALFORMED: list[Sample] = [
     Sample("llama3_json", None, '{"name": "clock", "x', [("content", '{"name": "clock", "x')]),
     Sample("harmony", None, "<|channel|>analysis<b>x", [("content", "<|channel|>analysis<b>x")]),
     Sample("harmony", None, "<|channel|>x to=functions.f<|message|>no", [("content", "<|channel|>x to=functions.f<|message|>no")]),
+    Sample(
+        "deepseek_v3", None, f"{_V3}{_V3_CALL}<｜tool▁sep｜>f\n```json\nx", [("content", f"{_V3}{_V3_CALL}<｜tool▁sep｜>f\n```json\nx")]
+    ),
+    Sample("pythonic", None, "[clock(=1)]", [("content", "[clock(=1)]")]),
+    Sample("hermes", None, '<tool_call>{"na\\', [("content", '<tool_call>{"na\\')]),
+    Sample("hermes", None, '<tool_call>{"na\\x": 1}', [("content", '<tool_call>{"na\\x": 1}')]),
+    Sample("hermes", None, '<tool_call>{"' + "\\n" * 600 + '": 1}', [("content", '<tool_call>{"' + "\\n" * 600 + '": 1}')]),
+    Sample("hermes", None, '<tool_call>{"name": "' + "f" * 129 + '"}', [("content", '<tool_call>{"name": "' + "f" * 129 + '"}')]),
     # after it has begun: its arguments end, and the rest is content
     Sample("hermes", None, '<tool_call>{"name": "f", "arguments": {"a": [1}}', [("call", "f", '{"a": [1'), ("content", "}}")]),
     Sample("hermes", None, '<tool_call>{"name": "f", "arguments": {"a": "b', [("call", "f", '{"a": "b')]),
@@ -283,5 +291,12 @@ MALFORMED: list[Sample] = [
     Sample("pythonic", None, '[clock(), get_weather(city="a" b)]', [TIME, ("call", "get_weather", '{"city": "a"'), ("content", "b)]")]),
     Sample("qwen3_xml", None, "<function=f><parameter=n>12", [("call", "f", '{"n": 12')]),
     Sample("qwen3_xml", None, "<function=get_weather><parameter=city>\nPa", [("call", "get_weather", '{"city": "Pa')]),
+    Sample("pythonic", None, '[clock(a={"b": 1, 2: 3})]', [("call", "clock", '{"a": {"b": 1, '), ("content", "2: 3})]")]),
+    Sample("pythonic", None, "[clock(a='x\\u12x4')]", [("call", "clock", '{"a": "x'), ("content", "\\u12x4')]")]),
+    Sample("pythonic", None, "[clock(a=1_0e999)]", [("call", "clock", '{"a": '), ("content", "1_0e999)]")]),
+    Sample("pythonic", None, "[clock(a=1.0.0)]", [("call", "clock", '{"a": '), ("content", "1.0.0)]")]),
+    Sample("qwen3_xml", None, "<function=f><parameter=n>1</parameter>x", [("call", "f", '{"n": 1'), ("content", "x")]),
+    Sample("glm45", None, "<tool_call>f<arg_key>a</arg_key><arg_value>[1", [("call", "f", '{"a": [1')]),
+    Sample("glm45", None, "<tool_call>f<arg_key>a</arg_key><arg_value>[1</arg_value>x", [("call", "f", '{"a": "[1"'), ("content", "x")]),
     Sample("glm45", None, "<tool_call>f<arg_key>a</arg_key>b", [("call", "f", "{"), ("content", "a</arg_key>b")]),
 ]

@@ -75,7 +75,7 @@ def _head(tool: str, name: str, arguments: str) -> str:
 
 
 def _ignore(_: str) -> None:
-    """For a value that nobody needs."""
+    """Drop a value that is not needed."""
 
 
 class _Call:

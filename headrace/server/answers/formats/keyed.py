@@ -1,7 +1,7 @@
 """Arguments as keys with raw texts between tags, made into the text of a JSON object with the help of the tool's schema."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from headrace.server.answers.answer_reader import AnswerReader
@@ -57,10 +57,10 @@ class KeyedArguments:
 
 def value_grammar(lark: Lark, tool: Tool, key: str, schema: Mapping[str, Any], closer: str) -> str:
     """A value and its closing tag. Of the texts a schema allows only `enum` and `const` are held; other values are JSON."""
-    texts = schema.get("enum") or [schema.get("const")]
+    texts = schema.get("enum", [schema.get("const")])
     if tool.parameter_types(key) != {"string"}:
         return f"{lark.json(schema)} {lark.text(closer)}"
-    if isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts):
+    if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
         return lark.either(lark.text(text + closer) for text in texts)
     return lark.up_to(closer)
 

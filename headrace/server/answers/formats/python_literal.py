@@ -14,9 +14,8 @@ _WORD = re.compile(r"[A-Za-z0-9_+.\-]*")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _IN_STRING = {quote: re.compile(rf"[^\\{quote}]*") for quote in "'\""}
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""} | dict(
-    zip("\\'\"/", "\\'\"/", strict=True)
-)
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
+_ESCAPES |= {character: character for character in "\\'\"/"}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
