@@ -64,7 +64,7 @@ def import_table() -> dict[str, set[str]]:
 
 
 ALLOWED = import_table()
-RECORDS = {"batch", "logit_ops", "proposer", "request", "config", "stats", "errors"}
+RECORDS = {"batch", "logit_ops", "proposer", "constraint", "request", "structured_outputs", "config", "stats", "errors"}
 ALLOWED |= {"__init__": {"llm", *RECORDS}, "__main__": {"cli"}}
 
 
@@ -130,7 +130,10 @@ class TestImports:
             assert not words & others, name_of(file)
 
     def test_only_what_pyproject_names(self) -> None:
-        requirements = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["hub"]]
+        requirements = [
+            *PROJECT["dependencies"],
+            *chain.from_iterable(PROJECT["optional-dependencies"][extra] for extra in ("hub", "structured")),
+        ]
         known = {distribution.replace("-", "_") for distribution in names(requirements)} | set(sys.stdlib_module_names) | {"headrace"}
         used = {(top, name_of(file)) for file in FILES for name in imports(file) if (top := name.partition(".")[0]) not in known}
         assert not used
