@@ -18,11 +18,11 @@ class JumpForward:
 
     def find(self, scheduled: list[ScheduledSequence]) -> dict[ScheduledSequence, int]:
         """Note in each sequence of a step what is certain to follow; returns how many tokens that is."""
-        for item in scheduled:
-            constraint, useful = item.seq.constraint, min(self._most, item.max_useful_draft)
-            if constraint and constraint.changes and useful > 0 and item.seq.output.finish_reason is None:
-                item.certain = constraint.certain(useful)
-        return {item: len(item.certain) for item in scheduled if item.certain}
+        able = [item for item in scheduled if item.seq.has_changing_mask and item.seq.output.finish_reason is None]
+        for item in able:
+            if item.seq.constraint and (useful := min(self._most, item.max_useful_draft)) > 0:
+                item.certain = item.seq.constraint.certain(useful)
+        return {item: len(item.certain) for item in able if item.certain}
 
     def draft(self, items: dict[ScheduledSequence, int]) -> None:
         """Make a draft of the certain tokens of each sequence, as many as the budget that it was granted has room for."""
