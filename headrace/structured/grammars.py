@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _MOST_COMPILED = 64
 """Most grammars that are kept compiled; the least recently used is dropped first."""
+_MOST_USES = 100
+"""Requests after which a grammar is compiled again: they share its lexer, which grows with the texts that it sees."""
 _MOST_WRITTEN = 256
 """Characters of a certain text that are tokenised ahead of it."""
 _MOST_KEPT = 4096
@@ -37,7 +39,7 @@ _LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 100_000,  # a few milliseconds of a mask
     "step_max_items": 50_000,
     "max_lexer_states": 20_000,  # tens of megabytes
-    "max_grammar_size": 200_000,
+    "max_grammar_size": 120_000,
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
@@ -47,7 +49,8 @@ _JSON: "JsonCompileOptions" = {"item_separator": ", ", "key_separator": ": ", "w
 
 
 _MOST_REPETITIONS = 10_000
-_REPETITION = re.compile(r"\{\s*(\d+)\s*(?:,\s*(\d+)?\s*)?\}")
+_REPETITION = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\Z)|(\()|(\))|\{\s*(\d+)\s*(?:,\s*(\d+)?\s*)?\}|[^\\[(){]", re.DOTALL)
+"""What an expression is made of: something escaped or a class, a group that opens or closes, a count in braces, or else a character."""
 
 _Key = tuple[str, str]
 """The field of a `StructuredOutputs` that is given, and its text."""
@@ -69,17 +72,20 @@ class Grammars:
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[_Key, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[_Key, tuple[int, LLMatcher]] = OrderedDict()
+        """Each with the requests that it may still serve; the least recently used first."""
         self._lock = Lock()
 
     def compile(self, asked: StructuredOutputs) -> GrammarState:
         """The beginning of a text as it is asked for. Raises RequestError, which names the field, for what cannot be compiled."""
-        field, text = _key(asked)
+        key = _key(asked)
         with self._lock:
-            found = self._compiled.get((field, text))
-            if found is None:
-                found = self._compiled[field, text] = self._compile(field, text, asked)
-            self._compiled.move_to_end((field, text))
+            left, found = self._compiled.get(key, (0, None))
+        if found is None or not left:
+            left, found = _MOST_USES, self._compile(*key, asked)
+        with self._lock:
+            self._compiled[key] = left - 1, found
+            self._compiled.move_to_end(key)
             while len(self._compiled) > _MOST_COMPILED:
                 self._compiled.popitem(last=False)
             return _State(found.deep_copy(), self._vocab_size)
@@ -87,8 +93,9 @@ class Grammars:
     def _compile(self, field: str, text: str, asked: StructuredOutputs) -> "LLMatcher":
         llguidance = _llguidance()
         _check_repetitions(field, text)
-        if self._tokenizer is None:
-            self._tokenizer = llguidance.LLTokenizer(_Tokens(self._vocabulary, self._vocab_size))
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = llguidance.LLTokenizer(_Tokens(self._vocabulary, self._vocab_size))
         limits = llguidance.LLParserLimits(**_LIMITS)
         try:
             matcher: LLMatcher = llguidance.LLMatcher(self._tokenizer, _grammar(llguidance.LLMatcher, asked), log_level=0, limits=limits)
@@ -195,10 +202,27 @@ def _grammar(matcher: "type[LLMatcher]", asked: StructuredOutputs) -> str:
 
 
 def _check_repetitions(field: str, text: str) -> None:
-    """Raise RequestError for a number of repetitions that would take long to compile."""
-    most = max((int(number) for found in _REPETITION.findall(text) for number in found if number), default=0)
-    if most > _MOST_REPETITIONS:
-        raise RequestError(f"{field} repeats something {most:,} times; {_MOST_REPETITIONS:,} is the most")
+    """Raise RequestError for so many repetitions, one inside another, that they would take long to compile."""
+    times = _num_repetitions(text)
+    if times > _MOST_REPETITIONS:
+        raise RequestError(f"{field} repeats something {times:,} times; {_MOST_REPETITIONS:,} is the most")
+
+
+def _num_repetitions(text: str) -> int:
+    """How often an expression repeats something at least, and the largest of its counts in braces, whichever is more."""
+    most, groups, atom = 1, [1], 1  # the repetitions in each open group, and in what came last
+    for opened, closed, least, bound in _REPETITION.findall(text):
+        if least:
+            atom *= int(least)
+            most = max(most, atom, int(bound or 0))
+        elif closed:
+            atom = groups.pop() if len(groups) > 1 else 1
+        else:
+            atom = 1
+        if opened:
+            groups.append(1)
+        groups[-1] = max(groups[-1], atom)
+    return most
 
 
 def _llguidance() -> ModuleType:

@@ -18,7 +18,7 @@ from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.checkpoint.tokenizer_hf import tokenizer_from_folder
 from headrace.constraint import GrammarState, mask_words
 from headrace.errors import ConstraintError, RequestError
-from headrace.structured.grammars import Grammars
+from headrace.structured.grammars import Grammars, _num_repetitions
 from headrace.structured_outputs import StructuredOutputs
 from tests.checkpoint.conftest import DATA, sentencepiece_parts, write_tiny_gguf
 from tests.checkpoint.test_tokenizer import byte_level, save, spaces_and_bytes
@@ -86,7 +86,7 @@ def test_json_is_valid(grammars: Grammars, tokenizer: Tokenizer, schema: dict[st
 
 
 @pytest.mark.parametrize(
-    "regex", [r"[a-z]{3}-\d{2}|x+y", r"(yes|no|mañana)( again)*", r'"(/|\\|\n)"', r"日+本", "(a+)+b", r" leading|  two", "\\u00e9?e"]
+    "regex", [r"[a-z]{3}-[0-9]{2}|x+y", r"(yes|no|mañana)( again)*", r'"(/|\\|\n)"', r"日+本", "(a+)+b", r" leading|  two", "\\u00e9?e"]
 )
 def test_text_matches_its_expression(grammars: Grammars, tokenizer: Tokenizer, regex: str) -> None:
     state = grammars.compile(StructuredOutputs(regex=regex))
@@ -142,6 +142,7 @@ SMALL = Grammars(JsonVocabulary(), VOCAB)
         ({"regex": r"(a)\1"}, "regex cannot be compiled"),
         ({"regex": "a{1000000}"}, "regex repeats something 1,000,000 times"),
         ({"regex": "a{2,99999}"}, "regex repeats"),
+        ({"regex": "((a{100}){50}){3}"}, "regex repeats something 15,000 times"),
         ({"regex": r"[^\s\S]"}, "regex allows no text"),
         ({"grammar": "start: x"}, "grammar cannot be compiled: .*unknown name"),
         ({"grammar": "start: start"}, "grammar"),
@@ -161,6 +162,28 @@ def test_what_cannot_be_compiled_is_refused(asked: dict[str, Any], message: str)
     with pytest.raises(RequestError, match=message) as error:
         SMALL.compile(StructuredOutputs(**asked))
     assert len(str(error.value)) < 500 and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "times"),
+    [
+        ("ab+", 1),
+        ("a{5}b{4}", 5),
+        ("(a{10}){20}", 200),
+        ("((a{10}b{3}){20}c|d){2}e", 400),
+        (r"[{(]{7}\({3}", 7),
+        ("[]a{9}]{3}", 3),
+        ("a{2,99}", 99),
+        ("(a{6,}){5}", 30),
+        ("((", 1),
+        ("))a{3}", 3),
+        ("[" * 60000, 1),
+        ("(" * 30000 + ")" * 30000, 1),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_repetitions_are_counted(text: str, times: int) -> None:
+    assert _num_repetitions(text) == times
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -212,6 +235,15 @@ def test_the_latest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("a", "b", "a", "c"):
         grammars.compile(StructuredOutputs(regex=text))
     assert [text for _, text in grammars._compiled] == ["a", "c"]
+
+
+def test_a_grammar_is_compiled_again_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.structured.grammars._MOST_USES", 2)
+    grammars, found = Grammars(JsonVocabulary(), VOCAB), []
+    for _ in range(4):
+        grammars.compile(StructuredOutputs(regex="a"))
+        found.append(grammars._compiled["regex", "a"][1])
+    assert found[0] is found[1] and found[2] is found[3] and found[1] is not found[2]
 
 
 def test_without_the_library_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
