@@ -1,15 +1,16 @@
 """Structured output of the default model: JSON that is valid by its schema, with and without certain tokens taken at once."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
 import pytest
 
+from headrace import LLM, SamplingParams, StructuredOutputs
 from headrace.backend import compile_program
+from headrace.errors import RequestError
 from headrace.model import trace_model
-from headrace.request import SamplingParams
-from headrace.structured_outputs import StructuredOutputs
 from tests.engine.test_promise import same
 from tests.engine.test_promise_real import KV, checkpoint, engine_on
 from tests.tiny import run_all
@@ -57,3 +58,16 @@ def test_json_is_valid_by_its_schema(sampling: dict[str, Any]) -> None:
     assert cut <= 1
     assert jumping.stats().certain > 50 and one_by_one.stats().certain == 0
     executable.close()
+
+
+def test_all_faces_of_the_engine_know_it() -> None:
+    choice = ["the sun", "the moon", "neither of them"]
+    params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputs(choice=choice))
+    question = [{"role": "user", "content": "Which is larger?"}]
+    with LLM("smollm2", max_model_len=256, kv_blocks=16) as llm:
+        (answer,) = llm.chat(question, params)
+        (text,) = llm.generate("Which is larger?", params)
+        assert answer.outputs[0].text in choice and text.outputs[0].text in choice
+        assert "".join(llm.stream_text(question, params)) == answer.outputs[0].text
+        with pytest.raises(RequestError, match="regex cannot be compiled"):
+            llm.generate("a", replace(params, structured_outputs=StructuredOutputs(regex="(")))
