@@ -102,7 +102,7 @@ clean:
 .venv/.test: pyproject.toml | .venv/.core
 	@echo '[set-up] test dependencies'
 	@$(PIP) torch==2.13.0 # by itself and first, so that nothing pulls a larger build of it
-	@$(INSTALL) '.[oracle,server,test]'
+	@$(INSTALL) '.[oracle,test]'
 	@touch $@
 
 .venv/.lint: pyproject.toml | .venv/.core

@@ -12,6 +12,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <tuple>
 
@@ -60,26 +61,52 @@ nb::tuple as_tuple(const Drawn& drawn) {
 constexpr const char* kInUse = "the sampler is at work in another thread: one at a time";
 OneCaller::Turn turn_of(Sampler& sampler) { return {sampler.caller(), kInUse}; }
 
-nb::tuple draw(Sampler& sampler, const Logits& logits, uint32_t position, int num_logprobs) {
+// The masks of so many rows, none where there are none: a copy, which no other thread can write to.
+using Masks = std::vector<uint32_t>;
+
+Mask data_of(const Masks& masks) { return masks.empty() ? nullptr : masks.data(); }
+
+void check_mask(std::span<const uint32_t> mask, int vocab) {
+  const auto beyond = static_cast<uint32_t>(mask.size() * kMaskBits - static_cast<size_t>(vocab));  // bits of the last word
+  const bool is_empty = std::all_of(mask.begin(), mask.end() - 1, [](uint32_t word) { return !word; });
+  require(!is_empty || mask.back() << beyond, "a mask allows no token");
+}
+
+Masks masks_of(nb::handle given, int rows, int vocab) {
+  if (given.is_none()) return {};
+  nb::ndarray<const uint32_t, nb::c_contig, nb::device::cpu> array;
+  require(nb::try_cast(given, array, false), "masks must be an array of uint32, one row after the other");
+  const auto words = static_cast<size_t>(mask_words(vocab));
+  const size_t size = static_cast<size_t>(rows) * words;
+  require(array.ndim() == 2 && array.shape(0) == static_cast<size_t>(rows) && array.shape(1) == words,
+          "masks must be [rows, words]: a row for each row of logits of the op, with a bit for each token");
+  Masks masks(array.data(), array.data() + size);
+  for (size_t first = 0; first < size; first += words) check_mask(std::span(masks).subspan(first, words), vocab);
+  return masks;
+}
+
+nb::tuple draw(Sampler& sampler, const Logits& logits, uint32_t position, int num_logprobs, nb::handle given) {
   require(width_of(logits, 1) == sampler.vocab(), "the row of logits is not as wide as the vocabulary");
+  const Masks masks = masks_of(given, 1, sampler.vocab());
   const OneCaller::Turn turn = turn_of(sampler);
   Drawn drawn;
   {
     nb::gil_scoped_release released;
-    drawn = sampler.draw(logits.data(), position, num_logprobs, scratch);
+    drawn = sampler.draw(logits.data(), position, data_of(masks), num_logprobs, scratch);
   }
   return as_tuple(drawn);
 }
 
 using Probabilities = nb::ndarray<nb::numpy, double, nb::ndim<1>>;
 
-Probabilities probabilities(Sampler& sampler, const Logits& logits, uint32_t position) {
+Probabilities probabilities(Sampler& sampler, const Logits& logits, uint32_t position, nb::handle given) {
   require(width_of(logits, 1) == sampler.vocab(), "the row of logits is not as wide as the vocabulary");
+  const Masks masks = masks_of(given, 1, sampler.vocab());
   const OneCaller::Turn turn = turn_of(sampler);
   auto values = std::make_unique<double[]>(static_cast<size_t>(sampler.vocab()));
   {
     nb::gil_scoped_release released;
-    sampler.probabilities(logits.data(), position, values.get(), scratch);
+    sampler.probabilities(logits.data(), position, data_of(masks), values.get(), scratch);
   }
   const size_t shape[] = {static_cast<size_t>(sampler.vocab())};
   double* data = values.release();
@@ -89,13 +116,18 @@ Probabilities probabilities(Sampler& sampler, const Logits& logits, uint32_t pos
 // The fields of a `Draw` of headrace/logit_ops.py, and of its `DraftTree`; what has no type is not read here.
 using DraftFields = std::tuple<std::vector<int>, std::vector<int>, nb::handle, nb::handle, nb::handle>;
 using HeldSampler = std::shared_ptr<Sampler>;  // stays while it draws, whatever becomes of the list that it came in
-using Draw = std::tuple<int, uint32_t, HeldSampler, DraftFields, int, nb::handle>;
-// Those of a `TopTokens`: row, position, sampler and the number of tokens.
-using TopTokens = std::tuple<int, uint32_t, HeldSampler, int>;
-// Those of an `Expand`: row, position, sampler, index of the sequence and the number of tokens.
-using Expand = std::tuple<int, uint32_t, HeldSampler, uint32_t, int, nb::handle>;
+using Draw = std::tuple<int, uint32_t, HeldSampler, DraftFields, int, nb::handle, nb::handle>;
+// Those of a `TopTokens`: row, position, sampler, the number of tokens and the masks.
+using TopTokens = std::tuple<int, uint32_t, HeldSampler, int, nb::handle>;
+// Those of an `Expand`: row, position, sampler, index of the sequence, the number of tokens and, last, the masks.
+using Expand = std::tuple<int, uint32_t, HeldSampler, uint32_t, int, nb::handle, nb::handle>;
 
 Sampler& sampler_of(const auto& op) { return *std::get<2>(op); }
+
+template <class Op>
+nb::handle given_masks(const Op& op) {
+  return std::get<std::tuple_size_v<Op> - 1>(op);
+}
 
 void check_draft(const DraftFields& draft) {
   const auto& [tokens, parents, confidence, indivisible, probabilities] = draft;
@@ -135,13 +167,18 @@ std::vector<std::optional<Result>> for_each(Pool& pool, const auto& logits, cons
   require(logits.shape(0) <= 1 << 30, "logits have at most 2^30 rows");
   check_ops(ops, static_cast<int>(logits.shape(0)), width);
   std::deque<OneCaller::Turn> turns;
-  for (const Op& op : ops) turns.emplace_back(sampler_of(op).caller(), kInUse);
+  std::vector<Masks> masks;
+  for (const Op& op : ops) {
+    turns.emplace_back(sampler_of(op).caller(), kInUse);
+    masks.push_back(masks_of(given_masks(op), rows_of(op), width));
+  }
   std::vector<std::optional<Result>> results(ops.size());
   const auto run = [&](int begin, int end, int) {
     for (int i = begin; i < end; i++) {
       const Op& op = ops[static_cast<size_t>(i)];
       try {
-        results[static_cast<size_t>(i)] = method(op, logits.data() + static_cast<size_t>(std::get<0>(op)) * width);
+        const Mask its_masks = data_of(masks[static_cast<size_t>(i)]);
+        results[static_cast<size_t>(i)] = method(op, logits.data() + static_cast<size_t>(std::get<0>(op)) * width, its_masks);
       } catch (const NonFiniteLogits&) {  // stays without a result
       }
     }
@@ -166,17 +203,17 @@ nb::list as_list(const std::vector<std::optional<Result>>& results) {
 }
 
 nb::list verify_all(Pool& pool, const Logits& logits, const std::vector<Draw>& draws) {
-  return as_list(for_each<Verified>(pool, logits, draws, [](const Draw& op, const float* rows) {
-    const auto& [row, position, sampler, draft, num_logprobs, method] = op;
-    return verify_exact(*sampler, rows, position, {std::get<0>(draft), std::get<1>(draft)}, num_logprobs, scratch);
+  return as_list(for_each<Verified>(pool, logits, draws, [](const Draw& op, const float* rows, Mask masks) {
+    const auto& [row, position, sampler, draft, num_logprobs, method, given] = op;
+    return verify_exact(*sampler, rows, position, {std::get<0>(draft), std::get<1>(draft)}, masks, num_logprobs, scratch);
   }));
 }
 
 nb::list top_tokens_all(Pool& pool, const Logits& logits, const std::vector<TopTokens>& ops) {
   for (const TopTokens& op : ops) require(std::get<3>(op) > 0, "a count must be above 0");
-  return as_list(for_each<Ranked>(pool, logits, ops, [](const TopTokens& op, const float* logits_row) {
-    const auto& [row, position, sampler, num_tokens] = op;
-    return Ranked{sampler->likeliest(logits_row, position, num_tokens, scratch)};
+  return as_list(for_each<Ranked>(pool, logits, ops, [](const TopTokens& op, const float* logits_row, Mask mask) {
+    const auto& [row, position, sampler, num_tokens, given] = op;
+    return Ranked{sampler->likeliest(logits_row, position, mask, num_tokens, scratch)};
   }));
 }
 
@@ -188,9 +225,9 @@ nb::list expand_all(Pool& pool, const nb::ndarray<float, nb::c_contig, nb::devic
   }
   require(all_differ(rows), "a row of logits can be expanded once: it is overwritten");
   nb::list list;
-  const auto results = for_each<std::vector<int>>(pool, logits, ops, [](const Expand& op, float* logits_row) {
-    const auto& [row, position, sampler, seq_index, width, probabilities] = op;
-    return expand(*sampler, logits_row, position, seq_index, width, scratch);
+  const auto results = for_each<std::vector<int>>(pool, logits, ops, [](const Expand& op, float* logits_row, Mask mask) {
+    const auto& [row, position, sampler, seq_index, width, probabilities, given] = op;
+    return expand(*sampler, logits_row, position, mask, seq_index, width, scratch);
   });
   for (const auto& tokens : results) list.append(tokens ? nb::cast(*tokens) : nb::none());
   return list;
@@ -258,7 +295,8 @@ void bind_sampler(nb::module_& m) {
             return sampler.clone(seq_index);
           },
           "seq_index"_a)
-      .def("draw", &draw, "logits"_a, "position"_a, "num_logprobs"_a)
+      .def("draw", &draw, "logits"_a, "position"_a, "num_logprobs"_a, "masks"_a = nb::none(),
+           "A token, of those that `masks` [1, words] allows, and its log-probabilities.")
       .def(
           "append",
           [](Sampler& sampler, int token) {
@@ -266,7 +304,8 @@ void bind_sampler(nb::module_& m) {
             sampler.append(token);
           },
           "token"_a)
-      .def("probabilities", &probabilities, "logits"_a, "position"_a, "The distribution that a draw would be from, [vocab].")
+      .def("probabilities", &probabilities, "logits"_a, "position"_a, "masks"_a = nb::none(),
+           "The distribution that a draw would be from, [vocab].")
       .def("uniforms", &Sampler::uniforms, "position"_a, "Two numbers between 0 and 1, independent of the noise of a draw.");
 }
 

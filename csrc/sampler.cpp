@@ -166,6 +166,19 @@ TokenLogprobs describe(const Row& row, int token, int num_logprobs) {
   return result;
 }
 
+// The logits of all tokens that the mask forbids become -inf.
+void keep_allowed(Mask mask, std::span<float> logits) {
+  for (size_t first = 0; first < logits.size(); first += kMaskBits) {
+    const std::span<float> part = logits.subspan(first, std::min<size_t>(kMaskBits, logits.size() - first));
+    const uint32_t allowed = mask[first / kMaskBits];
+    if (!allowed)
+      std::fill(part.begin(), part.end(), -kInfinity);
+    else if (~allowed)
+      for (size_t i = 0; i < part.size(); i++)
+        if (!(allowed >> i & 1)) part[i] = -kInfinity;
+  }
+}
+
 void check(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(message);
 }
@@ -210,11 +223,11 @@ Sampler Sampler::clone(uint32_t seq_index) const {
   return copy;
 }
 
-Drawn Sampler::draw(const float* logits, uint32_t position, int num_logprobs, Scratch& scratch) {
+Drawn Sampler::draw(const float* logits, uint32_t position, Mask mask, int num_logprobs, Scratch& scratch) {
   Drawn drawn;
-  const bool adjusting = adjusts(position);
+  const bool adjusting = adjusts(position, mask);
   {
-    const Row row(*kernels_, adjusting ? adjusted(logits, position, scratch.adjusted) : logits, options_.vocab, scratch);
+    const Row row(*kernels_, adjusting ? adjusted(logits, position, mask, scratch.adjusted) : logits, options_.vocab, scratch);
     drawn.token = choose(row, options_, seq_index_, position);
     if (num_logprobs >= 0 && !adjusting) drawn.logprobs = describe(row, drawn.token, num_logprobs);
   }
@@ -224,8 +237,8 @@ Drawn Sampler::draw(const float* logits, uint32_t position, int num_logprobs, Sc
   return drawn;
 }
 
-TokenLogprobs Sampler::likeliest(const float* logits, uint32_t position, int count, Scratch& scratch) const {
-  const Row row(*kernels_, adjusts(position) ? adjusted(logits, position, scratch.adjusted) : logits, options_.vocab, scratch);
+TokenLogprobs Sampler::likeliest(const float* logits, uint32_t position, Mask mask, int count, Scratch& scratch) const {
+  const Row row(*kernels_, adjusts(position, mask) ? adjusted(logits, position, mask, scratch.adjusted) : logits, options_.vocab, scratch);
   return describe(row, row.top_id(), count);
 }
 
@@ -234,8 +247,8 @@ void Sampler::append(int token) {
   if (has_penalties()) see(token, 1);
 }
 
-void Sampler::probabilities(const float* logits, uint32_t position, double* out, Scratch& scratch) const {
-  const Row row(*kernels_, adjusts(position) ? adjusted(logits, position, scratch.adjusted) : logits, options_.vocab, scratch);
+void Sampler::probabilities(const float* logits, uint32_t position, Mask mask, double* out, Scratch& scratch) const {
+  const Row row(*kernels_, adjusts(position, mask) ? adjusted(logits, position, mask, scratch.adjusted) : logits, options_.vocab, scratch);
   const int vocab = options_.vocab;
   if (options_.temperature < kGreedyBelow) {
     std::fill(out, out + vocab, 0.0);
@@ -273,11 +286,11 @@ void Sampler::see(int token, uint32_t in_output) {
   seen_[at->second].in_output += in_output;
 }
 
-bool Sampler::adjusts(uint32_t position) const {
-  return !options_.logit_bias.empty() || !seen_.empty() || (!options_.banned.empty() && position < options_.banned_until);
+bool Sampler::adjusts(uint32_t position, Mask mask) const {
+  return mask || !options_.logit_bias.empty() || !seen_.empty() || (!options_.banned.empty() && position < options_.banned_until);
 }
 
-const float* Sampler::adjusted(const float* logits, uint32_t position, std::vector<float>& memory) const {
+const float* Sampler::adjusted(const float* logits, uint32_t position, Mask mask, std::vector<float>& memory) const {
   memory.assign(logits, logits + options_.vocab);
   for (const auto& [token, bias] : options_.logit_bias) memory[static_cast<size_t>(token)] += bias;
   for (const Seen& seen : seen_) {
@@ -287,17 +300,20 @@ const float* Sampler::adjusted(const float* logits, uint32_t position, std::vect
   }
   if (position < options_.banned_until)
     for (int token : options_.banned) memory[static_cast<size_t>(token)] = -kInfinity;
+  if (mask) keep_allowed(mask, memory);
   return memory.data();
 }
 
-Verified verify_exact(Sampler& sampler, const float* logits, uint32_t position, DraftTree draft, int num_logprobs, Scratch& scratch) {
+Verified verify_exact(Sampler& sampler, const float* logits, uint32_t position, DraftTree draft, Mask masks, int num_logprobs,
+                      Scratch& scratch) {
   const int num_nodes = static_cast<int>(draft.tokens.size());
   Verified result;
   int node = -1;
   do {
     if (node >= 0) result.path.push_back(node);
     const float* row = logits + static_cast<ptrdiff_t>(node + 1) * sampler.vocab();
-    Drawn drawn = sampler.draw(row, position++, num_logprobs, scratch);
+    const Mask mask = masks ? masks + static_cast<ptrdiff_t>(node + 1) * mask_words(sampler.vocab()) : nullptr;
+    Drawn drawn = sampler.draw(row, position++, mask, num_logprobs, scratch);
     result.tokens.push_back(drawn.token);
     if (drawn.logprobs) result.logprobs.push_back(std::move(*drawn.logprobs));
     const int parent = node++;  // children come after their parent
@@ -307,14 +323,14 @@ Verified verify_exact(Sampler& sampler, const float* logits, uint32_t position, 
   return result;
 }
 
-std::vector<int> expand(Sampler& sampler, float* logits, uint32_t position, uint32_t seq_index, int width, Scratch& scratch) {
+std::vector<int> expand(Sampler& sampler, float* logits, uint32_t position, Mask mask, uint32_t seq_index, int width, Scratch& scratch) {
   std::optional<Sampler> initial;
   if (width > 1) initial.emplace(sampler.clone(seq_index));
-  std::vector<int> tokens = {sampler.draw(logits, position, -1, scratch).token};
+  std::vector<int> tokens = {sampler.draw(logits, position, mask, -1, scratch).token};
   while (static_cast<int>(tokens.size()) < width) {
     logits[tokens.back()] = -kInfinity;
     try {
-      tokens.push_back(initial->clone(seq_index).draw(logits, position, -1, scratch).token);
+      tokens.push_back(initial->clone(seq_index).draw(logits, position, mask, -1, scratch).token);
     } catch (const NonFiniteLogits&) {
       break;
     }

@@ -41,6 +41,11 @@ struct TokenLogprobs {
   std::vector<float> top_logprobs;
 };
 
+// The tokens that may be drawn from a row: bit i % 32 of word i / 32 is token i's. None at all: every token may.
+using Mask = const uint32_t*;
+constexpr int kMaskBits = 32;
+constexpr int mask_words(int vocab) { return (vocab + kMaskBits - 1) / kMaskBits; }
+
 struct Drawn {
   int token = 0;
   std::optional<TokenLogprobs> logprobs;
@@ -67,19 +72,19 @@ class Sampler {
   int vocab() const { return options_.vocab; }
   OneCaller& caller() { return caller_; }  // a caller that draws has a turn
 
-  // The token at `position` from a row as wide as the vocabulary; it becomes part of the state. Log-probabilities if num_logprobs >= 0.
-  // Throws NonFiniteLogits.
-  Drawn draw(const float* logits, uint32_t position, int num_logprobs, Scratch& scratch);
+  // The token at `position` from a row as wide as the vocabulary, of those that the mask allows; it becomes part of the state.
+  // Log-probabilities, which are those of the row itself, if num_logprobs >= 0. Throws NonFiniteLogits, also where no token is left.
+  Drawn draw(const float* logits, uint32_t position, Mask mask, int num_logprobs, Scratch& scratch);
 
-  // The likeliest tokens of the row under biases, penalties and bans, at temperature 1; those of the top token itself come with them.
-  // Throws NonFiniteLogits.
-  TokenLogprobs likeliest(const float* logits, uint32_t position, int count, Scratch& scratch) const;
+  // The likeliest tokens of the row under biases, penalties, bans and mask, at temperature 1; those of the top token itself come with
+  // them. Throws NonFiniteLogits.
+  TokenLogprobs likeliest(const float* logits, uint32_t position, Mask mask, int count, Scratch& scratch) const;
 
   // A token that was chosen elsewhere becomes part of the state, as if it had been drawn.
   void append(int token);
 
   // The distribution that `draw` draws from, [vocab]. Throws NonFiniteLogits.
-  void probabilities(const float* logits, uint32_t position, double* out, Scratch& scratch) const;
+  void probabilities(const float* logits, uint32_t position, Mask mask, double* out, Scratch& scratch) const;
   // Two numbers between 0 and 1 that belong to the position, independent of the noise that `draw` uses.
   std::pair<double, double> uniforms(uint32_t position) const;
 
@@ -90,8 +95,8 @@ class Sampler {
   };
 
   bool has_penalties() const;
-  bool adjusts(uint32_t position) const;
-  const float* adjusted(const float* logits, uint32_t position, std::vector<float>& memory) const;
+  bool adjusts(uint32_t position, Mask mask) const;
+  const float* adjusted(const float* logits, uint32_t position, Mask mask, std::vector<float>& memory) const;
   void see(int token, uint32_t in_output);
 
   OneCaller caller_;
@@ -114,12 +119,13 @@ struct Verified {
 };
 
 // Draws a token, goes to the first draft node that has it, and so on until there is none. The rows of the nodes follow `logits`, that of
-// the last known token; `position` is that of the first token. Throws NonFiniteLogits.
-Verified verify_exact(Sampler& sampler, const float* logits, uint32_t position, DraftTree draft, int num_logprobs, Scratch& scratch);
+// the last known token, and so do their masks, if there are any; `position` is that of the first token. Throws NonFiniteLogits.
+Verified verify_exact(Sampler& sampler, const float* logits, uint32_t position, DraftTree draft, Mask masks, int num_logprobs,
+                      Scratch& scratch);
 
 // Draws a token, and then the next best under the same noise, up to `width`; the logits of drawn tokens become -inf. It ends early where
 // no token is left; throws NonFiniteLogits where there is not one. The first token becomes part of the state of `sampler`, which draws
 // as sequence `seq_index` of its request does.
-std::vector<int> expand(Sampler& sampler, float* logits, uint32_t position, uint32_t seq_index, int width, Scratch& scratch);
+std::vector<int> expand(Sampler& sampler, float* logits, uint32_t position, Mask mask, uint32_t seq_index, int width, Scratch& scratch);
 
 }  // namespace headrace

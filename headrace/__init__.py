@@ -7,12 +7,12 @@ if TYPE_CHECKING:
     from headrace.async_llm import AsyncLLM
     from headrace.llm import LLM
     from headrace.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+    from headrace.structured_outputs import StructuredOutputs
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__"]
 
-_HOME = {"LLM": "llm", "AsyncLLM": "async_llm"} | dict.fromkeys(
-    ("CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"), "request"
-)
+_HOME = {"LLM": "llm", "AsyncLLM": "async_llm", "StructuredOutputs": "structured_outputs"}
+_HOME |= dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"), "request")
 
 
 def __getattr__(name: str) -> "Any":

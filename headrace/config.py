@@ -78,6 +78,8 @@ class EngineConfig:
     """Most draft tokens one after the other, of the three proposers above."""
     draft_width: int = 1
     """Draft tokens at each depth: 1 makes chains, more make trees of the draft model's likeliest tokens."""
+    jump_forward: bool = True
+    """Take tokens that are certain, as a grammar allows no other, several in a step, up to `max_draft_tokens`. Never changes a token."""
     acceptance_method: AcceptanceMethod = "exact"
     """How drafts are verified. `exact`: the tokens are those of plain decoding. `rejection`: textbook rejection sampling, the same
     distribution. `typical`: lossy."""

@@ -58,6 +58,10 @@ class NonFiniteLogitsError(HeadraceError):
     """The model computed NaN or infinity; the request that met it fails alone."""
 
 
+class ConstraintError(HeadraceError):
+    """No token can follow in an output by its own rules, or it takes too long to find out which; its request fails alone."""
+
+
 class RequestFailedError(HeadraceError):
     """Requests that failed while they ran. `outputs` has the results of all, the whole ones included."""
 

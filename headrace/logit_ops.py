@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.batch import NO_DRAFT, DraftTree, TokenLogprobs
 from headrace.config import AcceptanceMethod
+from headrace.constraint import Masks
 
 
 class SamplerState(Protocol):
@@ -35,6 +36,7 @@ class Draw(NamedTuple):
     draft: DraftTree = NO_DRAFT
     num_logprobs: int = -1  # number of top log-probabilities wanted with each token's own; -1: not even its own
     method: AcceptanceMethod = "exact"
+    masks: Masks | None = None  # [1 + nodes, words] the tokens that may be drawn from each of its rows; None: all may
 
 
 class Drawn(NamedTuple):
@@ -52,6 +54,7 @@ class TopTokens(NamedTuple):
     position: int
     sampler: SamplerState
     num_tokens: int
+    masks: Masks | None = None  # [1, words] the tokens that there are to rank; None: all
 
 
 class Ranked(NamedTuple):
@@ -78,6 +81,7 @@ class Expand(NamedTuple):
     seq_index: int  # index in the request of the sequence whose noise is used
     width: int  # most tokens to draw
     probabilities: bool  # whether to give the distribution that the first token is drawn from
+    masks: Masks | None = None  # [1, words] the tokens that may be drawn; None: all
 
 
 class Expanded(NamedTuple):

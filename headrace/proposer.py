@@ -4,6 +4,7 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
 
 from headrace.batch import Commit, DraftTree
+from headrace.constraint import Constraint
 from headrace.logit_ops import SamplerState, StepResult
 
 
@@ -22,6 +23,8 @@ class SequenceView(Protocol):
     def tables(self) -> Any: ...  # in each KV group, the blocks of their KV slots, and of those reserved for drafts
     @property
     def scope(self) -> Hashable: ...  # drafts for a sequence of one scope must not come from tokens of another
+    @property
+    def constraint(self) -> Constraint | None: ...  # what may follow; None: anything
     @property
     def sampler(self) -> SamplerState: ...  # draft with a clone, which has the same noise and leaves the sequence unchanged
 

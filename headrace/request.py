@@ -11,10 +11,13 @@ from operator import length_hint
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from headrace.errors import RequestError
+from headrace.structured_outputs import StructuredOutputs, bad_words
 
 if TYPE_CHECKING:  # the command line reads these records before it has need of arrays
     import numpy as np
     from numpy.typing import NDArray
+
+    from headrace.constraint import Constraint
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 Pooling = Literal["last", "mean", "cls"]
@@ -24,6 +27,7 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_BIASES = 1024
+MAX_ALLOWED_TOKENS = 1 << 20
 MAX_PRIORITY = 1000
 MAX_SALT_CHARACTERS = 1024
 _MAX_SECONDS = 1e9
@@ -78,6 +82,13 @@ class SamplingParams:
     """Taken from the logits of tokens in the output, once for each time they are there."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these token ids."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Draw these tokens alone; an end token that is not among them is never drawn."""
+    bad_words: Sequence[str] | None = None
+    """Words that are not to come, as far as the tokenizer writes them with and without a space before in one way: the last token of
+    each is not drawn where the output ends with its others."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the output must be."""
     beam_width: int | None = None
     """Search with so many beams, and draw nothing. Beams are ranked by log-probabilities with biases and penalties applied."""
     length_penalty: float = 1.0
@@ -125,6 +136,13 @@ class SamplingParams:
         checked["logit_bias"] = _biases(self.logit_bias)
         checked["stop"] = _stops(self.stop)
         checked["stop_token_ids"] = token_ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids, MAX_STOPS)
+        if self.allowed_token_ids is not None:
+            checked["allowed_token_ids"] = token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS)
+            if not checked["allowed_token_ids"]:
+                raise RequestError("allowed_token_ids is empty, so no token could be drawn")
+        checked["bad_words"] = bad_words(self.bad_words)
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise RequestError(f"structured_outputs must be StructuredOutputs, not {type(self.structured_outputs).__name__}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}")
         if self.beam_width is not None:
@@ -174,6 +192,8 @@ class CheckedRequest(NamedTuple):
     """The name of the adapter that the model has for it."""
     pooling: PoolingParams | None = None
     """How the prompt is embedded; None: it is continued."""
+    constraint: "Constraint | None" = None
+    """What its outputs may begin with."""
 
 
 class Logprob(NamedTuple):

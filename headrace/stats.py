@@ -73,6 +73,8 @@ class Stats(NamedTuple):
     """Requests that could not be served as written."""
     cached_tokens: int = 0
     """Prompt tokens whose KV was there already."""
+    certain: int = 0
+    """Output tokens that were certain, and came without a step of their own."""
     expert_loads: Sequence[Sequence[int]] = ()
     """Rows that have gone to each expert, by layer of experts; none for a model without."""
     adapters: Mapping[str, int] = MappingProxyType({})

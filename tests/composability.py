@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.engine.engine import Stats
 from headrace.propose import NEEDS, PROPOSERS
+from headrace.structured_outputs import StructuredOutputs
 
 PAGE = Path(__file__).parents[1] / "docs/composability.md"
 
@@ -58,6 +59,7 @@ AXES: list[tuple[Option, Option]] = [
     (Option("greedy", {"temperature": 0.0}), Option("sampled", {"temperature": 0.7, "top_p": 0.95})),
     (PLAIN, Option("penalties", {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.2})),
     (PLAIN, Option("logit bias", {"logit_bias": {4: 2.0, 9: -100.0}})),
+    (PLAIN, Option("grammar", {"structured_outputs": StructuredOutputs(regex="([b-t]|a[^a])*")})),
     (PLAIN, Option("stop strings", {"stop": ["ad", "t"], "min_tokens": 36})),
     (PLAIN, Option("logprobs", {"logprobs": 3, "prompt_logprobs": 1})),
     (PLAIN, Option("n = 4", {"n": 4})),

@@ -64,7 +64,7 @@ def import_table() -> dict[str, set[str]]:
 
 
 ALLOWED = import_table()
-RECORDS = {"batch", "logit_ops", "proposer", "request", "config", "stats", "errors"}
+RECORDS = {"batch", "logit_ops", "proposer", "constraint", "request", "structured_outputs", "config", "stats", "errors"}
 ALLOWED |= {"__init__": {"llm", "async_llm", *RECORDS}, "__main__": {"cli"}}
 
 
@@ -137,7 +137,7 @@ class TestImports:
     def test_only_what_pyproject_names(self) -> None:
         """And what the server needs is imported by the server alone."""
         extras = PROJECT["optional-dependencies"]
-        known = modules([*PROJECT["dependencies"], *extras["hub"]]) | set(sys.stdlib_module_names) | {"headrace"}
+        known = modules([*PROJECT["dependencies"], *extras["hub"], *extras["structured"]]) | set(sys.stdlib_module_names) | {"headrace"}
         own = modules(extras["server"])
         for file in FILES:
             serves = part_of(file) == "server" or name_of(file) == "headrace/cli/serve.py"

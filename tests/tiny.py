@@ -11,6 +11,7 @@ import numpy as np
 from headrace.backend import Executable, compile_program
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
+from headrace.errors import RequestError
 from headrace.model import tensor_shapes, trace_model
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.propose import make_proposers
@@ -93,6 +94,21 @@ class TinyVocabulary:
         self.pieces = pieces[:size]
         self.eos_ids = frozenset(eos_ids)
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self.eos_ids
+
+    def encode(self, text: str, add_special: bool) -> list[int]:
+        """The longest pieces first."""
+        data, ids = text.encode(), []
+        while data:
+            found = [i for i, piece in enumerate(self.pieces) if piece and data.startswith(piece) and i not in self.eos_ids]
+            if not found:
+                raise RequestError("a character has no piece")
+            ids.append(max(found, key=lambda i: len(self.pieces[i])))
+            data = data[len(self.pieces[ids[-1]]) :]
+        return ids
+
     def token_bytes(self, token_id: int) -> bytes:
         return self.pieces[token_id] if token_id < len(self.pieces) else b""
 
@@ -139,6 +155,7 @@ def tiny_engine(
     max_model_len: int = 0,
     release_outside_window: bool = True,
     late: bool = False,
+    vocabulary: TinyVocabulary | None = None,
     **config: Any,
 ) -> Engine:
     """An engine over the model, with a pool of at least so many slots for each group of layers.
@@ -160,7 +177,7 @@ def tiny_engine(
     executable = executable or compile_program(backend, program, tensors, kv, options.threads)
     if late:
         executable = LateExecutable(executable)
-    vocabulary = TinyVocabulary(spec.vocab_size, eos_ids)
+    vocabulary = vocabulary or TinyVocabulary(spec.vocab_size, eos_ids)
     return Engine(executable, vocabulary, limits, options, own or make_proposers(options))
 
 

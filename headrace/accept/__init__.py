@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.batch import Commit, DraftTree, TokenLogprobs
+from headrace.constraint import Constraint, Masks
 from headrace.logit_ops import LogitOp, LogitOpResult, SamplerState
 from headrace.request import FinishReason
 
@@ -19,6 +20,8 @@ class OutputView(Protocol):
     finish_reason: FinishReason | None
     cumulative_logprob: float | None
 
+    @property
+    def constraint(self) -> Constraint | None: ...  # what may follow
     def clone(self) -> Self: ...
     def push(self, token: int, logprobs: TokenLogprobs | None) -> None: ...  # sets `finish_reason` if the token ends the output
 
@@ -43,6 +46,8 @@ class Drawing:
     num_logprobs: int
     """Number of top log-probabilities wanted with a token's own; -1: not even its own."""
     output: OutputView
+    masks: Masks | None = None  # [1 + nodes, words]
+    """The tokens that may be drawn from each of its rows; None: all may."""
 
 
 class Accepted(NamedTuple):

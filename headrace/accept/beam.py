@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.accept import Accepted, AnyOutput, Drawing, OutputView
 from headrace.batch import Commit, TokenLogprobs
+from headrace.errors import ConstraintError
 from headrace.logit_ops import LogitOp, LogitOpResult, Ranked, TopTokens
 from headrace.sampling.host import run_logit_ops
 from headrace.sampling.sampler import token_logprobs
@@ -67,6 +68,8 @@ class BeamSearch:
         while None not in values:
             candidates = self._candidates(cast(Sequence[Ranked], values))
             if (accepted := self._select(candidates, drawings, logits, count)) is not None:
+                if not accepted and not self.finished:
+                    break
                 return accepted
             assert logits is not None, "a search with stop strings asks for logits"
             count *= 2
@@ -82,7 +85,7 @@ class BeamSearch:
         return [cast(AnyOutput, hypothesis.output) for hypothesis in best[: self.num_results]]  # finished ones are clones of such outputs
 
     def _top_tokens(self, drawings: list[Drawing], count: int) -> list[LogitOp]:
-        return [TopTokens(drawing.row, drawing.position, drawing.sampler, count) for drawing in drawings]
+        return [TopTokens(drawing.row, drawing.position, drawing.sampler, count, drawing.masks) for drawing in drawings]
 
     def _candidates(self, ranked: Sequence[Ranked]) -> list[Candidate]:
         """The candidates of all beams, best first."""
@@ -109,7 +112,10 @@ class BeamSearch:
             drawing = drawings[beam]
             logprobs = _logprobs(drawing, token, logits)
             output = drawing.output.clone()
-            output.push(token, logprobs[0] if logprobs else None)
+            try:
+                output.push(token, logprobs[0] if logprobs else None)
+            except ConstraintError:  # nothing could follow
+                continue
             if output.finish_reason is None:
                 accepted.append(Accepted(beam, Commit(drawing.source, [], [token], logprobs)))
                 totals.append(-loss)
@@ -120,6 +126,8 @@ class BeamSearch:
             unseen[beam] -= 1
             if not unseen[beam] and logits is not None and count < logits.shape[1]:
                 return None
+        if not accepted and not finished:
+            return []  # no token that any beam could have leads anywhere
         self.finished = finished[: self.width]
         self.totals = [] if self._ends(totals, len(drawings[0].output.token_ids) + 1) else totals
         return accepted if self.totals else []

@@ -22,7 +22,7 @@ class IndependentAcceptor:
 
     def logit_ops(self, drawings: list[Drawing]) -> list[LogitOp]:
         """A `Draw` for each drawing."""
-        return [Draw(d.row, d.position, d.sampler, d.draft, d.num_logprobs, self._method) for d in drawings]
+        return [Draw(d.row, d.position, d.sampler, d.draft, d.num_logprobs, self._method, d.masks) for d in drawings]
 
     def accept(self, drawings: list[Drawing], values: Sequence[LogitOpResult], logits: NDArray[np.float32] | None) -> list[Accepted]:
         """Each drawing with its commit, in their order."""

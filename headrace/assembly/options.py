@@ -38,7 +38,7 @@ _CHOICES = {
     "acceptance_method": get_args(AcceptanceMethod),
     "batching": tuple(SCHEDULERS),
 }
-_FLAGS = ("adaptive_speculation", "prefix_cache")
+_FLAGS = ("adaptive_speculation", "prefix_cache", "jump_forward")
 _NAMES = ("draft_model", "medusa_heads")
 
 

@@ -15,10 +15,12 @@ from headrace.accept.beam import BeamSearch
 from headrace.accept.independent import IndependentAcceptor
 from headrace.backend import Executable
 from headrace.config import EngineConfig, KvConfig
+from headrace.constraint import Constraint
 from headrace.engine import snapshot
 from headrace.engine.adapters import Adapters
 from headrace.engine.deadlines import Deadlines
 from headrace.engine.ending import end, fail
+from headrace.engine.jump_forward import JumpForward
 from headrace.engine.meter import Meter
 from headrace.engine.multi_step import MultiStep
 from headrace.engine.output import Output, TokenizerView, end_ids
@@ -38,6 +40,7 @@ from headrace.proposer import Proposer
 from headrace.request import CheckedRequest, PoolingParams, RequestOutput, SamplingParams, Update, check_terms, token_ids
 from headrace.sampling.sampler import derive_seed, make_sampler
 from headrace.stats import BlockMap, Stats
+from headrace.structured.constraint import Constraints
 
 SCHEDULERS: dict[str, type[Scheduler]] = {"inflight": Scheduler, "static": StaticScheduler}
 """By the name of `EngineConfig.batching`."""
@@ -84,9 +87,11 @@ class Engine:
         self._speculation = Speculation(proposers, config, limits.vocab_size, clock)
         self._scheduler = SCHEDULERS[config.batching](self._kv, config, limits.attention_crossover)
         multi_step = MultiStep(self._scheduler, executable, limits.kv.block_size, config, clock)
-        self._loop = StepLoop(self._scheduler, self._speculation, executable, self._kv, tokenizer, multi_step, clock)
+        jump_forward = JumpForward(config.max_draft_tokens if config.jump_forward else 0)
+        self._loop = StepLoop(self._scheduler, self._speculation, executable, self._kv, tokenizer, multi_step, jump_forward, clock)
         self._independent = IndependentAcceptor(config.acceptance_method)
         self._adapters = Adapters(executable)
+        self._constraints = Constraints(tokenizer, limits.vocab_size)
         self._requests: dict[str, Request] = {}
         self._deadlines = Deadlines()
         self._numbers = count()
@@ -135,7 +140,9 @@ class Engine:
             terms = check_terms(priority, timeout, cache_salt)
             if adapter is not None:
                 self._adapters.check(adapter)
-            return CheckedRequest(self._checked_prompt(prompt_token_ids, params, pooling), params, prompt, *terms, adapter, pooling)
+            known = self._checked_prompt(prompt_token_ids, params, pooling)
+            constraint = None if pooling else self._constraints.make(params, end_ids(params, self._tokenizer))
+            return CheckedRequest(known, params, prompt, *terms, adapter, pooling, constraint)
         except RequestError:
             self._meter.refused += 1
             raise
@@ -148,7 +155,7 @@ class Engine:
         self._check_open()
         if request_id in self._requests:
             raise RequestError(f"a request {request_id!r} is under way already")
-        known, params, prompt, priority, timeout, cache_salt, adapter_name, pooling = checked
+        known, params, prompt, priority, timeout, cache_salt, adapter_name, pooling, constraint = checked
         adapter = self._adapters.find(adapter_name)
         number = next(self._numbers)
         request_id = str(number) if request_id is None else request_id
@@ -156,7 +163,7 @@ class Engine:
         stopwatch, rows = Stopwatch(self._clock), PromptPooling(pooling, len(known)) if pooling else None
         terms = priority, timeout, cache_salt, adapter, rows
         request = Request(number, request_id, prompt, known, params, limit, acceptor, stopwatch, *terms)
-        request.seqs = self._sequences(request)
+        request.seqs = self._sequences(request, constraint)
         self._scheduler.add(request.seqs[0])
         self._requests[request_id] = request
         self._adapters.acquire(adapter)
@@ -171,7 +178,8 @@ class Engine:
         known = token_ids("prompt_token_ids", prompt_token_ids, longest if pooling else longest - 1, too_many)
         if not known:
             raise RequestError("the prompt is empty")
-        named = {"prompt_token_ids": known, "stop_token_ids": params.stop_token_ids or (), "logit_bias": params.logit_bias or ()}
+        named: dict[str, Iterable[int]] = {"prompt_token_ids": known}
+        named |= {name: getattr(params, name) or () for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")}
         for name, ids in named.items():
             if max(ids, default=0) >= vocab:
                 raise RequestError(f"{name} has {max(ids):,}, and the vocabulary ends at {vocab - 1:,}")
@@ -255,6 +263,7 @@ class Engine:
             rows_per_second=rows_per_second,
             drafted=loop.num_drafted,
             accepted=loop.num_accepted,
+            certain=loop.jump_forward.num_accepted,
             drafts=dict(self._speculation.stats),
             proposer_failures=self._speculation.failures,
             preemptions=scheduler.num_preemptions,
@@ -341,7 +350,7 @@ class Engine:
             record["map"] = self.block_map()._asdict()
         return record
 
-    def _sequences(self, request: Request) -> list[Sequence]:
+    def _sequences(self, request: Request, constraint: Constraint | None) -> list[Sequence]:
         """All sequences of a request; the first owns the others until its prompt ends."""
         params, prompt = request.params, request.prompt_token_ids
         seed = derive_seed(self.config.seed, request.number) if params.seed is None else params.seed
@@ -350,7 +359,7 @@ class Engine:
         max_tokens = request.limit - len(prompt)
         seqs = []
         for index in range(params.n if params.beam_width is None else 1):
-            output = Output(params, self._tokenizer, patterns, max_tokens)
+            output = Output(params, self._tokenizer, patterns, max_tokens, constraint)
             seqs.append(Sequence((request.number, index), request, list(prompt), sampler.clone(index), output, len(prompt)))
         seqs[0].siblings = seqs[1:]
         return seqs

@@ -96,7 +96,7 @@ class MultiStep:
                 *(batch.tokens, at, batch.row_start, at, batch.scheduled_len, kv, None, batch.logit_rows, batch.seq_of, source, None),
                 batch.adapters,
             )
-            its_ops: list[LogitOp] = [Draw(d.row, d.position + step, d.sampler, d.draft, d.num_logprobs, d.method) for d in draws]
+            its_ops: list[LogitOp] = [Draw(d.row, d.position + step, d.sampler, d.draft, d.num_logprobs, d.method, d.masks) for d in draws]
             launches.append((its_batch, its_ops))
         return launches
 

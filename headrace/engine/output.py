@@ -5,6 +5,7 @@ from copy import copy
 from typing import Protocol, Self
 
 from headrace.batch import TokenLogprobs
+from headrace.constraint import Constraint
 from headrace.engine.stops import StopFinder, StopPattern
 from headrace.request import CompletionOutput, FinishReason, Logprob, Logprobs, SamplingParams
 
@@ -24,17 +25,29 @@ class TokenizerView(Protocol):
     def eos_ids(self) -> Collection[int]: ...
     def decoder(self, skip_special: bool, continues: bool) -> TextDecoder: ...  # continues: text precedes the tokens
     def token_bytes(self, token_id: int) -> bytes: ...
+    @property
+    def special_ids(self) -> Collection[int]: ...
+    def encode(self, text: str, add_special: bool) -> list[int]: ...
 
 
 class Output:
-    """The growing output of one sequence. It ends with a stop token, a stop string or at `max_tokens`, whichever comes first."""
+    """The growing output of one sequence. It ends with a stop token, a stop string, a text that is complete or at `max_tokens`."""
 
-    def __init__(self, params: SamplingParams, tokenizer: TokenizerView, patterns: Iterable[StopPattern], max_tokens: int) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        tokenizer: TokenizerView,
+        patterns: Iterable[StopPattern],
+        max_tokens: int,
+        constraint: Constraint | None = None,
+    ) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[Logprobs] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.cumulative_logprob = None if params.logprobs is None else 0.0
+        self.constraint = constraint
+        """What may follow; None: anything."""
         self._params = params
         self._tokenizer = tokenizer
         self.end_ids = end_ids(params, tokenizer)
@@ -60,7 +73,7 @@ class Output:
         return "".join(self._taken) + self._fresh
 
     def push(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Add a token, and end the output where a stop condition is met."""
+        """Add a token, and end the output where a stop condition is met. Raises ConstraintError where no other token can follow."""
         if logprobs is not None:
             self.logprobs.append(describe(self._tokenizer, token, logprobs))
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprobs.logprob
@@ -70,8 +83,13 @@ class Output:
             if self._params.include_stop_str_in_output:
                 self._fresh += self._decoder.push(token)
             self.finish("stop", token if token in (self._params.stop_token_ids or ()) else None)
-        elif stop := self._add_text(self._decoder.push(token), armed):
+            return
+        if self.constraint is not None:
+            self.constraint = self.constraint.after(token)
+        if stop := self._add_text(self._decoder.push(token), armed):
             self.finish_reason, self.stop_reason = "stop", stop
+        elif self.constraint is not None and self.constraint.must_end:
+            self.finish("stop")
         elif len(self.token_ids) == self._max_tokens:
             self.finish("length")
 

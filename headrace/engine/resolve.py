@@ -10,7 +10,7 @@ from headrace.engine.output import TokenizerView, describe
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Request, Sequence
-from headrace.errors import NonFiniteLogitsError
+from headrace.errors import ConstraintError, NonFiniteLogitsError
 from headrace.logit_ops import Drawn, LogitOpResult, Pool, Score, StepResult
 
 _NOT_FINITE = "the model produced non-finite logits"
@@ -90,8 +90,15 @@ def resolve_step(
         if not all(member.seq.output.finish_reason for member in group):
             more, failed = _accept(acceptor, group, values, results[-1], scheduler)
             resolved += more
-            failures += [(request, NonFiniteLogitsError(_NOT_FINITE)) for request in failed]
+            failures += [(request, _nothing_drawn(request)) for request in failed]
     return resolved, failures
+
+
+def _nothing_drawn(request: Request) -> Exception:
+    """Why no token could be drawn."""
+    if any(seq.constraint for seq in request.seqs):
+        return ConstraintError("the model gave none of the tokens that may follow a finite logit, or no text can follow")
+    return NonFiniteLogitsError(_NOT_FINITE)
 
 
 def _score_prompt(item: ScheduledSequence, first: int, result: StepResult, tokenizer: TokenizerView) -> Exception | None:

@@ -1,6 +1,6 @@
 """The records of a step to be: which sequences take part in it, with how many rows, and what it has left."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.batch import NO_DRAFT, DraftTree
@@ -20,6 +20,8 @@ class ScheduledSequence:
     draft_budget: int = 0
     """Draft nodes that it may have: slots reserved beyond its scheduled tokens."""
     draft: DraftTree = NO_DRAFT
+    certain: list[int] = field(default_factory=list)
+    """The tokens of the draft, where they are not proposed but certain."""
     num_launches: int = 1
     """Launches in which it draws a token each: more than one in multi-step decoding."""
     has_spare_slots: bool = False
@@ -44,8 +46,10 @@ class ScheduledSequence:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one row, without a draft, from which one token is drawn."""
-        alone = self.num_scheduled == 1 and self.draws and not self.draft_budget and not self.seq.may_fork
+        """Whether it is one row, without a draft, from which one token is drawn, and the next could be drawn without a look at it."""
+        alone = (
+            self.num_scheduled == 1 and self.draws and not self.draft_budget and not self.seq.may_fork and not self.seq.has_changing_mask
+        )
         return alone and self.seq.output.finish_reason is None
 
     def give_back_draft_budget(self) -> None:

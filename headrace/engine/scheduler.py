@@ -144,11 +144,13 @@ class Scheduler:
     def can_overlap(self) -> bool:
         """Whether a step may be scheduled while launched ones have not been finished.
 
-        The results of those must not matter to it, so there may be no group; and no sequence may have to give way, since
-        what it holds is in use. A running sequence takes two blocks at most in a step without chunks: one for the next token,
-        and one for a copy of a block that it shares.
+        The results of those must not matter to it, so there may be no group, and no mask that depends on them; and no sequence may have
+        to give way, since what it holds is in use. A running sequence takes two blocks at most in a step without chunks: one for the
+        next token, and one for a copy of a block that it shares.
         """
-        if len(self.running) > self._config.max_num_seqs or any(seq.request.acceptor.is_group for seq in self.running):
+        if len(self.running) > self._config.max_num_seqs:
+            return False
+        if any(seq.request.acceptor.is_group or seq.has_changing_mask for seq in self.running):
             return False
         if self._kv.has_windows and any(seq.num_uncomputed > 1 for seq in self.running):
             return False  # a chunk takes the blocks that the chunk in flight will have released

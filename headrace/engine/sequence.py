@@ -6,6 +6,7 @@ from itertools import repeat
 
 from headrace.accept import Acceptor, Drawing
 from headrace.batch import Commit, DraftTree
+from headrace.constraint import Constraint
 from headrace.engine.adapters import LoadedAdapter
 from headrace.engine.output import Output
 from headrace.engine.pooling import PromptPooling
@@ -163,6 +164,16 @@ class Sequence:
         return self.request.scope
 
     @property
+    def constraint(self) -> Constraint | None:
+        """What may follow its output; None: anything."""
+        return self.output.constraint
+
+    @property
+    def has_changing_mask(self) -> bool:
+        """Whether the mask of its next draw is not there before its next token is known."""
+        return self.constraint is not None and self.constraint.changes
+
+    @property
     def prompt_len(self) -> int:
         return len(self.request.prompt_token_ids)
 
@@ -207,7 +218,8 @@ class Sequence:
 
     def drawing(self, source: int, row: int, draft: DraftTree) -> Drawing:
         """What an acceptor must know of it: its index in the step, the row of its first logits to draw from, and its draft."""
-        return Drawing(source, row, self.length, self.known, self.sampler, draft, self.num_logprobs, self.output)
+        masks = None if self.constraint is None else self.constraint.masks(draft)
+        return Drawing(source, row, self.length, self.known, self.sampler, draft, self.num_logprobs, self.output, masks)
 
     def prompt_rows(self, num_scheduled: int) -> range:
         """Positions of those of the next `num_scheduled` rows whose logits give a prompt log-probability that is still to be recorded."""

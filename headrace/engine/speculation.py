@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
-from headrace.batch import Commit
+from headrace.batch import NO_DRAFT, Commit, DraftTree
 from headrace.config import EngineConfig
 from headrace.engine.controller import Controller, DraftCandidate
 from headrace.engine.scheduled import ScheduledSequence
@@ -79,7 +79,7 @@ class Speculation:
         if self.rests:
             return None, {}
         drafting = StepDrafts()
-        able = {item: most for item in scheduled if (most := item.max_useful_draft) > 0}
+        able = {item: most for item in scheduled if not item.certain and (most := item.max_useful_draft) > 0}
         if controller and able:
             controller.begin(self._cost(scheduled), sum(item.num_scheduled for item in scheduled), sum(item.draws for item in scheduled))
         wanted: dict[ScheduledSequence, int] = {}
@@ -109,8 +109,8 @@ class Speculation:
                 continue
             start = self._clock()
             drafts = self._guards[name].propose([item.seq for item in asked], [min(item.draft_budget, nodes[item]) for item in asked])
-            for item, draft in zip(asked, drafts, strict=True):
-                seq = item.seq
+            for item, proposed in zip(asked, drafts, strict=True):
+                seq, draft = item.seq, _permitted(item.seq, proposed)
                 candidate = controller.candidate(name, seq, draft) if controller else DraftCandidate(name, draft, [])
                 if draft.tokens:
                     items[seq] = item
@@ -169,7 +169,9 @@ class Speculation:
     def _notify(self, scheduled: list[ScheduledSequence], commits: list[Commit], result: StepResult, drafting: StepDrafts | None) -> None:
         """Let the proposers observe the step, and record the time that they take."""
         seqs: list[SequenceView] = [item.seq for item in scheduled]
-        seen = [Commit(*commit[:4], scheduled[commit.source].first_draw, scheduled[commit.source].draft) for commit in commits]
+        items = [scheduled[commit.source] for commit in commits]
+        drafts = [NO_DRAFT if item.certain else item.draft for item in items]
+        seen = [Commit(*commit[:4], item.first_draw, draft) for commit, item, draft in zip(commits, items, drafts, strict=True)]
         for name, guard in self._guards.items():
             start = self._clock()
             guard.observe(seqs, seen, result)
@@ -188,7 +190,7 @@ class Speculation:
         row = (cost.seconds(num_scheduled + num_nodes) - cost.seconds(num_scheduled)) / num_nodes
         accepted = {commit.source: len(commit.path) for commit in commits}
         for source, item in enumerate(scheduled):
-            if item.draft.tokens:
+            if item.draft.tokens and not item.certain:
                 name, num_accepted, nodes = drafting.used[item.seq], accepted.get(source, 0), len(item.draft.tokens)
                 saved = num_accepted * token - nodes * row
                 asking = drafting.seconds[name] / len(drafting.asked[name])
@@ -196,6 +198,16 @@ class Speculation:
                 self.stats[name] = self.stats[name].plus(stats)
                 request = item.seq.request
                 request.drafts[name] = request.drafts.get(name, DraftStats()).plus(stats)
+
+
+def _permitted(seq: Sequence, draft: DraftTree) -> DraftTree:
+    """A draft without the nodes that the rules of its request forbid; none at all where it runs as a whole or not."""
+    if seq.constraint is None or not draft.tokens:
+        return draft
+    kept = seq.constraint.permitted(draft)
+    if not kept or (draft.indivisible and len(kept) < len(draft.tokens)):
+        return NO_DRAFT
+    return prune(draft, kept)
 
 
 def _num_nodes(candidate: DraftCandidate) -> int:

@@ -9,6 +9,7 @@ from headrace.backend import Executable
 from headrace.engine.build import build
 from headrace.engine.ending import fail, receive
 from headrace.engine.in_flight import InFlightStep
+from headrace.engine.jump_forward import JumpForward
 from headrace.engine.multi_step import MultiStep
 from headrace.engine.output import TokenizerView
 from headrace.engine.resolve import Resolved, prepare_draws, resolve_step
@@ -30,6 +31,7 @@ class StepLoop:
     kv: KvManager
     tokenizer: TokenizerView
     multi_step: MultiStep
+    jump_forward: JumpForward
     clock: Callable[[], float]
     in_flight: deque[InFlightStep] = field(default_factory=deque)
     num_steps: int = 0
@@ -47,8 +49,10 @@ class StepLoop:
             output = self.scheduler.schedule()
             if not output.scheduled:
                 return
+            certain = self.jump_forward.find(output.scheduled)
             drafting, wanted = self.speculation.ask(output.scheduled)
-            copies = output.copies + self.scheduler.grant_draft_budgets(output, wanted)
+            copies = output.copies + self.scheduler.grant_draft_budgets(output, wanted | certain)
+            self.jump_forward.draft(certain)
             move_slots(self.executable, self.kv.slots_of(copies))  # before a proposer writes to the new blocks
             if drafting:
                 self.speculation.draft(drafting)
@@ -97,7 +101,7 @@ class StepLoop:
         self.in_flight.append(InFlightStep(scheduled, drafting, draws, tickets, len(batch.tokens), begun))
         self.num_steps += len(tickets)
         self.num_rows += len(tickets) * len(batch.tokens)
-        self.num_drafted += sum(len(item.draft.tokens) for item in scheduled)
+        self.num_drafted += sum(len(item.draft.tokens) for item in scheduled if not item.certain)
 
     def _commit(self, resolved: Resolved) -> list[Copy]:
         """Keep the KV of the scheduled tokens and of the accepted path, free the rest; returns the slots to move."""
@@ -107,7 +111,7 @@ class StepLoop:
         seq.settled = item.end + more
         seq.known += commit.tokens
         if item.draft_budget:
-            self.num_accepted += len(commit.path)
+            self.num_accepted += len(commit.path) - self.jump_forward.count(item, commit)
             return self.kv.keep(seq.tables, item.end, commit.path)
         if item.has_spare_slots:
             self.kv.trim(seq.tables, seq.computed)

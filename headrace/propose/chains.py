@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend import Executable
-from headrace.batch import DraftTree
+from headrace.batch import NO_DRAFT, DraftTree
+from headrace.constraint import Constraint
 from headrace.kv.manager import Tables
 from headrace.kv.rows import TokenRun, batch_of_runs
 from headrace.logit_ops import Expand, Expanded, SamplerState
@@ -33,6 +34,8 @@ class Chain:
     """Draft nodes that it may have."""
     probabilities: list[NDArray[np.float64]] | None
     """Of each node, if they are wanted."""
+    constraint: Constraint | None = None
+    """What may follow; None: anything."""
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     end: int = -1
@@ -60,17 +63,23 @@ class Chain:
     def expand(self, row: int, width: int) -> Expand:
         """The op that gives its next depth by a row of logits."""
         wants = self.probabilities is not None
-        return Expand(row, self.position, self.sampler, self.seq_index, min(width, self.num_left), wants)
+        masks = None if self.constraint is None else self.constraint.masks(NO_DRAFT)
+        return Expand(row, self.position, self.sampler, self.seq_index, min(width, self.num_left), wants, masks)
 
-    def grow(self, expanded: Expanded) -> None:
-        """Add these tokens below its end, and go on below the first."""
+    def grow(self, expanded: Expanded, width: int) -> None:
+        """Add these tokens, `width` or as many as there were to draw, below its end, and go on below the first."""
         node = len(self.tokens)
+        self.budget -= min(width, self.num_left) - len(expanded.tokens)  # what is missing here makes the chain no deeper
         self.tokens += expanded.tokens
         self.parents += [self.end] * len(expanded.tokens)
         if self.probabilities is not None and expanded.probabilities is not None:
             self.probabilities.append(expanded.probabilities)
         self.end = node
         self.position += 1
+        if self.constraint is not None:
+            after = self.constraint.beyond(expanded.tokens[0])
+            self.budget = self.budget if after else len(self.tokens)  # nothing follows
+            self.constraint = after
         self.run = TokenRun([self.tokens[node]], self.run.computed + len(self.run.tokens), self.run.tables)
 
 
@@ -78,7 +87,7 @@ def chain(seq: SequenceView, computed: int, tables: Tables, budget: int, *, prob
     """A chain below a sequence of which the draft has KV for the first `computed` tokens, in `tables`."""
     run = TokenRun(seq.known[computed:], computed, tables)
     index = seq.seq_id[1]
-    return Chain(run, index, seq.sampler.clone(index), len(seq.known), budget, [] if probabilities else None)
+    return Chain(run, index, seq.sampler.clone(index), len(seq.known), budget, [] if probabilities else None, seq.constraint)
 
 
 def grow(executable: Executable, chains: Sequence[Chain], width: int, block_size: int) -> None:
@@ -91,5 +100,5 @@ def grow(executable: Executable, chains: Sequence[Chain], width: int, block_size
         values = executable.launch(batch, [c.expand(row, width) for row, c in enumerate(chains)]).wait().values
         pairs = [(c, value) for c, value in zip(chains, values, strict=True) if isinstance(value, Expanded)]
         for c, value in pairs:
-            c.grow(value)
+            c.grow(value, width)
         chains = [c for c, _ in pairs if c.num_left > 0]

@@ -84,7 +84,7 @@ def _probabilities(op: Expand, logits: Logits) -> NDArray[np.float64] | None:
     if not op.probabilities:
         return None
     try:
-        return cast(Sampler, op.sampler).probabilities(logits[op.row], op.position)
+        return cast(Sampler, op.sampler).probabilities(logits[op.row], op.position, op.masks)
     except NonFiniteLogitsError:
         return None  # the draw meets the same logits, so the op has no result
 

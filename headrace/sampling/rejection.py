@@ -55,7 +55,7 @@ def _verify(draw: Draw, logits: Logits) -> Drawn | None:
 def _next(verification: Verification, row: NDArray[np.float32]) -> NativeDraw:
     """The next token by its row of logits [vocab]: the draft token, or one in its place."""
     sampler, draft = verification.sampler, verification.draw.draft
-    p = sampler.probabilities(row, verification.position)
+    p = sampler.probabilities(row, verification.position, verification.masks)
     accept_uniform, pick_uniform = sampler.uniforms(verification.position)
     if draft.probabilities is None or verification.node not in draft.parents:
         token = pick(p, pick_uniform)

@@ -15,7 +15,7 @@ from headrace.batch import NO_DRAFT
 from headrace.errors import NonFiniteLogitsError
 from headrace.logit_ops import Draw, Drawn
 from headrace.sampling.sampler import Sampler, scored
-from headrace.sampling.verification import Logits, Verification
+from headrace.sampling.verification import Logits, Verification, masks_behind
 
 _EPSILON = 0.09
 """Probability above which any token is accepted."""
@@ -37,7 +37,7 @@ def _verify(draw: Draw, logits: Logits) -> Drawn | None:
             sampler.append(token)
             verification.take(scored(logits[verification.row], token, draw.num_logprobs))
         verification.draw = draw._replace(draft=NO_DRAFT)  # the path ends here, whatever is drawn
-        verification.take(sampler.draw(logits[verification.row], verification.position, draw.num_logprobs))
+        verification.take(sampler.draw(logits[verification.row], verification.position, draw.num_logprobs, verification.masks))
     except NonFiniteLogitsError:
         return None
     return verification.drawn
@@ -49,7 +49,7 @@ def _longest(draw: Draw, logits: Logits, sampler: Sampler, node: int, position: 
     children = [child for child, parent in enumerate(draft.parents) if parent == node]
     if not children:
         return []
-    p = sampler.probabilities(logits[draw.row + 1 + node], position)
+    p = sampler.probabilities(logits[draw.row + 1 + node], position, masks_behind(draw, node))
     longest: list[int] = []
     for child in _first_of_each_token(draft.tokens, children):
         token = draft.tokens[child]

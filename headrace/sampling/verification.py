@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from headrace._native import Pool
 from headrace.batch import TokenLogprobs
+from headrace.constraint import Masks
 from headrace.logit_ops import Draw, Drawn
 from headrace.sampling.sampler import NativeDraw, Sampler
 
@@ -44,6 +45,11 @@ class Verification:
         return self.draw.row + 1 + self.node
 
     @property
+    def masks(self) -> Masks | None:  # [1, words]
+        """The tokens that may be drawn from that row."""
+        return masks_behind(self.draw, self.node)
+
+    @property
     def drawn(self) -> Drawn:
         """The result."""
         return Drawn(self.tokens, self.path, self.logprobs)
@@ -61,3 +67,8 @@ class Verification:
                 self.path.append(child)
                 return True
         return False
+
+
+def masks_behind(draw: Draw, node: int) -> Masks | None:  # [1, words]
+    """The tokens that may be drawn behind a draft node, or, for -1, behind the last known token; None: all may."""
+    return None if draw.masks is None else draw.masks[node + 1 : node + 2]

@@ -43,7 +43,8 @@ MODELS: list[dict[str, Any]] = [
 ]
 """Of Llama, and one each with norms of queries and keys, two rotary bases, a parallel block, ALiBi, two kinds of experts, latent rows."""
 
-REQUESTS: list[tuple[list[int], SamplingParams]] = [
+Ask = tuple[list[int], SamplingParams]
+REQUESTS: list[Ask] = [
     ([7, 8, 9, 7, 8, 9, 7, 8], SamplingParams(temperature=0, max_tokens=14, logprobs=3)),
     ([3], SamplingParams(seed=1, max_tokens=11, logprobs=0)),
     (list(range(1, 38)), SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=2, logprobs=1)),
@@ -111,11 +112,13 @@ LOADS: dict[str, st.SearchStrategy[Any]] = {
 """Which requests come to which model, how fast, and what the engine makes of them."""
 
 
-def keeps_the_promise(engine: Engine, order: list[int], stagger: int, expected: list[RequestOutput], exact: bool) -> None:
+def keeps_the_promise(
+    engine: Engine, order: list[int], stagger: int, expected: list[RequestOutput], exact: bool, requests: list[Ask] = REQUESTS
+) -> None:
     """Serve the requests, `stagger` steps between two of them, and compare what they say at the end and on the way."""
     updates, ids = [], []
     for request in order:
-        ids.append(engine.add_request(*REQUESTS[request]))
+        ids.append(engine.add_request(*requests[request]))
         for _ in range(stagger):
             updates += engine.step()
     updates += drain(engine)

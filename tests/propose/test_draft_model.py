@@ -35,6 +35,7 @@ class Drafted(View):
     sampler: Any = None
     computed: int = 0
     tables: Tables = ()
+    constraint: Any = None
 
 
 def sequence(known: list[int], params: SamplingParams = GREEDY, seq_id: tuple[int, int] = (0, 0)) -> Drafted:

@@ -56,14 +56,14 @@ class SamplerTwin:
     banned_until: int = 0
     output: list[int] = field(default_factory=list)
 
-    def draw(self, logits: NDArray[np.float32], position: int) -> int:
-        token = self._best(self.adjusted(logits, position), position, self.top_p)
+    def draw(self, logits: NDArray[np.float32], position: int, mask: NDArray[np.uint32] | None = None) -> int:
+        token = self._best(self.adjusted(logits, position, mask), position, self.top_p)
         self.output.append(token)
         return token
 
-    def draws(self, logits: NDArray[np.float32], position: int) -> set[int]:
+    def draws(self, logits: NDArray[np.float32], position: int, mask: NDArray[np.uint32] | None = None) -> set[int]:
         """The tokens that a draw may give: two, rarely, where a nucleus ends so near to `top_p` that floats cannot tell."""
-        x, slack = self.adjusted(logits, position), SLACK if self.top_p < 1 else 0
+        x, slack = self.adjusted(logits, position, mask), SLACK if self.top_p < 1 else 0
         return {self._best(x, position, self.top_p * factor) for factor in (1 - slack, 1 + slack)}
 
     def _best(self, x: NDArray[np.float32], position: int, top_p: float) -> int:
@@ -73,7 +73,7 @@ class SamplerTwin:
         scores = (x.astype(np.float64) - x.max()) / self.temperature + gumbel(self.vocab, position, self.seq_index, self.seed)
         return int(kept[np.argmax(scores[kept])])
 
-    def adjusted(self, logits: NDArray[np.float32], position: int) -> NDArray[np.float32]:
+    def adjusted(self, logits: NDArray[np.float32], position: int, mask: NDArray[np.uint32] | None = None) -> NDArray[np.float32]:
         x = logits.copy()
         for token, bias in self.logit_bias:
             x[token] += np.float32(bias)
@@ -84,6 +84,8 @@ class SamplerTwin:
             x[token] -= frequency * np.float32(self.output.count(token)) + presence
         if position < self.banned_until:
             x[self.banned] = -np.inf
+        if mask is not None:
+            x[[not mask[token // 32] >> np.uint32(token % 32) & 1 for token in range(self.vocab)]] = -np.inf
         return x
 
     def filtered(self, x: NDArray[np.float32], top_p: float) -> NDArray[np.int64]:
