@@ -55,7 +55,9 @@ class OutputConstraint:
         else:
             mask = np.empty_like(rules.allowed)
             self._state.fill(mask)
-            mask &= ~rules.ends
+            others = mask & ~rules.ends
+            if self._state.is_complete or others.any():  # else the text goes on with a stop token, and ends there
+                mask = others
             if self._state.is_complete and self._length >= rules.min_tokens:
                 mask |= rules.ends
             mask &= rules.allowed

@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.config import EngineConfig
@@ -159,6 +159,17 @@ def test_same_request_same_tokens(which: int, order: list[int], kv_dtype: Any, d
     keeps_the_promise(engine, order, stagger, expected, exact=True, requests=REQUESTS)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"multi_step_ms": 1e6}, {"late": True}, {"slots": 160}, {"max_num_batched_tokens": 3}, {"batching": "static"}, {"threads": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize("which", range(len(REQUESTS)))
+def test_each_beside_itself(which: int, options: dict[str, Any]) -> None:
+    engine = engine_of(**{"slots": 1600, "kv_dtype": "f32", **options})
+    keeps_the_promise(engine, [which] * 2, 1, alone(0), exact=True, requests=REQUESTS)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     how=st.sampled_from(["draft_model", "self_draft", "medusa", "auto"]),
@@ -168,6 +179,7 @@ def test_same_request_same_tokens(which: int, order: list[int], kv_dtype: Any, d
     jump_forward=st.booleans(),
     adaptive_speculation=st.booleans(),
 )
+@example(how="draft_model", depth=1, width=2, order=[0], jump_forward=False, adaptive_speculation=False)  # a mask is no wider than a token
 def test_models_that_draft(how: str, order: list[int], **options: Any) -> None:
     engine, _ = draft_engine(model(0), how, draft=model(1), vocabulary=JsonVocabulary(), slots=1600, **options)
     keeps_the_promise(engine, order, 1, alone(0), exact=True, requests=REQUESTS)
@@ -232,6 +244,13 @@ class TestTheEnd:
             assert output.text in ("ab", "na") and output.finish_reason == "stop"
             assert output.stop_reason == (29 if output.token_ids[-1] == 29 else None)
         assert seen == {*EOS, 29}
+
+    def test_a_stop_token_that_is_text_ends_no_text_in_its_middle(self) -> None:
+        letter = JsonVocabulary().encode("a", False)
+        asked = SamplingParams(seed=0, n=8, stop_token_ids=letter, logit_bias={letter[0]: 20.0}, **asking(regex="(ab|na){2}"))
+        for output in run_all(engine_of(), [([4], asked)])[0].outputs:
+            assert output.stop_reason == letter[0]
+            assert re.fullmatch("(ab|na){2}|(ab|na)?n", output.text)  # nothing but the letter may follow an n
 
     @pytest.mark.parametrize(("eos_ids", "params"), [((), {}), (EOS, {"ignore_eos": True}), (EOS, {"min_tokens": 16})])
     @pytest.mark.parametrize("drafts", ["off", "ngram"])
