@@ -8,7 +8,7 @@ from uuid import uuid4
 from headrace.server.answers.openai import ChatMessage, chat_delta, chat_finish_reason
 from headrace.server.asgi import DONE, Call, event
 from headrace.server.conversation import Answer, Asked, Piece, answered
-from headrace.server.errors import ApiError, invalid
+from headrace.server.errors import invalid
 from headrace.server.gate import stream_error
 from headrace.server.generation import chat_logprobs, sampling_params
 from headrace.server.openai_messages import messages_of
@@ -21,8 +21,6 @@ async def chat_completions(served: ServedModel, call: Call) -> None:
     asked = await call.read(ChatRequest)
     if asked.top_logprobs is not None and not asked.logprobs:
         raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
-    if asked.response_format and asked.response_format.get("type") != "text":
-        raise ApiError(400, "unsupported_parameter", "response_format must be text", param="response_format")
     async with answered(served, call, _asked(served, asked)) as answer:
         body = _Body(served, asked, answer)
         if asked.stream:

@@ -11,12 +11,15 @@ from headrace.request import Logprobs, SamplingParams
 from headrace.server import frames
 from headrace.server.answers.deltas import Delta, Reasoning
 from headrace.server.answers.parser import AnswerParser
+from headrace.server.answers.tool_grammar import tool_grammar
 from headrace.server.answers.tools import Tool, ToolChoice, read_tool_choice, read_tools
 from headrace.server.asgi import Call
 from headrace.server.engine_client import Stream
-from headrace.server.errors import ApiError
+from headrace.server.errors import ApiError, invalid
 from headrace.server.generation import Clock, Usage, finish_reason
 from headrace.server.served_model import ServedModel
+from headrace.server.structured import checked
+from headrace.structured_outputs import StructuredOutputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,8 @@ async def answered(served: ServedModel, call: Call, asked: Asked) -> AsyncIterat
     with served.admitted(call, params.n):
         texts: list[str] = []
         prompt = await served.tokens_of(partial(_read, served, asked, choice, texts), "messages", params.max_tokens)
+        if grammar := _call_grammar(served, asked, tools, choice, texts[0]):
+            params = replace(params, structured_outputs=grammar)
         salt = served.salt(call, asked.cache_salt)
         async with served.submitted([prompt], params, priority=asked.priority, salt=salt, adapter=adapter) as (stream,):
             parsers = [_parser(served, texts[0], wanted, params) for _ in range(params.n)]
@@ -107,12 +112,22 @@ async def prompt_tokens(served: ServedModel, call: Call, asked: Asked) -> int:
         return len(await served.tokens_of(partial(_read, served, asked, choice, []), "messages", 0))
 
 
+def _call_grammar(served: ServedModel, asked: Asked, tools: Sequence[Tool], choice: ToolChoice, prompt: str) -> StructuredOutputs | None:
+    """What makes the answer nothing but calls, where `tool_choice` asks for that. Raises ApiError."""
+    style = served.answer_style
+    inside, tokens = style.begins_inside(prompt), served.control_tokens
+    grammar = tool_grammar(style, tools, choice, parallel=asked.parallel_tool_calls, inside=inside, control_tokens=tokens)
+    if grammar is None:
+        return None
+    if asked.params.structured_outputs:
+        raise invalid("tool_choice asks for calls alone, and the text must be something else as well: give one of the two", "tool_choice")
+    return checked("tools", grammar=grammar)
+
+
 def _tools(served: ServedModel, asked: Asked) -> tuple[Sequence[Tool], ToolChoice]:
     """The tools of the request and how they are chosen. Raises RequestError or ApiError."""
     tools = read_tools(asked.tools)
     choice = read_tool_choice(asked.tool_choice, tools)
-    if choice.mode in ("required", "named"):
-        raise ApiError(400, "unsupported_parameter", "tool_choice must be auto or none", param="tool_choice")
     if tools and choice.mode != "none" and served.answer_style.tool_format is None:
         raise ApiError(400, "unsupported_parameter", "the chat template of this model takes no tools", param="tools")
     return tools, choice

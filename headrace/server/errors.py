@@ -128,7 +128,7 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal_error", "the server failed at this request")
 
 
-_FIELD = re.compile(r"([a-z][a-z_]*)(?:[\[.:]| (?:must|has|is|names|needs)\b)")
+_FIELD = re.compile(r"([a-z][a-z_]*)(?:[\[.:]| (?:must|has|is|names|needs|cannot|repeats)\b)")
 
 
 def invalid_request(message: str, param: str | None = None) -> ApiError:

@@ -13,13 +13,14 @@ from headrace.server.errors import RefusedError, invalid
 from headrace.server.metrics import Metrics
 from headrace.server.openai_records import Sampling
 from headrace.server.served_model import biases, seed_of, timed_out
+from headrace.server.structured import structured_outputs
 
 _LEAST_LOGPROB = -9999.0
 """What JSON has for minus infinity."""
 _SAME_NAME = (
     *("n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output"),
     *("ignore_eos", "skip_special_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_logprobs"),
-    "length_penalty",
+    *("length_penalty", "allowed_token_ids", "bad_words"),
 )
 
 
@@ -31,6 +32,7 @@ def sampling_params(
         name: value for name in _SAME_NAME if (value := getattr(asked, name)) is not None
     }
     options |= {"max_tokens": max_tokens, "logprobs": logprobs, "seed": seed_of(asked.seed), "logit_bias": biases(asked.logit_bias)}
+    options["structured_outputs"] = structured_outputs(asked)
     if asked.use_beam_search:
         options |= {"beam_width": asked.n or 1, "temperature": 0.0}
     try:

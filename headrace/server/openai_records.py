@@ -30,6 +30,16 @@ class StreamOptions(msgspec.Struct, frozen=True):
     """The tokens up to there with every chunk."""
 
 
+class Structured(msgspec.Struct, frozen=True, kw_only=True):
+    """What the text must be: one of these, as `StructuredOutputs` has them."""
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """What chat completions and completions have in common."""
 
@@ -53,6 +63,15 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: _Penalty | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[_TokenId] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: Structured | None = None
+    guided_json: str | dict[str, Any] | None = None
+    """This one and the next three are older names of what stands in `structured_outputs`."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    response_format: dict[str, Any] | None = None
     prompt_logprobs: _Small | None = None
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, msgspec.Meta(ge=-10, le=10)] | None = None
@@ -90,7 +109,6 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

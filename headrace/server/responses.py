@@ -12,6 +12,8 @@ from headrace.server.openai_messages import call_of, text_of
 from headrace.server.response_items import ResponseItems
 from headrace.server.responses_records import InputItem, ResponsesRequest
 from headrace.server.served_model import ServedModel
+from headrace.server.structured import response_format
+from headrace.structured_outputs import StructuredOutputs
 
 
 async def responses(served: ServedModel, call: Call) -> None:
@@ -20,11 +22,11 @@ async def responses(served: ServedModel, call: Call) -> None:
     for name in ("previous_response_id", "background"):
         if getattr(asked, name):
             raise ApiError(400, "unsupported_parameter", f"{name}: nothing is stored here; send the whole conversation", param=name)
-    if asked.text and (asked.text.get("format") or {}).get("type", "text") != "text":
-        raise ApiError(400, "unsupported_parameter", "text.format must be text", param="text")
     given = {name: value for name in ("temperature", "top_p") if (value := getattr(asked, name)) is not None}
     try:
-        params = SamplingParams(**{**served.advised_sampling, **given, "max_tokens": asked.max_output_tokens})
+        params = SamplingParams(
+            **{**served.advised_sampling, **given, "max_tokens": asked.max_output_tokens, "structured_outputs": _format(asked)}
+        )
     except RequestError as error:
         raise invalid_request(str(error)) from None
     async with answered(served, call, _asked(asked, params)) as answer:
@@ -33,6 +35,14 @@ async def responses(served: ServedModel, call: Call) -> None:
             await call.stream(_events(items), served.settings.keepalive_seconds)
         else:
             await call.respond(await call.while_connected(_whole(items)))
+
+
+def _format(asked: ResponsesRequest) -> StructuredOutputs | None:
+    """What the text must be."""
+    given = (asked.text or {}).get("format")
+    if given is not None and not isinstance(given, dict):
+        raise invalid("text.format must be an object", "text")
+    return response_format(given, "text")
 
 
 async def _whole(items: ResponseItems) -> dict[str, Any]:

@@ -38,7 +38,8 @@ class ServedModel:
     ) -> None:
         self.answer_style = answer_style
         """How the model writes reasoning and calls of tools."""
-        self.control_tokens = frozenset(tokenizer.token_bytes(token).decode(errors="replace") for token in tokenizer.special_ids)
+        self.control_tokens = {tokenizer.token_bytes(token).decode(errors="replace"): token for token in tokenizer.special_ids}
+        """Their ids, by their texts."""
         self.end_tokens = tuple(tokenizer.token_bytes(token).decode(errors="replace") for token in sorted(tokenizer.eos_ids))
         self.advised_sampling = advised_sampling
         """Parameters of requests that leave them out, by field of `SamplingParams`."""

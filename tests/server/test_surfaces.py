@@ -148,7 +148,9 @@ class TestResponses:
             ({"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "input"),
             ({"tools": [{"type": "web_search"}]}, "tools"),
             ({"max_output_tokens": 0}, "max_output_tokens"),
-            ({"text": {"format": {"type": "json_object"}}}, "text"),
+            ({"text": {"format": {"type": "xml"}}}, "text"),
+            ({"text": {"format": {"type": "json_schema"}}}, "text"),
+            ({"text": {"format": "json"}}, "text"),
         ],
     )
     def test_what_is_none(self, server: Running, more: dict[str, Any], param: str) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 from headrace.server.answers.tools import Tool
 
+_WRITTEN = {"x-guidance": {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}}
+
 
 class Lark:
     """A grammar as it is built: expressions are texts, and rules get names."""
@@ -26,8 +28,8 @@ class Lark:
         return " ".join(part for part in (*result, _quoted(text[at:])) if part) or '""'
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """A JSON value of this schema."""
-        return self.rule(f"%json {json.dumps(schema)}")
+        """A JSON value of this schema, written as `json.dumps` does: free white space need not end in a small model."""
+        return self.rule(f"%json {json.dumps(_WRITTEN | dict(schema))}")
 
     def up_to(self, marker: str) -> str:
         """Any text that ends with `marker`, which is nowhere else in it."""
