@@ -27,6 +27,8 @@ class StaticScheduler(Scheduler):
         self._batch: set[Sequence] = set()
         self._padded = 0
         """Slots of each member."""
+        self._widest = 1
+        """Most rows that sequences of the batch must have in one step: beams of a search draw together."""
 
     @property
     def can_overlap(self) -> bool:
@@ -36,7 +38,7 @@ class StaticScheduler(Scheduler):
     def drop(self, seq: Sequence) -> None:
         """Forget a sequence; one that is done drawing stays as padding until all are done, as long as nothing is taken from the others."""
         done = [member for member in self.running if member.output.finish_reason]
-        crowded = len(done) >= self._config.max_num_batched_tokens  # padding would leave no row to the others
+        crowded = len(done) + self._widest > self._config.max_num_batched_tokens  # padding would leave too few rows to the others
         full = seq.computed >= self._padded  # padding writes one more slot, and none is reserved
         ended = seq.request.pooling or seq.output.finish_reason in ("abort", "error", "timeout")
         if seq not in done or crowded or full or ended:
@@ -68,7 +70,7 @@ class StaticScheduler(Scheduler):
 
     def _form(self) -> None:
         """Choose the next batch: as many of the queue as may run at once, with blocks for the longest of them each."""
-        self._batch, self._padded, num_running = set(), 0, 0
+        self._batch, self._padded, self._widest, num_running = set(), 0, 1, 0
         for seq in self.waiting:
             num_running += seq.width
             padded = max(self._padded, seq.request.limit - 1)  # the last token never has KV
@@ -77,6 +79,7 @@ class StaticScheduler(Scheduler):
                 break
             self._batch.add(seq)
             self._padded = padded
+            self._widest = max(self._widest, seq.request.width if seq.request.acceptor.is_group else 1)
 
     def _fits(self, seq: Sequence, hit: Hit) -> bool:
         """Whether the sequence is of the batch, for which there are blocks."""

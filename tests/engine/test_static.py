@@ -173,6 +173,14 @@ def test_padding_ends_when_the_live_members_give_way() -> None:
     assert [len(output.token_ids) for output in result.outputs] == [1, 2, 1, 2] and not engine.has_work
 
 
+def test_padding_leaves_the_rows_that_beams_must_have_together() -> None:
+    short, search = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), SamplingParams(beam_width=3, n=3, max_tokens=6)
+    requests = [([5, 6], short), ([7], short), ([1, 2, 3, 4], search)]
+    plain = run_all(static_engine(max_num_seqs=8), requests)
+    narrow = run_all(static_engine(max_num_seqs=8, max_num_batched_tokens=3), requests)
+    assert [result.outputs for result in narrow] == [result.outputs for result in plain]
+
+
 def test_drafts_write_to_no_block_that_siblings_share() -> None:
     """There are not blocks for the longest of three at once, so that a fork shares some of those that were reserved."""
     engine = static_engine(num_blocks=14, block_size=2, proposer=RandomTrees(1, VOCAB, {}, max_nodes=3))
