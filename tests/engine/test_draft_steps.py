@@ -10,6 +10,7 @@ from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.speculation import Speculation
 from headrace.logit_ops import StepResult
 from headrace.request import SamplingParams
+from tests.engine.test_controller import Machine
 from tests.engine.test_speculation import STEP_MS, Busy, Clock, Oracle, serve
 from tests.engine.toy import VOCAB, toy_engine
 from tests.tiny import run_all
@@ -54,6 +55,40 @@ def test_a_time_limit_is_in_seconds_of_the_clock() -> None:
     engine = toy_engine(proposer=Limited(lambda position: 1.0, clock, seconds=0.6), clock=clock)
     run_all(engine, [([1], SamplingParams(temperature=0, max_tokens=9))])
     assert (engine.stats().proposer_failures, engine.stats().drafted) == (1, 0)
+
+
+class Watcher(Oracle):
+    """Keeps what it is shown."""
+
+    def observe(self, seqs: list[Any], commits: list[Commit], result: StepResult) -> None:
+        self.shown = seqs, commits, result
+
+
+def test_what_a_step_with_drafts_saves_and_shows() -> None:
+    """Three drafts for each of two sequences: two of the one are accepted, and the other has failed."""
+    engine, clock = toy_engine(), Clock()
+    for prompt in ([1], [2]):
+        engine.add_request(prompt)
+    items = [ScheduledSequence(request.seqs[0], 1, draws=True, first_draw=5) for request in engine._requests.values()]
+    watcher = Watcher(lambda position: 1.0, clock, seconds=0.001)
+    speculation = Speculation({"watcher": watcher}, EngineConfig(adaptive_speculation=False), VOCAB, clock)
+    speculation._costs[2] = Machine()
+    drafting, wanted = speculation.ask(items)
+    assert drafting and set(wanted) == set(items)
+    for item in items:
+        item.draft_budget = 3
+    speculation.draft(drafting)
+    result = StepResult([], None)
+    for _ in range(2):
+        speculation.observe(items, drafting, [Commit(0, [0, 1], [1, 2, 3], [])], result, 8, 0.1, num_launches=1)
+    assert watcher.shown == ([item.seq for item in items], [Commit(0, [0, 1], [1, 2, 3], [], 5, items[0].draft)], result)
+    asking, token, row = 0.001, 0.0116 / 2, 0.0016
+    saved = [2 * (2 * token - 3 * row - asking), 2 * (-3 * row - asking)]
+    for item, accepted, seconds in zip(items, (4, 0), saved, strict=True):
+        (drafts,) = item.seq.request.drafts.values()
+        assert drafts[:3] == (2, 6, accepted) and drafts.seconds_saved == pytest.approx(seconds)
+    (total,) = speculation.stats.values()
+    assert total[:3] == (4, 12, 4) and total.seconds_saved == pytest.approx(sum(saved))
 
 
 class TestStepCosts:

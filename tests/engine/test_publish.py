@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine import publish
 from headrace.engine.publish import Publisher, folder, is_private, read_file
 
 
@@ -76,7 +75,7 @@ def test_only_while_the_file_is_fresh(watched: Path, monkeypatch: pytest.MonkeyP
     publisher = Publisher(lambda with_map: {})
     touched = (watched / "watch").stat().st_mtime
     for age, written in ((3.1, {}), (2.9, {"json": "{}"})):
-        monkeypatch.setattr(publish.time, "time", lambda age=age: touched + age)
+        monkeypatch.setattr("headrace.engine.publish.time.time", lambda age=age: touched + age)
         publisher.tick(0.0, last=True)
         assert files(watched) == written
 

@@ -97,6 +97,7 @@ class TestMemory:
         assert len(table) == 3 and seen[0] == -1 and min(table + seen[1:]) >= 0
         assert len(cached) == 1 and not set(cached) & set(table) and not set(also_cached) & set(seen)
         assert len(also_cached) == 2  # that of the first request, and what the second has released
+        assert [(kv.layers, kv.window, kv.blocks_cached) for kv in engine.stats().kv] == [(1, 0, 1), (1, 5, 2)]
 
     @settings(deadline=None)
     @given(
