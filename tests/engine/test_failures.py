@@ -183,6 +183,14 @@ class TestTokenizer:
         assert {output.finish_reason for output in failed.outputs} == {"error"}
         assert results[second] is not None and results[second].outputs == whole.outputs  # type: ignore[union-attr]
 
+    def test_of_one_sequence_it_ends_the_others_where_they_are(self, engine: Engine) -> None:
+        request_id = engine.add_request([1, 2, 3], SamplingParams(seed=3, n=2, max_tokens=9))
+        engine.step()
+        engine._requests[request_id].seqs[0].output._decoder.push = self.fails  # type: ignore[method-assign]
+        result = drain(engine)[-1].result
+        assert result is not None and [output.finish_reason for output in result.outputs] == ["error", "error"]
+        assert len(result.outputs[1].token_ids) == 1
+
     @pytest.mark.parametrize("reason", ["length", "abort", "timeout"])
     def test_at_the_end(self, reason: str) -> None:
         now = [0.0]
