@@ -23,10 +23,11 @@ class TestCounts:
         for _ in range(3):
             add(engine, 5, max_tokens=4)
         aborted = add(engine, 5)
-        with pytest.raises(RequestError):
-            engine.add_request([VOCAB])
+        for refused in ([VOCAB], []):
+            with pytest.raises(RequestError):
+                engine.add_request(refused)
         stats = engine.stats()
-        assert (stats.waiting, stats.running, stats.refused) == (4, 0, 1)
+        assert (stats.waiting, stats.running, stats.refused) == (4, 0, 2)
         step(engine)
         stats = engine.stats()
         assert (stats.waiting, stats.running, stats.rows_last, stats.tokens, stats.prompt_tokens) == (0, 4, 20, 4, 20)
