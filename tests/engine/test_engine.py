@@ -47,7 +47,7 @@ class TestRefusals:
             ([1], {"stop_token_ids": [VOCAB]}, "stop_token_ids has 23"),
             ([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias has 23"),
             ([1] * 30, {"max_tokens": 8}, "the prompt of 30 tokens and 8 more need up to 10 blocks of 4 tokens, and there are 9"),
-            ([1] * 39, {"max_tokens": None}, "need up to 10 blocks"),
+            ([1] * 39, {"max_tokens": None}, "and all possible more need up to 10 blocks"),
         ],
     )
     def test_named_and_harmless(self, prompt: Any, params: dict[str, Any], message: str) -> None:
