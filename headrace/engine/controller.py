@@ -121,11 +121,13 @@ class Controller:
         if self._is_plain:
             return False
         method, track = self._methods[name], self._track(name, seq)
-        gain = track.gain - (self._gain(rival) if rival else 0.0)
-        asks = gain * self._token_seconds > method.seconds or track.look_at <= self._now
+        pays, look_at = track.gain * self._token_seconds > method.seconds, track.look_at
         # Where it is asked but granted no draft budget, it is asked again in the next step.
-        self._looks[name, seq.seq_id] = self._now if asks else track.look_at
-        return asks
+        self._looks[name, seq.seq_id] = self._now if pays else look_at
+        if pays and rival:
+            pays = (track.gain - self._gain(rival)) * self._token_seconds > method.seconds
+            look_at += self._look_seconds(method) * self._num_drawing / _MOST_LOOKING
+        return pays or look_at <= self._now
 
     def budget(self, name: str, seq: Sequence, most: int) -> int:
         """Nodes to ask for: fewer than `most` where each depth takes the proposer time and deeper nodes are not expected to pay."""
@@ -147,7 +149,7 @@ class Controller:
     def candidate(self, name: str, seq: Sequence, draft: DraftTree) -> DraftCandidate:
         """The draft with its values. What it would gain decides when the proposer is asked again."""
         method, track = self._methods[name], self._track(name, seq)
-        candidate = DraftCandidate(name, draft, track.acceptance.values(draft) if draft.tokens else [])
+        candidate = DraftCandidate(name, draft, track.acceptance.values(draft))
         track.gain = self._gain(candidate)
         if track.gain * self._token_seconds > method.seconds:
             track.num_looks, track.share, track.look_at = 0, _MOST_LOOKING, self._now

@@ -34,14 +34,12 @@ def kv_stats(seqs: Iterable[Sequence], kv: KvManager, groups: Iterable[KvGroup],
 
 
 def _empty_slots(seqs: Iterable[Sequence], group: int, block_size: int, filled: Callable[[Sequence], int]) -> int:
-    """Slots beyond the first `filled(sequence)` in the blocks of these sequences; those of a shared block count once."""
+    """Slots beyond the first `filled(sequence)` in the blocks of these sequences; a shared block, filled alike for all, counts once."""
     empty: dict[int, int] = {}
     for seq in seqs:
         end, table = filled(seq), seq.tables[group]
         for i in range(max(end // block_size, table.window_start), len(table)):
-            left = min(block_size, (i + 1) * block_size - end)
-            block = table[i]
-            empty[block] = min(left, empty.get(block, left))
+            empty[table[i]] = min(block_size, (i + 1) * block_size - end)
     return sum(empty.values())
 
 

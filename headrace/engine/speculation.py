@@ -161,7 +161,7 @@ class Speculation:
 
     def _learn(self, controller: Controller, scheduled: list[ScheduledSequence], commits: list[Commit], drafting: StepDrafts) -> None:
         """Record which nodes of all candidates were right, also of those that did not run."""
-        for commit in commits if drafting.candidates else ():
+        for commit in commits:
             seq = scheduled[commit.source].seq
             for candidate in drafting.candidates.get(seq, ()):
                 controller.learn(seq, candidate, commit.tokens)

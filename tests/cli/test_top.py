@@ -107,13 +107,15 @@ class TestWriting:
         engine.step()
         assert engine.stats().steps == 1 and files(folder) == ["watch"]
 
-    def test_a_record_is_bounded(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(("most_blocks", "with_map"), [(63, False), (64, True)])
+    def test_a_record_is_bounded(self, folder: Path, monkeypatch: pytest.MonkeyPatch, most_blocks: int, with_map: bool) -> None:
+        """By lines, of what runs and of what waits, and by the 64 blocks of a map."""
         monkeypatch.setattr("headrace.engine.engine.MOST_LINES", 5)
-        monkeypatch.setattr("headrace.engine.engine.MOST_BLOCKS", 63)
-        watch, engine = Watch(with_map=True), busy_engine(9)
+        monkeypatch.setattr("headrace.engine.engine.MOST_BLOCKS", most_blocks)
+        watch, engine = Watch(with_map=True), busy_engine(9, max_num_seqs=3)
         engine.step()
         (record,) = watch.read()
-        assert len(record["seqs"]) == 5 and record["sequences_left_off"] == 4 and "map" not in record
+        assert len(record["seqs"]) == 5 and record["sequences_left_off"] == 4 and ("map" in record) is with_map
 
 
 WRONG = (

@@ -35,7 +35,7 @@ class TestRefusals:
         ("prompt", "params", "message"),
         [
             ([], {}, "the prompt is empty"),
-            ([1] * 40, {}, "the prompt has 40 tokens, and the context of 40"),
+            ([1] * 40, {}, "the prompt has 40 tokens, and the context of 40 must hold it and one more"),
             ([1] * 5000, {}, "the prompt has 5,000 tokens"),
             ([VOCAB], {}, "prompt_token_ids has 23, and the vocabulary ends at 22"),
             ([-1], {}, "prompt_token_ids must be a whole number from 0"),
@@ -47,7 +47,7 @@ class TestRefusals:
             ([1], {"stop_token_ids": [VOCAB]}, "stop_token_ids has 23"),
             ([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias has 23"),
             ([1] * 30, {"max_tokens": 8}, "the prompt of 30 tokens and 8 more need up to 10 blocks of 4 tokens, and there are 9"),
-            ([1] * 39, {"max_tokens": None}, "need up to 10 blocks"),
+            ([1] * 39, {"max_tokens": None}, "and all possible more need up to 10 blocks"),
         ],
     )
     def test_named_and_harmless(self, prompt: Any, params: dict[str, Any], message: str) -> None:
@@ -56,6 +56,10 @@ class TestRefusals:
             engine.add_request(prompt, SamplingParams(**params))
         assert not engine.has_work
         serves(engine)
+
+    def test_what_are_no_params(self) -> None:
+        with pytest.raises(RequestError, match="params must be SamplingParams, not dict"):
+            toy_engine().add_request([1], {"temperature": 0})  # type: ignore[arg-type]
 
     def test_an_id_in_use(self) -> None:
         engine = toy_engine()
@@ -109,6 +113,18 @@ class TestEnds:
         assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids)
         assert engine.stats().steps < len(output.token_ids)
         serves(engine)
+
+
+def test_terms_that_are_not_given() -> None:
+    """Requests without a priority have that of 0, and are served as they come; a prompt's text is that of its result."""
+    engine = toy_engine(max_num_seqs=1)
+    ids = [
+        engine.add_request([1], GREEDY),
+        engine.add(engine.check([2], GREEDY)),
+        engine.add_request([3], GREEDY, priority=0, prompt="three"),
+    ]
+    results = [update.result for update in drain(engine) if update.result]
+    assert [(result.request_id, result.prompt) for result in results] == list(zip(ids, (None, None, "three"), strict=True))
 
 
 class TestAbort:

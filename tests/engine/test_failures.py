@@ -7,6 +7,7 @@ import pytest
 
 from headrace.engine import resolve
 from headrace.engine import step as step_module
+from headrace.engine.deadlines import Deadlines
 from headrace.engine.engine import Engine
 from headrace.request import RequestOutput, SamplingParams
 from tests.engine.toy import plain_decoding, toy_engine
@@ -182,6 +183,14 @@ class TestTokenizer:
         assert {output.finish_reason for output in failed.outputs} == {"error"}
         assert results[second] is not None and results[second].outputs == whole.outputs  # type: ignore[union-attr]
 
+    def test_of_one_sequence_it_ends_the_others_where_they_are(self, engine: Engine) -> None:
+        request_id = engine.add_request([1, 2, 3], SamplingParams(seed=3, n=2, max_tokens=9))
+        engine.step()
+        engine._requests[request_id].seqs[0].output._decoder.push = self.fails  # type: ignore[method-assign]
+        result = drain(engine)[-1].result
+        assert result is not None and [output.finish_reason for output in result.outputs] == ["error", "error"]
+        assert len(result.outputs[1].token_ids) == 1
+
     @pytest.mark.parametrize("reason", ["length", "abort", "timeout"])
     def test_at_the_end(self, reason: str) -> None:
         now = [0.0]
@@ -235,6 +244,24 @@ def test_deadlines_of_ended_requests_are_forgotten() -> None:
     for request_id in ids[:-1]:
         engine.abort(request_id)
     assert len(engine._deadlines) == 1 and len(engine._deadlines._heap) <= 18
+
+
+def test_deadlines_are_swept_when_most_are_of_ended_requests() -> None:
+    """Of forty, those that are left keep their order; a heap of sixteen more than twice the live ones is not swept yet."""
+    engine, deadlines = toy_engine(), Deadlines()
+    ids = [engine.add_request([1]) for _ in range(40)]
+    times = {engine._requests[request_id]: 17 * i % 40 for i, request_id in enumerate(ids)}
+    for request, time in times.items():
+        deadlines.add(time, request)
+    *ended, last = list(times)[:29]
+    for request in ended:
+        deadlines.discard(request)
+    assert (len(deadlines), len(deadlines._heap)) == (12, 40)
+    deadlines.discard(last)
+    assert (len(deadlines), len(deadlines._heap)) == (11, 11)
+    left = sorted(list(times)[29:], key=times.__getitem__)
+    assert [deadlines.overdue(times[request]) for request in left] == [[request] for request in left]
+    assert not deadlines and not deadlines._heap
 
 
 def test_what_one_request_costs_does_not_grow_with_the_others() -> None:

@@ -11,8 +11,6 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch
-from headrace.engine.controller import Controller
-from headrace.engine.step_cost import StepCost
 from headrace.logit_ops import StepResult
 from headrace.proposer import ProposerTraits
 from headrace.request import SamplingParams
@@ -346,24 +344,3 @@ def test_the_first_answer_has_drafts_from_where_they_are_right() -> None:
     plain, _, _ = serve(step_ms, lambda clock: {}, warm=False)
     seconds, stats, _ = serve(step_ms, lambda clock: {"reader": Reader(clock)}, warm=False)
     assert stats.accepted > 0.6 * LENGTH and plain / seconds > 2
-
-
-def test_a_draft_budget_that_is_not_granted_is_asked_for_again() -> None:
-    """In the next step: what was asked for and never came is no draft that did not pay."""
-    engine = toy_engine()
-    engine.add_request([1, 2, 3])
-    (seq,) = engine._requests["0"].seqs
-    cost, controller = StepCost(), Controller({"oracle": Oracle.traits})
-    for _ in range(5):
-        cost.record(1, 0.002)
-    controller.begin(cost, 1, 1)
-    assert controller.asks("oracle", seq)
-    assert controller.rest == 0
-    controller.candidate("oracle", seq, NO_DRAFT)
-    controller.spend("oracle", {seq: 8}, 0.001)
-    controller.finish(0.002)
-    controller.begin(cost, 1, 1)
-    assert controller.asks("oracle", seq)  # the first look told no price
-    controller.spend("oracle", {seq: 8}, 0.001)
-    controller.candidate("oracle", seq, NO_DRAFT)
-    assert controller.rest > 0

@@ -23,10 +23,11 @@ class TestCounts:
         for _ in range(3):
             add(engine, 5, max_tokens=4)
         aborted = add(engine, 5)
-        with pytest.raises(RequestError):
-            engine.add_request([VOCAB])
+        for refused in ([VOCAB], []):
+            with pytest.raises(RequestError):
+                engine.add_request(refused)
         stats = engine.stats()
-        assert (stats.waiting, stats.running, stats.refused) == (4, 0, 1)
+        assert (stats.waiting, stats.running, stats.refused) == (4, 0, 2)
         step(engine)
         stats = engine.stats()
         assert (stats.waiting, stats.running, stats.rows_last, stats.tokens, stats.prompt_tokens) == (0, 4, 20, 4, 20)
@@ -97,6 +98,7 @@ class TestMemory:
         assert len(table) == 3 and seen[0] == -1 and min(table + seen[1:]) >= 0
         assert len(cached) == 1 and not set(cached) & set(table) and not set(also_cached) & set(seen)
         assert len(also_cached) == 2  # that of the first request, and what the second has released
+        assert [(kv.layers, kv.window, kv.blocks_cached) for kv in engine.stats().kv] == [(1, 0, 1), (1, 5, 2)]
 
     @settings(deadline=None)
     @given(

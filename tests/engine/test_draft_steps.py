@@ -1,0 +1,135 @@
+"""Speculative decoding step by step: what is asked for, what runs, and what is observed and kept of it."""
+
+from typing import Any
+
+import pytest
+
+from headrace.batch import Commit
+from headrace.config import EngineConfig
+from headrace.engine.scheduled import ScheduledSequence
+from headrace.engine.speculation import Speculation
+from headrace.logit_ops import StepResult
+from headrace.request import SamplingParams
+from tests.engine.test_controller import Machine
+from tests.engine.test_speculation import STEP_MS, Busy, Clock, Oracle, serve
+from tests.engine.toy import VOCAB, toy_engine
+from tests.tiny import run_all
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+def test_no_more_is_drafted_than_may_come(max_tokens: int) -> None:
+    engine = toy_engine(proposer=Oracle(lambda position: 1.0))
+    run_all(engine, [([1], SamplingParams(temperature=0, max_tokens=max_tokens))])
+    stats = engine.stats()
+    assert (stats.drafted, stats.accepted, stats.steps) == (max_tokens - 1, max_tokens - 1, 1)
+
+
+class Short(Oracle):
+    """Drafts two tokens at most."""
+
+    traits = Oracle.traits._replace(max_nodes=2)
+
+
+@pytest.mark.parametrize("names", [("long", "short"), ("short", "long")])
+def test_the_longest_draft_runs_without_adaptive_speculation(names: tuple[str, str]) -> None:
+    oracles = {"long": Oracle(lambda position: 1.0), "short": Short(lambda position: 1.0)}
+    engine = toy_engine(proposer={name: oracles[name] for name in names})
+    run_all(engine, [([1], SamplingParams(temperature=0, max_tokens=18))])
+    drafts = engine.stats().drafts
+    assert drafts["long"][:3] == (2, 16, 16) and drafts["short"].steps == 0
+
+
+def test_every_step_is_observed_without_adaptive_speculation() -> None:
+    """Also those without a draft: of a prompt, and of the last token."""
+    busy = Busy(Clock())
+    engine = toy_engine(proposer=busy, max_num_batched_tokens=4)
+    run_all(engine, [([1] * 11, SamplingParams(temperature=0, max_tokens=3))])
+    assert busy.seen == engine.stats().steps == 5
+
+
+def test_a_time_limit_is_in_seconds_of_the_clock() -> None:
+    class Limited(Oracle):
+        traits = Oracle.traits._replace(time_limit=0.5)
+
+    clock = Clock()
+    engine = toy_engine(proposer=Limited(lambda position: 1.0, clock, seconds=0.6), clock=clock)
+    run_all(engine, [([1], SamplingParams(temperature=0, max_tokens=9))])
+    assert (engine.stats().proposer_failures, engine.stats().drafted) == (1, 0)
+
+
+class Watcher(Oracle):
+    """Keeps what it is shown."""
+
+    def observe(self, seqs: list[Any], commits: list[Commit], result: StepResult) -> None:
+        self.shown = seqs, commits, result
+
+
+def test_what_a_step_with_drafts_saves_and_shows() -> None:
+    """Three drafts for each of two sequences: two of the one are accepted, and the other has failed."""
+    engine, clock = toy_engine(), Clock()
+    for prompt in ([1], [2]):
+        engine.add_request(prompt)
+    items = [ScheduledSequence(request.seqs[0], 1, draws=True, first_draw=5) for request in engine._requests.values()]
+    watcher = Watcher(lambda position: 1.0, clock, seconds=0.001)
+    speculation = Speculation({"watcher": watcher}, EngineConfig(adaptive_speculation=False), VOCAB, clock)
+    speculation._costs[2] = Machine()
+    drafting, wanted = speculation.ask(items)
+    assert drafting and set(wanted) == set(items)
+    for item in items:
+        item.draft_budget = 3
+    speculation.draft(drafting)
+    result = StepResult([], None)
+    for _ in range(2):
+        speculation.observe(items, drafting, [Commit(0, [0, 1], [1, 2, 3], [])], result, 8, 0.1, num_launches=1)
+    assert watcher.shown == ([item.seq for item in items], [Commit(0, [0, 1], [1, 2, 3], [], 5, items[0].draft)], result)
+    asking, token, row = 0.001, 0.0116 / 2, 0.0016
+    saved = [2 * (2 * token - 3 * row - asking), 2 * (-3 * row - asking)]
+    for item, accepted, seconds in zip(items, (4, 0), saved, strict=True):
+        (drafts,) = item.seq.request.drafts.values()
+        assert drafts[:3] == (2, 6, accepted) and drafts.seconds_saved == pytest.approx(seconds)
+    (total,) = speculation.stats.values()
+    assert total[:3] == (4, 12, 4) and total.seconds_saved == pytest.approx(sum(saved))
+
+
+class TestStepCosts:
+    """What is kept of the time of a step."""
+
+    def step(self, clock: Clock, seconds: float = 0.0) -> tuple[Speculation, ScheduledSequence]:
+        engine = toy_engine()
+        engine.add_request([1])
+        proposers = {"oracle": Oracle(lambda position: 1.0, clock, seconds)}
+        speculation = Speculation(proposers, EngineConfig(adaptive_speculation=False), VOCAB, clock)
+        return speculation, ScheduledSequence(engine._requests["0"].seqs[0], 1, draws=True)
+
+    def test_that_of_one_launch_without_asking(self) -> None:
+        speculation, item = self.step(Clock(), seconds=0.5)
+        drafting, wanted = speculation.ask([item])
+        assert drafting
+        item.draft_budget = wanted[item]
+        speculation.draft(drafting)
+        speculation.observe([item], drafting, [Commit(0, [], [1], [])], StepResult([], None), 9, 3.5, num_launches=2)
+        assert speculation._cost([item]).seconds(9) == pytest.approx(1.5, rel=0.01)
+
+    def test_now_and_then_where_speculation_rests(self) -> None:
+        clock = Clock()
+        speculation, item = self.step(clock)
+        for i in range(64):
+            clock.now = 100 + i / 64
+            speculation.observe([item], None, [], StepResult([], None), 1, 0.002, num_launches=1)
+        assert speculation._cost([item]).visits(1) == 16  # one of four: after more than 0.05 seconds
+
+
+@pytest.mark.parametrize("others", [[], ["short"], ["short", "long"]])
+def test_a_slow_proposer_is_not_asked_where_a_quick_one_has_a_better_draft(others: list[str]) -> None:
+    """As with `auto` and a draft model: alone, it is asked in every step. One after it is asked all the same."""
+    slow: list[Oracle] = []
+
+    def make(clock: Clock) -> dict[str, Any]:
+        slow.append(Oracle(lambda position: 0.6, clock, seconds=0.001))
+        oracles = {"short": Short(lambda position: 1.0), "slow": slow[0], "long": Oracle(lambda position: 1.0)}
+        return {name: oracles[name] for name in oracles if name in ["slow", *others]}
+
+    _, stats, _ = serve(STEP_MS["memory alone"], make, warm=False)
+    asked = slow[0].calls / stats.steps
+    assert 0 < asked < 0.5 if others else asked > 0.8
+    assert "long" not in others or stats.drafts["long"].steps > 0.8 * stats.steps
