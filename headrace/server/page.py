@@ -15,7 +15,7 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 _NAMES = (
-    *("style.css", "icon.svg", "main.js", "dom.js", "format.js", "theme.js"),
+    *("style.css", "icon.svg", "main.js", "address.js", "dom.js", "format.js", "theme.js"),
     *("chat.js", "settings.js", "event_stream.js", "markdown.js"),
     *("dashboard.js", "plots.js", "block_map.js", "roofline.js"),
     *("vendor/uPlot.iife.min.js", "vendor/uPlot.min.css"),

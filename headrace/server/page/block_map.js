@@ -1,10 +1,11 @@
 // Which request holds which block of KV: a cell for each block in the order of memory, coloured by request, filled as far as it holds KV.
 
+import { address } from "./address.js";
 import { byId, say } from "./dom.js";
 import { percent, whole } from "./format.js";
 import { colour, onThemeChange, seriesColour } from "./theme.js";
 
-const PERIOD = 1000; // milliseconds between two looks
+const PERIOD = 900; // milliseconds between two looks
 const HEIGHT = 168;
 const LABEL = 14; // pixels above each of several grids
 const LEAST_BLOCKS = 256;
@@ -16,30 +17,23 @@ const note = byId("blocks-note");
 let map = null;
 let grids = [];
 let seen = ""; // the figures for which the map was made
+let next = 0; // when there may be another look
 
-// Asks for the map where the figures say that it has changed.
-export function follow(latest) {
-  let asking = false;
-  setInterval(async () => {
-    const stats = latest();
-    if (asking || !stats || document.hidden || !canvas.clientWidth) return;
-    const { steps, blocks_free: free, blocks_cached: cached, running } = stats.figures;
-    const figures = [steps, free, cached, running, stats.restarts].join();
-    if (figures === seen || stats.status !== "ready") return;
-    asking = true;
-    try {
-      const response = await fetch("stats/blocks");
-      if (response.ok) {
-        map = await response.json();
-        seen = figures;
-        draw();
-      }
-    } catch {
-      // the server is away: the stream of statistics says so
-    } finally {
-      asking = false;
-    }
-  }, PERIOD);
+// Asks for the map where the figures say that it has changed, and not too often.
+export async function follow({ figures: f, restarts, status }) {
+  const figures = [f.steps, f.blocks_free, f.blocks_cached, f.running, restarts].join();
+  const now = performance.now();
+  if (figures === seen || now < next || status !== "ready" || !canvas.clientWidth) return;
+  next = now + PERIOD;
+  try {
+    const response = await fetch(address("stats/blocks"));
+    if (!response.ok) return;
+    map = await response.json();
+    seen = figures;
+    draw();
+  } catch {
+    // the server is away: the stream of statistics says so
+  }
 }
 
 function draw() {

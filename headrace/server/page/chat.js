@@ -1,5 +1,6 @@
 // The conversation: kept in memory, sent whole with each question, answered as a stream.
 
+import { address } from "./address.js";
 import { byId, element, say } from "./dom.js";
 import { events } from "./event_stream.js";
 import { number, seconds } from "./format.js";
@@ -78,7 +79,7 @@ function become(label) {
 async function read(view, signal) {
   const { system, body } = asked();
   const all = system ? [{ role: "system", content: system }, ...messages] : messages;
-  const response = await fetch("v1/chat/completions", {
+  const response = await fetch(address("v1/chat/completions"), {
     method: "POST",
     headers: { "content-type": "application/json" },
     body: JSON.stringify({ ...body, messages: all, stream: true, stream_options: { include_usage: true } }),

@@ -1,5 +1,6 @@
 // The engine's figures, as the server sends them twice a second while the page is open.
 
+import { address } from "./address.js";
 import { follow } from "./block_map.js";
 import { byId, element, say } from "./dom.js";
 import { number, percent, seconds, si, whole } from "./format.js";
@@ -64,10 +65,9 @@ const drafts = new Plot(plots, {
 });
 
 export function watch() {
-  const source = new EventSource("stats/stream");
+  const source = new EventSource(address("stats/stream"));
   source.onmessage = ({ data }) => take(JSON.parse(data));
   source.onerror = () => state("away", "the server cannot be reached");
-  follow(() => latest);
 }
 
 function take(stats) {
@@ -78,6 +78,7 @@ function take(stats) {
   if (document.hidden) return;
   draw(stats);
   roofline.show(stats.roofline);
+  follow(stats);
 }
 
 // What came since the last event, per step where the engine has made any.

@@ -34,7 +34,7 @@ export class Plot {
     return {
       width: 200,
       height: HEIGHT,
-      padding: [6, 4, 2, 0],
+      padding: [6, 4, 6, 0],
       legend: { show: false },
       cursor: { sync: { key: "engine" }, drag: { x: false, y: false }, y: false, points: { size: 5 } },
       scales: {
@@ -44,7 +44,7 @@ export class Plot {
       axes: [
         { show: false },
         {
-          size: 36,
+          size: 44,
           gap: 3,
           font: FONT,
           stroke,
