@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
-_MOST_RECENT = 64
+_MOST_RECENT = 256
 
 _GAUGES = {  # figure of a report: our name, vLLM's
     "running": ("headrace_sequences_running", "vllm:num_requests_running"),

@@ -14,6 +14,8 @@ from headrace.server.served_model import ServedModel
 
 _PERIOD = 0.5
 """Seconds between two events."""
+_SPAN = 120.0
+"""Seconds for which a first token is told of."""
 _MOST_WATCHERS = 32
 """Streams at a time."""
 
@@ -48,9 +50,9 @@ async def _events(served: ServedModel) -> AsyncGenerator[bytes]:
 
 def _stats(served: ServedModel) -> dict[str, Any]:
     engine = served.engine
-    report, roofline = engine.report, served.roofline
+    report, roofline, now = engine.report, served.roofline, time()
     return {
-        "time": time(),
+        "time": now,
         "status": "draining" if served.draining else engine.state,
         "model": served.settings.model_name,
         "version": version("headrace"),
@@ -61,6 +63,6 @@ def _stats(served: ServedModel) -> dict[str, Any]:
         "figures": report.figures,
         "adapters": report.adapters,
         "drafts": {name: {"steps": s, "proposed": p, "accepted": a} for name, (s, p, a) in report.drafts.items()},
-        "first_tokens": list(served.metrics.recent_first_tokens),
+        "first_tokens": [(round(at, 2), round(after, 4)) for at, after in served.metrics.recent_first_tokens if at > now - _SPAN],
         "roofline": {"limits": roofline.limits(), "standing": roofline.standing(report.figures)},
     }

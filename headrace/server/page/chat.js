@@ -111,9 +111,9 @@ class AnswerView {
     this.reasoning = "";
     this.reason = null;
     this.usage = null;
+    this.timing = null; // of the server, in seconds
     this.begun = performance.now();
     this.first = null;
-    this.last = null;
     this.thought = element("div", { class: "thought" });
     this.folded = element("details", { class: "reasoning", hidden: true }, element("summary", {}, "Reasoning"), this.thought);
     this.text = element("div", { class: "text" });
@@ -127,12 +127,12 @@ class AnswerView {
 
   take(chunk) {
     if (chunk.usage) this.usage = chunk.usage;
+    if (chunk.timing) this.timing = chunk.timing;
     const [choice] = chunk.choices;
     if (!choice) return;
     const { content, reasoning, reasoning_content: thought } = choice.delta;
     if (content || reasoning || thought) {
-      this.last = performance.now();
-      this.first ??= this.last;
+      this.first ??= performance.now();
       this.content += content ?? "";
       this.reasoning += reasoning ?? thought ?? "";
       this.frame ??= requestAnimationFrame(() => this.draw());
@@ -167,7 +167,7 @@ class AnswerView {
 
   end() {
     if (this.frame) cancelAnimationFrame(this.frame);
-    const taken = this.first === null ? 0 : (this.last - this.first) / 1000;
+    const taken = this.timing?.decode ?? 0;
     const tokens = this.usage?.completion_tokens;
     const parts = [];
     if (tokens > 1 && taken > 0) parts.push(`${number((tokens - 1) / taken)} tokens/s`);

@@ -51,8 +51,8 @@ const firstToken = new Plot(plots, {
   least: 0.05,
 });
 const perStep = new Plot(plots, {
-  title: "Per step",
-  series: [{ label: "tokens", colour: 0 }, { label: "rows", colour: 1 }],
+  title: "Tokens per step",
+  series: [{ label: "", colour: 0 }],
   show: short,
   least: 2,
 });
@@ -95,7 +95,6 @@ function point({ time: now, figures: f, restarts }, before) {
     held: f.occupancy ?? 0,
     cached: f.blocks_total ? f.blocks_cached / f.blocks_total : 0,
     tokensPerStep: steps > 0 ? gained("tokens") / steps : null,
-    rowsPerStep: steps > 0 ? gained("rows") / steps : null,
     accepted: gained("drafted") > 0 ? gained("accepted") / gained("drafted") : null,
   };
 }
@@ -107,10 +106,9 @@ function draw(stats) {
   speed.draw([times, of("speed"), of("rows")]);
   queue.draw([times, of("running"), of("waiting")]);
   memory.draw([times, of("held"), of("cached")]);
-  perStep.draw([times, of("tokensPerStep"), of("rowsPerStep")]);
+  perStep.draw([times, of("tokensPerStep")]);
   drafts.draw([times, of("accepted")]);
-  const firsts = stats.first_tokens.filter(([came]) => came > stats.time - SPAN);
-  firstToken.draw([firsts.map(([came]) => came), firsts.map(([, after]) => after)]);
+  firstToken.draw([stats.first_tokens.map(([came]) => came), stats.first_tokens.map(([, after]) => after)]);
 }
 
 function describe(stats) {
