@@ -3,6 +3,7 @@ PYTHON ?= python3
 MODEL  ?= smollm2
 SECONDS ?= 600
 ROUNDS ?= 200
+PICTURES ?= build/page
 PROMPT ?= How does a water wheel turn falling water into useful work?
 
 BIN := .venv/bin
@@ -13,11 +14,12 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test soak cli fuzz gguf sanitize mutate lint format bench micro clean
+.PHONY: help run test test-page soak cli fuzz gguf sanitize mutate lint format bench micro clean
 
 help:
 	@echo 'make run     a real model answers a prompt (MODEL=$(MODEL), PROMPT="...")'
 	@echo 'make test    all tests'
+	@echo 'make test-page the page of the server in headless Chromium, with pictures in $(PICTURES)'
 	@echo 'make soak    2,000 rounds of interrupts, closes, forks, failures'
 	@echo 'make fuzz    hostile files, templates, batches and native calls, for SECONDS=$(SECONDS)'
 	@echo 'make gguf    GGUF files of all families by llama.cpp: the same tensors, and the logits that it computes (LLAMA_PYTHON=...)'
@@ -38,6 +40,10 @@ BY_TWO := $(addprefix tests/,accept backend checkpoint engine kv model oracle pl
 test: .venv/.test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(BY_TWO)
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(BY_TWO))
+
+# Needs a browser: Debian's package is `chromium`; HEADRACE_BROWSER names another.
+test-page: .venv/.test
+	HEADRACE_PICTURES=$(PICTURES) $(BIN)/python -m pytest tests/server/check_page.py
 
 soak: export SOAK_ROUNDS ?= 2000
 # Each new thread may begin an area of its own in glibc's heap: what is resident would be a matter of chance.

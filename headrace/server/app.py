@@ -15,8 +15,10 @@ from headrace.server import (
     embeddings,
     health,
     messages,
+    page,
     responses,
     responses_records,
+    stats_page,
     tokens,
 )
 from headrace.server import openai_records as records
@@ -58,6 +60,10 @@ ROUTES = {
     "/tokenize": Route("POST", tokens.tokenize, records.TokenizeRequest),
     "/detokenize": Route("POST", tokens.detokenize, records.DetokenizeRequest),
     "/tokenizer_info": Route("GET", tokens.tokenizer_info),
+    "/stats": Route("GET", stats_page.stats),
+    "/stats/stream": Route("GET", stats_page.stats_stream),
+    "/stats/blocks": Route("GET", stats_page.blocks),
+    **{path: Route("GET", page.file) for path in page.FILES},
 }
 _ONE_MODEL = "/v1/models/"
 

@@ -52,7 +52,9 @@ class Call:
 
     async def read(self, kind: type[_T]) -> _T:
         """The body as a record. Raises ApiError for one that is too large, or not JSON, or not this record."""
-        content_type = (self.header("content-type") or "application/json").partition(";")[0].strip().lower()
+        # Where no type is given JSON is meant; but another site's page may send a body without one, while for JSON its browser asks first.
+        assumed = "" if self.header("origin") else "application/json"
+        content_type = (self.header("content-type") or assumed).partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise ApiError(415, "unsupported_media_type", "the body must be application/json")
         if self.header("content-encoding") not in (None, "identity"):
@@ -112,6 +114,11 @@ class Call:
         """Answer with a body."""
         await self._begin(status, {"content-type": content_type, "content-length": str(len(body))} | dict(headers or {}))
         await self._send({"type": "http.response.body", "body": body})
+
+    async def respond_unchanged(self, headers: Mapping[str, str]) -> None:
+        """Answer that what the client has is still the newest."""
+        await self._begin(304, headers)
+        await self._send({"type": "http.response.body", "body": b""})
 
     async def stream(self, events: AsyncGenerator[bytes], keepalive: float) -> None:
         """Answer with events as they come, and a comment where none came for so many seconds. Raises Disconnected."""

@@ -58,14 +58,16 @@ class Stream:
         self._events.put_nowait(event)
         return not self._over
 
-    async def accepted(self) -> None:
-        """Wait until the engine has taken the request. Raises RefusedError where it cannot serve it, or what has ended the engine."""
+    async def accepted(self) -> frames.Answer:
+        """Wait until the engine has done what was asked. Raises RefusedError where it cannot, or what has ended the engine."""
         event = await self._events.get()
         if isinstance(event, frames.Refused):
             self._over = True
             raise RefusedError(event.kind, event.message)
         if isinstance(event, EngineError):
             raise event
+        assert isinstance(event, frames.Answer), "nothing else comes first"
+        return event
 
     async def __aiter__(self) -> AsyncIterator[frames.News | frames.Ended]:
         """The news of the request, and how it ended, which comes last. Raises what has ended the engine."""
@@ -171,6 +173,12 @@ class EngineClient:
         await self._ask(lambda request_id: frames.UnloadAdapter(request_id, name))
         self.adapters.pop(name, None)
 
+    async def block_map(self) -> frames.Blocks:
+        """Which request holds which blocks, as it is between two steps. Raises as `submit` does."""
+        answer = await self._ask(frames.MapBlocks)
+        assert isinstance(answer, frames.Blocks)
+        return answer
+
     async def close(self) -> None:
         """End the engine, and all requests with it."""
         self._become("closed")
@@ -179,11 +187,12 @@ class EngineClient:
             self._supervising.cancel()
             await asyncio.gather(self._supervising, return_exceptions=True)
 
-    async def _ask(self, command: Callable[[str], frames.Command]) -> None:
+    async def _ask(self, command: Callable[[str], frames.Command]) -> frames.Answer:
+        """What comes of a command that is made of its id."""
         stream = self._open()
         self._send(command(stream.id))
         try:
-            await stream.accepted()
+            return await stream.accepted()
         finally:
             self._streams.pop(stream.id, None)
 
@@ -270,7 +279,7 @@ class EngineClient:
         self.exit_code = code if code > 0 else 1
         return self._why or (f"signal {-code}" if code < 0 else f"exit code {code}")
 
-    def _hand_out(self, event: frames.Accepted | frames.Refused | frames.News | frames.Ended) -> None:
+    def _hand_out(self, event: frames.Answer | frames.Refused | frames.News | frames.Ended) -> None:
         """An event of a request that is not there any more is dropped."""
         stream = self._streams.get(event.id)
         if stream and not stream.put(event):

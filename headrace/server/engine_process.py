@@ -14,13 +14,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
 from threading import Thread
 
 import msgspec
+import numpy as np
 
 from headrace.assembly.load import load_engine, open_model
 from headrace.checkpoint.adapter import read_adapter
@@ -33,7 +34,7 @@ from headrace.model.spec import ModelSpec
 from headrace.request import RequestOutput, Update
 from headrace.server import frames
 from headrace.server.heartbeat import Heartbeat
-from headrace.stats import Stats
+from headrace.stats import BlockMap, Holding, Stats
 
 _BEAT = 0.1
 """Seconds between two looks at the step."""
@@ -112,6 +113,9 @@ class EngineServer:
                 case frames.LoadAdapter(_, name, path):
                     adapter = read_adapter(resolve(path), self._spec)
                     self._thread.call(lambda: self._engine.load_adapter(name, adapter))
+                case frames.MapBlocks(request_id):
+                    self._outbox.put(blocks_of(request_id, self._thread.call(self._engine.block_map)))
+                    return
                 case frames.UnloadAdapter(_, name):
                     self._thread.call(lambda: self._engine.unload_adapter(name))
             self._outbox.put(frames.Accepted(command.id))
@@ -188,6 +192,30 @@ def report_of(stats: Stats) -> frames.Report:
         figures[name] = float(getattr(stats, name))
     drafts = {name: [float(one.steps), float(one.proposed), float(one.accepted)] for name, one in stats.drafts.items()}
     return frames.Report(figures, dict(stats.adapters), drafts)
+
+
+def blocks_of(request_id: str, blocks: BlockMap) -> frames.Blocks:
+    """The map of the blocks as it crosses the socket: a full pool of one long sequence is then a few numbers."""
+    groups = [
+        frames.GroupBlocks(g.layers, g.window, g.num_blocks, [_holding(one) for one in g.holdings], _runs(sorted(g.cached)))
+        for g in blocks.groups
+    ]
+    return frames.Blocks(request_id, blocks.block_size, groups)
+
+
+def _holding(held: Holding) -> frames.Holding:
+    present = [block for block in held.blocks if block >= 0]
+    return frames.Holding(held.request, held.seq, held.computed, len(held.blocks) - len(present), _runs(present))
+
+
+def _runs(blocks: Sequence[int]) -> list[int]:
+    """Blocks as runs of neighbours: the first and the number of each."""
+    if not blocks:
+        return []
+    ids = np.asarray(blocks)
+    starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
+    lengths = np.diff(starts, append=len(ids))
+    return [int(n) for pair in zip(ids[starts], lengths, strict=True) for n in pair]
 
 
 def hello(engine: Engine, spec: ModelSpec) -> frames.Hello:

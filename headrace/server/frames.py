@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.config import KvDtype
 from headrace.request import Logprobs, PoolingParams, SamplingParams
 
 HEAD = 4
@@ -51,7 +52,13 @@ class UnloadAdapter(msgspec.Struct, array_like=True, tag=True, frozen=True):
     name: str
 
 
-Command = Add | Abort | LoadAdapter | UnloadAdapter
+class MapBlocks(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Say which request holds which blocks. The answer is `Blocks` or `Refused`, under the id."""
+
+    id: str
+
+
+Command = Add | Abort | LoadAdapter | UnloadAdapter | MapBlocks
 
 
 class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -66,7 +73,7 @@ class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Token slots of the group of layers that sees furthest."""
     kv_bytes: int
     weight_bytes: int
-    kv_dtype: str
+    kv_dtype: KvDtype
     threads: int
     backend: str
     lossy: str
@@ -124,7 +131,41 @@ class Report(msgspec.Struct, array_like=True, tag=True, frozen=True):
     drafts: dict[str, list[float]]
 
 
-Event = Hello | Accepted | Refused | News | Ended | Report
+class Holding(msgspec.Struct, frozen=True):
+    """The blocks of a sequence."""
+
+    request: str
+    seq: int
+    computed: int
+    """Slots with KV, from the first on, those of blocks that it let go included."""
+    released: int
+    """Blocks at its beginning that it let go."""
+    runs: list[int]
+    """Its other blocks in position order, as runs: the first block and their number, for each run."""
+
+
+class GroupBlocks(msgspec.Struct, frozen=True):
+    """The blocks of the layers that keep alike and see alike: see `stats.GroupMap`."""
+
+    layers: int
+    window: int
+    num_blocks: int
+    holdings: list[Holding]
+    cached: list[int]
+    """Free blocks that still hold KV, as runs in ascending order."""
+
+
+class Blocks(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Which sequence holds which blocks of KV: see `stats.BlockMap`."""
+
+    id: str
+    block_size: int
+    groups: list[GroupBlocks]
+
+
+Event = Hello | Accepted | Refused | News | Ended | Report | Blocks
+Answer = Accepted | Blocks
+"""What comes of a command that is not refused."""
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)

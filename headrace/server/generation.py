@@ -108,7 +108,7 @@ class Clock:
         """So many tokens have come."""
         now = monotonic()
         if self._last is None:
-            self._metrics.first_token.observe(now - self._begun)
+            self._metrics.first_token_came(now - self._begun)
         elif count:
             self._metrics.between_tokens.observe((now - self._last) / count)
         self._last = now

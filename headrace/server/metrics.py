@@ -1,11 +1,15 @@
 """What Prometheus reads: counters and histograms of requests, and gauges of the engine's last report, under vLLM's names as well."""
 
+from collections import deque
 from collections.abc import Callable, Iterable
+from time import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+_MOST_RECENT = 256
 
 _GAUGES = {  # figure of a report: our name, vLLM's
     "running": ("headrace_sequences_running", "vllm:num_requests_running"),
@@ -45,7 +49,14 @@ class Metrics:
         self.queue = Histogram("headrace_queue_seconds", "A request's wait for its first step.", buckets=_SECONDS, registry=registry)
         self.prefill = Histogram("headrace_prefill_seconds", "From there to its first token.", buckets=_SECONDS, registry=registry)
         self.decode = Histogram("headrace_decode_seconds", "From there to its end.", buckets=_SECONDS, registry=registry)
+        self.recent_first_tokens: deque[tuple[float, float]] = deque(maxlen=_MOST_RECENT)
+        """When the last first tokens came, in seconds since the epoch, and after how many seconds."""
         registry.register(self)
+
+    def first_token_came(self, seconds: float) -> None:
+        """The first token of a request has come, so long after the request."""
+        self.first_token.observe(seconds)
+        self.recent_first_tokens.append((time(), seconds))
 
     def collect(self) -> Iterable[Metric]:
         """The engine's figures, as of its last report."""

@@ -18,6 +18,7 @@ from headrace.server.asgi import Call
 from headrace.server.engine_client import EngineClient, Stream
 from headrace.server.errors import ApiError, NotReadyError, invalid, too_long
 from headrace.server.metrics import Metrics
+from headrace.server.roofline import Roofline
 from headrace.server.settings import Settings
 
 _T = TypeVar("_T")
@@ -35,7 +36,11 @@ class ServedModel:
         advised_sampling: Mapping[str, Any],
         answer_style: AnswerStyle,
         metrics: Metrics,
+        roofline: Roofline,
     ) -> None:
+        self.roofline = roofline
+        self.watchers = 0
+        """Pages that are open: streams of statistics."""
         self.answer_style = answer_style
         """How the model writes reasoning and calls of tools."""
         self.control_tokens = {tokenizer.token_bytes(token).decode(errors="replace"): token for token in tokenizer.special_ids}

@@ -16,6 +16,7 @@ import uvicorn
 from headrace.assembly.load import open_model, read_prompts
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError, RequestError
+from headrace.model import trace_model
 from headrace.prompts import PromptReader
 from headrace.server.answers.parser import AnswerStyle
 from headrace.server.app import make_app
@@ -23,6 +24,7 @@ from headrace.server.engine_client import EngineClient
 from headrace.server.errors import EngineDeadError, EngineStartError
 from headrace.server.gate import LOOPBACK
 from headrace.server.metrics import Metrics
+from headrace.server.roofline import Roofline
 from headrace.server.served_model import ServedModel
 from headrace.server.settings import Settings
 
@@ -88,10 +90,13 @@ async def _serve(
         advised = {} if settings.ignore_advised_sampling else checkpoint.advised_sampling()
         templates = "\n".join(filter(None, (checkpoint.chat_template, checkpoint.tool_template)))
         style = AnswerStyle.of(templates, settings.tool_call_parser, settings.reasoning_parser)
+        program = await asyncio.to_thread(trace_model, checkpoint.spec, checkpoint.tensors)
         del checkpoint
         await starting
+        assert engine.hello is not None, "it has started"
+        roofline = await asyncio.to_thread(Roofline, program, engine.hello)
         metrics = Metrics(lambda: engine.report.figures, lambda: engine.restarts)
-        served = ServedModel(settings, engine, prompts, tokenizer, advised, style, metrics)
+        served = ServedModel(settings, engine, prompts, tokenizer, advised, style, metrics, roofline)
         return await _listen_and_drain(served, listener, announce)
     except EngineDeadError as error:
         raise EngineStartError(str(error), engine.exit_code) from None

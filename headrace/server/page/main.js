@@ -1,0 +1,15 @@
+// Puts the parts together; on a narrow screen one of them is shown at a time.
+
+import "./chat.js";
+import { watch } from "./dashboard.js";
+
+const main = document.querySelector("main");
+const tabs = document.querySelectorAll("[data-show]");
+for (const tab of tabs) {
+  tab.addEventListener("click", () => {
+    main.dataset.shown = tab.dataset.show;
+    for (const one of tabs) one.setAttribute("aria-pressed", String(one === tab));
+  });
+}
+
+watch();
