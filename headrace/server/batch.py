@@ -7,25 +7,21 @@ again where it stopped: requests whose line is whole in the output are not asked
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 from uuid import uuid4
 
 import msgspec
 
-from headrace.assembly.load import open_model, read_prompts
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
-from headrace.server.answers.parser import AnswerStyle
 from headrace.server.app import make_app
 from headrace.server.asgi import Message
 from headrace.server.engine_client import EngineClient
-from headrace.server.errors import EngineDeadError, EngineStartError
+from headrace.server.errors import EngineDeadError
 from headrace.server.gate import Gate
-from headrace.server.metrics import Metrics
-from headrace.server.served_model import ServedModel
+from headrace.server.loading import served_model
 from headrace.server.settings import Settings
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -107,7 +103,7 @@ async def _run(
 ) -> tuple[int, int]:
     count = failed = 0
     with _opened(source) as lines, target.open("ab", buffering=0) as answers:
-        async with _served(model, config, settings) as served:
+        async with served_model(model, config, settings, {}) as served:
             app, places = make_app(served), iter(left)
 
             async def lane() -> None:
@@ -127,28 +123,6 @@ async def _run(
             except* EngineDeadError as errors:
                 raise errors.exceptions[0] from None
     return count, failed
-
-
-@asynccontextmanager
-async def _served(model: str, config: EngineConfig, settings: Settings) -> AsyncIterator[ServedModel]:
-    """The model behind the routes, without a listener."""
-    engine = EngineClient(model, config, {}, settings.stall_seconds)
-    try:
-        checkpoint = open_model(model, config)
-        tokenizer = checkpoint.load_tokenizer()
-        prompts = read_prompts(model, checkpoint, tokenizer)
-        try:
-            await engine.start()
-            style = AnswerStyle.of("\n".join(filter(None, (checkpoint.chat_template, checkpoint.tool_template))))
-            advised = {} if settings.ignore_advised_sampling else checkpoint.advised_sampling()
-            metrics = Metrics(lambda: engine.report.figures, lambda: engine.restarts)
-            yield ServedModel(settings, engine, prompts, tokenizer, advised, style, metrics)
-        finally:
-            prompts.close()
-    except EngineDeadError as error:
-        raise EngineStartError(str(error), engine.exit_code) from None
-    finally:
-        await engine.close()
 
 
 async def _answer(app: Gate, asked: BatchLine, engine: EngineClient) -> dict[str, Any]:

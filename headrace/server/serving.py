@@ -13,18 +13,11 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
-from headrace.assembly.load import open_model, read_prompts
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError, RequestError
-from headrace.model import trace_model
-from headrace.prompts import PromptReader
-from headrace.server.answers.parser import AnswerStyle
 from headrace.server.app import make_app
-from headrace.server.engine_client import EngineClient
-from headrace.server.errors import EngineDeadError, EngineStartError
 from headrace.server.gate import LOOPBACK
-from headrace.server.metrics import Metrics
-from headrace.server.roofline import Roofline
+from headrace.server.loading import served_model
 from headrace.server.served_model import ServedModel
 from headrace.server.settings import Settings
 
@@ -79,34 +72,8 @@ async def _serve(
     listener: socket.socket,
     announce: Callable[[ServedModel, int], None],
 ) -> int:
-    engine = EngineClient(model, config, adapters, settings.stall_seconds)
-    starting = asyncio.ensure_future(engine.start())
-    prompts: PromptReader | None = None
-    try:
-        # The engine loads its weights in the meantime.
-        checkpoint = await asyncio.to_thread(open_model, model, config)
-        tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer)
-        prompts = read_prompts(model, checkpoint, tokenizer)
-        advised = {} if settings.ignore_advised_sampling else checkpoint.advised_sampling()
-        templates = "\n".join(filter(None, (checkpoint.chat_template, checkpoint.tool_template)))
-        style = AnswerStyle.of(templates, settings.tool_call_parser, settings.reasoning_parser)
-        program = await asyncio.to_thread(trace_model, checkpoint.spec, checkpoint.tensors)
-        del checkpoint
-        await starting
-        assert engine.hello is not None, "it has started"
-        roofline = await asyncio.to_thread(Roofline, program, engine.hello)
-        metrics = Metrics(lambda: engine.report.figures, lambda: engine.restarts)
-        served = ServedModel(settings, engine, prompts, tokenizer, advised, style, metrics, roofline)
+    async with served_model(model, config, settings, adapters) as served:
         return await _listen_and_drain(served, listener, announce)
-    except EngineDeadError as error:
-        raise EngineStartError(str(error), engine.exit_code) from None
-    finally:
-        starting.cancel()
-        with contextlib.suppress(asyncio.CancelledError, HeadraceError):
-            await starting
-        await engine.close()
-        if prompts:
-            prompts.close()
 
 
 class _Server(uvicorn.Server):
