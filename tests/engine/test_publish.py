@@ -37,7 +37,7 @@ def test_where_records_are(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_private_folder_is_of_this_user_alone(watched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_private(watched)
     (watched / "watch").chmod(0o600)
-    assert not is_private(watched / "watch") and not is_private(watched / "missing")
+    assert not is_private(watched / "watch") and not is_private(watched / "other")
     (watched / "link").symlink_to(watched)
     assert not is_private(watched / "link")
     for bit in (0o040, 0o020, 0o010, 0o004, 0o002, 0o001):
