@@ -183,3 +183,27 @@ def test_a_clone_continues_independently(tokens: list[int], at: int, other: list
     push(clone, tokens[at:])
     push(expected, tokens)
     assert clone.completion(0) == expected.completion(0)
+
+
+def test_the_end_is_news_once() -> None:
+    out = output()
+    assert not out.has_news
+    out.push(EOS, None)
+    assert out.has_news
+    out.take()
+    assert not out.has_news and out.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_text_goes_on_after_the_prompt_with_special_tokens_as_asked(skip: bool) -> None:
+    asked = []
+
+    class Vocabulary(TinyVocabulary):
+        def decoder(self, skip_special: bool, continues: bool = False) -> Any:
+            asked.append((skip_special, continues))
+            return super().decoder(skip_special, continues)
+
+    out = Output(SamplingParams(skip_special_tokens=skip, ignore_eos=True), Vocabulary(60, eos_ids=(EOS,)), [], 9)
+    for token in (A, EOS, B):
+        out.push(token, None)
+    assert asked == [(skip, True)] and out.text == ("ab" if skip else f"a{VOCABULARY.pieces[EOS].decode()}b")
