@@ -167,7 +167,7 @@ class TestBlocks:
         answers: list[Any] = []
 
         def look() -> bool:
-            """The model is quick: whoever looks while it answers may be too late."""
+            """The model is quick: a look while it answers may be too late."""
             until(server.at_rest)
             with server.open_stream("/v1/chat/completions", LONG) as connection:
                 connection.recv(1)
