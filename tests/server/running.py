@@ -104,7 +104,7 @@ class Running:
         """Whether the engine has nothing to do, and all blocks are free."""
         figures = self.figures()
         busy = figures["headrace_sequences_running"] + figures["headrace_sequences_waiting"]
-        return not busy and figures["headrace_kv_blocks_free"] == figures["headrace_kv_blocks"]
+        return not busy and figures["headrace_kv_blocks_free"] == figures["headrace_kv_blocks"] > 0
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """End it, and return its exit code."""
