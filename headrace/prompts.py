@@ -117,7 +117,7 @@ class PromptReader:
         # Tokenising takes time that grows with the text: what cannot fit is refused before.
         if size > longest and size > longest * self._longest_token:
             raise RequestError(f"the prompt has {size:,} bytes, more than a context of {longest:,} tokens can hold")
-        return TokenizedPrompt(self._tokenizer.encode(text, add_special and not rendered, parse_special=rendered), text)
+        return TokenizedPrompt(self._tokenizer.encode(text, add_special=add_special and not rendered, parse_special=rendered), text)
 
     @cached_property
     def _longest_token(self) -> int:
