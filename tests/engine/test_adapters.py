@@ -138,6 +138,20 @@ def test_the_memory_of_what_is_unloaded_is_taken_again() -> None:
         assert plan.plan.adapter_bytes(0) > 0
 
 
+def test_an_unloaded_adapter_goes_with_the_last_request_that_has_it() -> None:
+    engine = engine_with(tiny_engine(model(0), "cpu", kv_dtype="f32"), 0)
+    plan: Any = engine._loop.executable
+    ids = [engine.add_request([1, 2, 3], adapter="a1") for _ in range(3)]
+    engine.abort(ids[0])
+    assert engine.stats().adapters["a1"] == 2
+    engine.unload_adapter("a1")
+    engine.abort(ids[1])
+    assert plan.plan.adapter_bytes(1) > 0
+    engine.abort(ids[2])
+    with pytest.raises(ValueError, match="no such adapter"):
+        plan.plan.adapter_bytes(1)
+
+
 def test_names_are_checked() -> None:
     engine = tiny_engine(model(0))
     with pytest.raises(RequestError, match="there is no adapter 'x': none is loaded"):

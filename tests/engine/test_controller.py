@@ -50,6 +50,7 @@ def controller_of(price: float, *seqs: Sequence, machine: StepCost | None = None
     for name in traits or {"m": CHAIN}:
         controller.spend(name, dict.fromkeys(seqs, 1), 0.0)
         controller.spend(name, dict.fromkeys(seqs, 1), 10 * price * len(seqs))
+    controller.finish(0.5)
     begin(controller, len(seqs), machine)
     return controller
 
