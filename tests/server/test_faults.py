@@ -30,7 +30,7 @@ def fresh(model: str) -> Iterator[Running]:
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it is not there, or goes as it is looked at
         return False
 
 
