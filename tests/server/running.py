@@ -1,5 +1,6 @@
 """A server in a process of its own, and plain HTTP requests to it."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -61,11 +62,8 @@ class Running:
 
     @property
     def engine_pid(self) -> int:
-        """The engine process: the one child of the server that is not the renderer of templates."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        every = children or _children(self.process.pid)
-        (pid,) = [int(pid) for pid in every if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        return pid
+        """The engine process of this server."""
+        return engine_of(self.process.pid)
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
@@ -135,6 +133,16 @@ def running(model: str, *flags: str) -> Iterator[Running]:
         assert code == 0, "".join(server.log)
 
 
-def _children(pid: int) -> list[str]:
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
-    return found.stdout.split()
+def engine_of(pid: int) -> int:
+    """The engine process of a server or a batch: the one child of that process which is not the renderer of templates."""
+    (engine,) = [child for child in _children(pid) if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return engine
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ends as it is looked at
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from headrace import LLM, SamplingParams
-from tests.server.running import SECONDS
+from tests.server.running import SECONDS, engine_of
 
 FLAGS = ("--threads", "1", "--max-model-len", "1024", "--max-num-seqs", "4")
 
@@ -96,10 +96,8 @@ def test_an_engine_that_dies_costs_no_line(model: str, tmp_path: Path) -> None:
     while not target.exists() or not target.stat().st_size:
         assert process.poll() is None
         time.sleep(0.002)
-    found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True).stdout
-    engines = [int(line.split()[0]) for line in found.splitlines() if "engine_process" in line]
     with contextlib.suppress(ProcessLookupError):
-        os.kill(engines[0], signal.SIGKILL)
+        os.kill(engine_of(process.pid), signal.SIGKILL)
     assert process.wait(SECONDS) == 0
     assert {response["status_code"] for response in answers(target).values()} == {200} and len(answers(target)) == 24
 
