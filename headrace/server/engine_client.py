@@ -123,11 +123,6 @@ class EngineClient:
         """For how long the present step has run."""
         return self._heartbeat.read().step if self._heartbeat else 0.0
 
-    @property
-    def num_streams(self) -> int:
-        """Requests that the engine has, or is about to get."""
-        return len(self._streams)
-
     async def start(self) -> None:
         """Start the engine, and return once it is ready. Raises EngineDeadError, with the reason, where it cannot be."""
         self._supervising = asyncio.ensure_future(self._supervise())

@@ -65,7 +65,7 @@ class _Sink:
     def put(self, item: Update | BaseException, /) -> None:
         """Queue what is new for the writer."""
         if isinstance(item, BaseException):
-            self._outbox.put(frames.Ended(self._id, 0, 0, 0, 0, 0, 0, 0, refused(self._id, item), None, None))
+            self._outbox.put(frames.Ended(self._id, 0, 0, 0, 0, 0, refused(self._id, item), None, None))
             return
         if item.token_ids or item.text or item.finish_reason:
             news = (item.text, item.token_ids, item.logprobs, item.finish_reason, item.stop_reason)
@@ -141,6 +141,9 @@ class EngineServer:
 
     def _beat(self) -> None:
         while not self._over.wait(_BEAT):
+            if self._thread.closed:  # by an error of its own: without an engine this process ends, and another is started
+                self._connection.shutdown(socket.SHUT_RD)
+                return
             self._heartbeat.beat(self._thread.step_begun)
 
     def _report(self) -> None:
@@ -171,14 +174,12 @@ def refused(request_id: str, error: BaseException) -> frames.Refused:
 
 def ended(request_id: str, result: RequestOutput) -> frames.Ended:
     """The end of a request, without what its news have said."""
-    drafts, timing = result.drafts.values(), result.timing
+    timing = result.timing
     return frames.Ended(
         request_id,
         len(result.prompt_token_ids),
         result.cached_tokens,
         *(timing.queue, timing.prefill, timing.decode),
-        sum(one.proposed for one in drafts),
-        sum(one.accepted for one in drafts),
         refused(request_id, result.error) if result.error else None,
         result.prompt_logprobs,
         None if result.embedding is None else result.embedding.astype("<f4").tobytes(),

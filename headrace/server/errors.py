@@ -115,6 +115,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, "engine_dead", "the engine does not answer", retry_after=5)
         case EngineDeadError():
             return ApiError(503, "engine_dead", "the engine ended while it served this request", retry_after=2)
+        case TooSlowError():
+            return ApiError(408, "client_too_slow", str(error))
         case RefusedError(kind="not_finite"):
             return ApiError(500, "not_finite", str(error))
         case RefusedError(kind="closed"):

@@ -115,8 +115,6 @@ class Ended(msgspec.Struct, array_like=True, tag=True, frozen=True):
     prefill: float
     decode: float
     """Seconds, as in `request.Timing`."""
-    drafted: int
-    accepted: int
     error: Refused | None
     prompt_logprobs: list[Logprobs | None] | None
     embedding: bytes | None

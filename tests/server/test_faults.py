@@ -91,6 +91,17 @@ class TestClients:
         until(lambda: fresh.get("/health/ready").status == 200)
         assert fresh.post("/v1/chat/completions", CHAT | {"max_tokens": 1}).status == 200
 
+    def test_a_key_has_its_share(self, model: str) -> None:
+        for server in running(model, *FLAGS, "--max-per-key", "2"):
+            streams = [server.open_stream("/v1/chat/completions", LONG | {"stream": True}) for _ in range(2)]
+            until(lambda server=server: server.figures()["headrace_sequences_running"] == 2)
+            reply = server.post("/v1/chat/completions", CHAT | {"max_tokens": 1})
+            for stream in streams:
+                stream.close()
+            assert (reply.status, reply.json["error"]["code"], reply.headers["retry-after"]) == (429, "rate_limit_exceeded", "1")
+            until(server.at_rest)
+            assert server.post("/v1/chat/completions", CHAT | {"max_tokens": 1}).status == 200
+
     def test_a_request_has_its_time(self, model: str) -> None:
         for server in running(model, *FLAGS, "--request-timeout", "0.2"):
             reply = server.post("/v1/chat/completions", LONG)

@@ -19,7 +19,7 @@ EVENTS: list[frames.Event] = [
     frames.Accepted("7"),
     frames.Refused("8", "request", "why"),
     frames.News("7", 1, "text \N{SNOWMAN}", [5, 6], [{5: Logprob(-0.25, 1, "a"), 9: Logprob(float("-inf"), 7, "\ufffd")}], "stop", 5),
-    frames.Ended("7", 3, 2, 0.1, 0.2, 0.3, 4, 3, frames.Refused("7", "internal", "x"), [None, {1: Logprob(-1.0, 2, "b")}], b"\0\1"),
+    frames.Ended("7", 3, 2, 0.1, 0.2, 0.3, frames.Refused("7", "internal", "x"), [None, {1: Logprob(-1.0, 2, "b")}], b"\0\1"),
     frames.Report({"running": 1.0}, {"adapter": 2}, {"ngram": [1.0, 2.0, 3.0]}),
 ]
 
