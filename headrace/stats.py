@@ -73,6 +73,8 @@ class Stats(NamedTuple):
     """Requests that could not be served as written."""
     cached_tokens: int = 0
     """Prompt tokens whose KV was there already."""
+    failed_steps: int = 0
+    """Steps whose requests were recomputed, or of which one ended with an error."""
     certain: int = 0
     """Output tokens that were certain, and came without a step of their own."""
     expert_loads: Sequence[Sequence[int]] = ()

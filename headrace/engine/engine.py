@@ -1,5 +1,6 @@
 """The engine: requests in, updates out. Everything here runs in the caller's thread, and only in one at a time (`engine/thread.py`)."""
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -15,36 +16,36 @@ from headrace.accept.beam import BeamSearch
 from headrace.accept.independent import IndependentAcceptor
 from headrace.backend import Executable
 from headrace.config import EngineConfig, KvConfig
-from headrace.constraint import Constraint
 from headrace.engine import snapshot
 from headrace.engine.adapters import Adapters
+from headrace.engine.beginning import begin, begin_again
 from headrace.engine.deadlines import Deadlines
 from headrace.engine.ending import end, fail
 from headrace.engine.jump_forward import JumpForward
 from headrace.engine.meter import Meter
 from headrace.engine.multi_step import MultiStep
-from headrace.engine.output import Output, TokenizerView, end_ids
+from headrace.engine.output import TokenizerView, end_ids
 from headrace.engine.pooling import PromptPooling
 from headrace.engine.publish import MOST_BLOCKS, MOST_LINES, VERSION, Publisher
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.sequence import Request, Sequence, Stopwatch
+from headrace.engine.sequence import Request, Stopwatch
 from headrace.engine.speculation import Speculation
 from headrace.engine.static import StaticScheduler
 from headrace.engine.step import StepLoop
-from headrace.engine.stops import StopPattern
 from headrace.errors import ClosedError, RequestError
 from headrace.kv.manager import Demand, KvManager
 from headrace.program.adapter import Adapter
 from headrace.program.kv import KvGroup
 from headrace.proposer import Proposer
 from headrace.request import CheckedRequest, PoolingParams, RequestOutput, SamplingParams, Update, check_terms, token_ids
-from headrace.sampling.sampler import derive_seed, make_sampler
 from headrace.stats import BlockMap, Stats
 from headrace.structured.constraint import Constraints
 
 SCHEDULERS: dict[str, type[Scheduler]] = {"inflight": Scheduler, "static": StaticScheduler}
 """By the name of `EngineConfig.batching`."""
 _SHOWN = ("backend", "threads", "kv_dtype", "batching", "proposer", "max_num_seqs", "max_num_batched_tokens")
+
+_log = logging.getLogger("headrace.engine")
 
 NO_PROPOSERS: Mapping[str, Proposer] = MappingProxyType({})
 """Plain decoding."""
@@ -161,9 +162,9 @@ class Engine:
         request_id = str(number) if request_id is None else request_id
         limit, acceptor = self._limit(len(known), params, pooling), self._acceptor(params)
         stopwatch, rows = Stopwatch(self._clock), PromptPooling(pooling, len(known)) if pooling else None
-        terms = priority, timeout, cache_salt, adapter, rows
+        terms = priority, timeout, cache_salt, adapter, rows, constraint
         request = Request(number, request_id, prompt, known, params, limit, acceptor, stopwatch, *terms)
-        request.seqs = self._sequences(request, constraint)
+        begin(request, self.config, self._tokenizer, self.limits.vocab_size)
         self._scheduler.add(request.seqs[0])
         self._requests[request_id] = request
         self._adapters.acquire(adapter)
@@ -189,8 +190,8 @@ class Engine:
     def step(self, is_wanted: Callable[[], bool] = lambda: False) -> list[Update]:
         """Run one step, or several of plain decoding until `is_wanted`; empty when there is nothing to do, or nothing to say yet.
 
-        An error in the step never leaves it: every request that has been admitted and could not be finished ends with it, as its
-        KV may be anything now; those that wait go on, in an empty KV cache.
+        An error in the step never leaves it. The requests that have been admitted are recomputed in an empty KV cache, each alone at
+        first, and the one with which a step fails again ends with the error.
         """
         self._check_open()
         begun, num_tokens, step = self._clock(), 0, None
@@ -200,6 +201,7 @@ class Engine:
             self._loop.launch(is_wanted)
             if self._loop.in_flight:
                 step = self._loop.finish(updates)
+                self._scheduler.acquit(step.scheduled)
         except Exception as error:
             step = None
             self._recover(error, updates)
@@ -266,6 +268,7 @@ class Engine:
             certain=loop.jump_forward.num_accepted,
             drafts=dict(self._speculation.stats),
             proposer_failures=self._speculation.failures,
+            failed_steps=meter.failed_steps,
             preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.num_prompt_tokens,
             cached_tokens=scheduler.num_cached_tokens,
@@ -298,14 +301,28 @@ class Engine:
             updates += request.news()
 
     def _recover(self, error: Exception, updates: list[Update]) -> None:
-        """End the requests that a failed step may have touched, and start again with those that wait.
+        """Let the requests that a failed step may have touched begin again, and end the one that it failed of, once that is known.
 
-        Nothing is believed of what was in the middle of a change: steps in flight are forgotten and all blocks are free.
+        Nothing is believed of what was in the middle of a change: steps in flight are forgotten and all blocks are free. Where a suspect
+        was among them it was alone in the step.
         """
+        self._meter.failed_steps += 1
         self._loop.forsake()
-        for request in self._scheduler.restart(self._requests.values()):
-            fail(request, error, self._scheduler)
+        suspects = self._scheduler.suspects
+        touched = self._scheduler.restart(self._requests.values())
+        is_found = any(request in suspects for request in touched)
+        for request in touched:
+            if request in suspects:
+                _log.error("a step failed of one request, which ends", exc_info=error)
+                fail(request, error, self._scheduler)
+            elif not request.ended:
+                if not is_found:
+                    suspects[request] = request.num_tokens
+                for seq in begin_again(request, self._acceptor(request.params), self.config, self._tokenizer, self.limits.vocab_size):
+                    self._scheduler.queue(seq)
             updates += request.news()
+        if not is_found:
+            _log.warning("a step of %d requests failed, which are tried one by one", len(touched), exc_info=error)
 
     def _check_size(self, prompt_len: int, params: SamplingParams, pooling: PoolingParams | None) -> None:
         """Sequences that draw together must fit in a step and in the pool together; of others any one, by itself."""
@@ -350,20 +367,6 @@ class Engine:
             record["map"] = self.block_map()._asdict()
         return record
 
-    def _sequences(self, request: Request, constraint: Constraint | None) -> list[Sequence]:
-        """All sequences of a request; the first owns the others until its prompt ends."""
-        params, prompt = request.params, request.prompt_token_ids
-        seed = derive_seed(self.config.seed, request.number) if params.seed is None else params.seed
-        sampler = make_sampler(params, prompt, self.limits.vocab_size, seed, end_ids(params, self._tokenizer))
-        patterns = [StopPattern(stop) for stop in params.stop or ()]
-        max_tokens = request.limit - len(prompt)
-        seqs = []
-        for index in range(params.n if params.beam_width is None else 1):
-            output = Output(params, self._tokenizer, patterns, max_tokens, constraint)
-            seqs.append(Sequence((request.number, index), request, list(prompt), sampler.clone(index), output, len(prompt)))
-        seqs[0].siblings = seqs[1:]
-        return seqs
-
     def _limit(self, prompt_len: int, params: SamplingParams, pooling: PoolingParams | None) -> int:
         """Tokens, prompt and output, at which a sequence of the request ends: one more than have KV."""
         longest = self.limits.max_model_len
@@ -374,6 +377,7 @@ class Engine:
     def _forget(self, request_id: str) -> None:
         """Let go of a request that has ended; its sequences and it refer to each other."""
         request = self._requests.pop(request_id)
+        self._scheduler.suspects.pop(request, None)
         request.seqs.clear()
         self._deadlines.discard(request)
         self._adapters.release(request.adapter)

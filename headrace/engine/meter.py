@@ -22,10 +22,10 @@ class Mark(NamedTuple):
 
 
 class Meter:
-    """Counts requests by how they ended, and output tokens and rows over time. Times are seconds of one clock."""
+    """Counts requests by how they ended, steps that failed, and output tokens and rows over time. Times are seconds of one clock."""
 
     def __init__(self, now: float) -> None:
-        self.finished = self.aborted = self.refused = 0
+        self.finished = self.aborted = self.refused = self.failed_steps = 0
         self.rows_last = 0
         self.step_seconds = 0.0
         self.latest = Mark(now, 0, 0)

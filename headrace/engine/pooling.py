@@ -14,6 +14,10 @@ class PromptPooling:
     def __init__(self, params: PoolingParams, num_tokens: int) -> None:
         self._params = params
         self._positions = {"last": range(num_tokens - 1, num_tokens), "mean": range(num_tokens), "cls": range(1)}[params.pooling]
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what has been pooled."""
         self._num_pooled = 0
         self.state = RowSum()
         self.vector: NDArray[np.float32] | None = None

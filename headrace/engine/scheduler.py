@@ -26,6 +26,9 @@ preempted at once.
 preempted together. When they come back, one of them computes what they have in common before the others fork off. The blocks that
 these will need are kept from newcomers, not from those that run, so here a sequence may be preempted before it has drawn.
 
+**After a step that failed** (`restart`) its requests are suspect. Each of them runs in steps of its own until it has more tokens than it
+had, so the one that makes steps fail is found. They wait and are admitted by rank like all others.
+
 **Steps in flight.** A step counts as done when it is launched: its tokens are computed, and the token that it draws is pending. So the
 next step can be scheduled before it is finished, where `can_overlap`; what a sequence in flight holds is not taken from it.
 """
@@ -57,6 +60,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         """Both by rank. A sequence that runs has blocks for all its known tokens, or as many as a window lets it have at once."""
+        self.suspects: dict[Request, int] = {}
+        """Requests of a step that failed, which run alone until they are further: each with the tokens that it had."""
         self.step_timer = StepTimer(config.target_token_ms)
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -74,6 +79,10 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue the first sequence of a request."""
         seq.request.arrival = self._num_steps + STEPS_PER_PRIORITY * seq.request.priority
+        self.queue(seq)
+
+    def queue(self, seq: Sequence) -> None:
+        """Let a sequence wait, at the place that its request has already."""
         insort(self.waiting, seq, key=_RANK)
 
     def drop(self, seq: Sequence) -> None:
@@ -88,20 +97,22 @@ class Scheduler:
             self._release(seq)
 
     def restart(self, requests: Iterable[Request]) -> list[Request]:
-        """Let go of all that has blocks, after a step that failed at any point; returns those of all `requests` that do not go on.
+        """Let go of all that has blocks, after a step that failed at any point; returns those of all `requests` that it may have touched.
 
-        All blocks are free then, and the cache is empty. A request goes on where all its sequences wait.
+        All blocks are free then, the cache is empty, and none of the sequences of these requests waits any more. A request of which all
+        sequences wait was not touched; where there is no other, the first that waits is the one that could not be admitted.
         """
         waits = {each for seq in self.waiting for each in (seq, *seq.siblings) if not each.num_in_flight}
         busy = {request for request in requests if any(seq not in waits and seq.output.finish_reason is None for seq in request.seqs)}
-        going_on = {seq.request for seq in waits} - busy
-        ended = [request for request in requests if request not in going_on]
-        for seq in [seq for request in ended for seq in request.seqs]:
+        untouched = {seq.request for seq in waits} - busy
+        touched = [request for request in requests if request not in untouched] or [seq.request for seq in self.waiting[:1]]
+        for seq in [seq for request in touched for seq in request.seqs]:
             seq.tables, seq.node, seq.num_in_flight = (), None, 0
+        self.waiting = [seq for seq in self.waiting if seq.request not in touched]
         self.running, self._dropped = [], set()
         self._kv.restart()
         self._cache = PrefixCache(self._kv) if self._config.prefix_cache else None
-        return ended
+        return touched
 
     def finish(self, seqs: Iterable[Sequence]) -> None:
         """A step that these sequences took part in has run: what it used of those that are dropped is free."""
@@ -110,6 +121,12 @@ class Scheduler:
             if not seq.num_in_flight and seq in self._dropped:
                 self._dropped.remove(seq)
                 self._release(seq)
+
+    def acquit(self, scheduled: list[ScheduledSequence]) -> None:
+        """A step of these has gone well: those that are further than when they became suspect are not suspect any more."""
+        for request in [item.seq.request for item in scheduled] if self.suspects else ():
+            if request.num_tokens > self.suspects.get(request, request.num_tokens):
+                del self.suspects[request]
 
     def fork(self, seq: Sequence) -> list[Sequence]:
         """The sequence and its siblings, which from now on run as sequences of their own on the same blocks."""
@@ -148,7 +165,7 @@ class Scheduler:
         to give way, since what it holds is in use. A running sequence takes two blocks at most in a step without chunks: one for the
         next token, and one for a copy of a block that it shares.
         """
-        if len(self.running) > self._config.max_num_seqs:
+        if self.suspects or len(self.running) > self._config.max_num_seqs:
             return False
         if any(seq.request.acceptor.is_group or seq.has_changing_mask for seq in self.running):
             return False
@@ -167,12 +184,14 @@ class Scheduler:
             self._preempt(self._victim(self.running[0]))
         for seq in self.running:
             self._kv.advance(seq.tables, seq.settled, len(seq.known))
-        budget, groups = self._share_rows()
+        alone = self._suspect() if self.suspects else None
+        budget, groups = self._share_rows(alone)
         output = SchedulerOutput([], [], budget)
         for rows in groups:
             if next(iter(rows)).tables:  # else they have given way
                 self._place(output, rows)
-        self._admit(output, budget)
+        if alone is None:
+            self._admit(output, budget)
         return output
 
     def grant_draft_budgets(self, output: SchedulerOutput, wanted: dict[ScheduledSequence, int]) -> list[Copy]:
@@ -209,13 +228,21 @@ class Scheduler:
             most //= 2
         return most
 
-    def _share_rows(self) -> tuple[RowBudget, list[dict[Sequence, int]]]:
+    def _suspect(self) -> Request | None:
+        """The suspect that is alone in the next step: the one that runs, or the first that waits, which is admitted."""
+        if not any(seq.request in self.suspects for seq in self.running) and self.waiting and self.waiting[0].request in self.suspects:
+            hit = self._find(self.waiting[0])
+            if self._may_run(self.waiting[0]) and self._fits(self.waiting[0], hit):
+                self._start(self.waiting.pop(0), hit)
+        return next((seq.request for seq in self.running if seq.request in self.suspects), None)
+
+    def _share_rows(self, alone: Request | None) -> tuple[RowBudget, list[dict[Sequence, int]]]:
         """What is left of the step, and the scheduled rows of the running sequences, by rank, those that draw together in one group.
 
-        Groups that decode go first, then chunks; the first gets one row at least.
+        Groups that decode go first, then chunks; the first gets one row at least. All are of one request, if it is to be `alone`.
         """
         config = self._config
-        able = [seq for seq in self.running if not seq.at_limit]
+        able = [seq for seq in self.running if not seq.at_limit and alone in (None, seq.request)]
         groups = [dict.fromkeys(group, 0) for _, group in groupby(able, lambda seq: seq.group)]
         decoding = [group for group in groups if all(seq.num_uncomputed == 1 for seq in group)]
         chunked = [group for group in groups if any(seq.num_uncomputed > 1 for seq in group)]
@@ -278,7 +305,7 @@ class Scheduler:
         """Start waiting sequences as long as the first of them fits."""
         while self.waiting and budget.rows > 0 and budget.chunk_work > 0:
             seq = self.waiting[0]
-            if not self._may_run(seq):
+            if seq.request in self.suspects or not self._may_run(seq):
                 return
             hit = self._find(seq)
             if not self._fits(seq, hit):

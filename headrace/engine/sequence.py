@@ -66,6 +66,8 @@ class Request:
     adapter: LoadedAdapter | None = None
     pooling: PromptPooling | None = None
     """Where the prompt is embedded: its sequence draws nothing, and ends when its rows are pooled."""
+    constraint: Constraint | None = None
+    """What its outputs may begin with; None: anything."""
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
     """One for each prompt token so far, where they are asked for."""
     seqs: list["Sequence"] = field(default_factory=list)
@@ -89,6 +91,11 @@ class Request:
     @property
     def ended(self) -> bool:
         return all(seq.output.finish_reason for seq in self.seqs)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its longest output."""
+        return max((len(seq.output.token_ids) for seq in self.seqs), default=0)
 
     @property
     def outputs(self) -> list[Output]:

@@ -72,6 +72,8 @@ class StaticScheduler(Scheduler):
         """Choose the next batch: as many of the queue as may run at once, with blocks for the longest of them each."""
         self._batch, self._padded, self._widest, num_running = set(), 0, 1, 0
         for seq in self.waiting:
+            if self._batch and (seq.request in self.suspects or any(member.request in self.suspects for member in self._batch)):
+                break  # after a step that failed, batches of one
             num_running += seq.width
             padded = max(self._padded, seq.request.limit - 1)  # the last token never has KV
             fits = num_running <= self._config.max_num_seqs and self._kv.fits(Demand(padded, 0, num_running), [[] for _ in self._kv.pools])

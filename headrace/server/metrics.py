@@ -26,6 +26,7 @@ _COUNTERS = {
     "drafted": ("headrace_draft_tokens", "vllm:spec_decode_num_draft_tokens"),
     "accepted": ("headrace_draft_tokens_accepted", "vllm:spec_decode_num_accepted_tokens"),
     "preemptions": ("headrace_preemptions", "vllm:num_preemptions"),
+    "failed_steps": ("headrace_failed_steps", ""),
     "steps": ("headrace_steps", ""),
     "rows": ("headrace_step_rows", ""),
 }

@@ -1,16 +1,19 @@
-"""Errors in the middle of a step: whatever raises, each request ends, with its tokens or with the error, and no block is lost."""
+"""Errors in the middle of a step: whatever raises, each request has its tokens, but the one that it is an error of; no block is lost."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
+from headrace.batch import RaggedBatch
 from headrace.engine import resolve
 from headrace.engine import step as step_module
 from headrace.engine.deadlines import Deadlines
 from headrace.engine.engine import Engine
-from headrace.request import RequestOutput, SamplingParams
-from tests.engine.toy import plain_decoding, toy_engine
+from headrace.engine.scheduled import ScheduledSequence
+from headrace.request import Pooling, PoolingParams, RequestOutput, SamplingParams
+from tests.engine.toy import plain_decoding, toy_engine, toy_vector
 from tests.tiny import drain
 
 SAMPLED = SamplingParams(temperature=1.0, seed=3, max_tokens=9)
@@ -94,7 +97,7 @@ PLACES: dict[str, Callable[[Engine, Fault], tuple[Any, str]]] = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("late", [False, True])
 def test_wherever_a_step_fails(place: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run(toy_engine(), REQUESTS)
+    expected = [answer(result) for result in run(toy_engine(), REQUESTS)]
     struck = 0
     for at in (1, 2, 3, 5, 9, 17):
         for side in ("before", "after"):
@@ -104,50 +107,116 @@ def test_wherever_a_step_fails(place: str, late: bool, monkeypatch: pytest.Monke
                 owner, name = PLACES[place](engine, fault)
                 patch.setattr(owner, name, getattr(fault, side)(getattr(owner, name)))
                 results = run(engine, REQUESTS)
-                for result, whole in zip(results, expected, strict=True):
-                    assert result.finished and all(output.finish_reason for output in result.outputs)
-                    if result.error is None:
-                        assert result.outputs == whole.outputs and result.prompt_logprobs == whole.prompt_logprobs
-                    else:
-                        assert result.error is fault.error
-                struck += any(result.error for result in results)
+                assert [answer(result) for result in results] == expected
+                assert engine.stats().failed_steps == (fault.left <= 0)
+                struck += fault.left <= 0
             assert is_whole(engine)
     assert struck or place in ("move_slots", "preempt", "trim")  # which are rare
 
 
-def test_those_that_wait_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is one of the requests that have KV; the others did not meet it."""
-    engine = toy_engine(max_num_seqs=2)
-    fault = Fault(3, RuntimeError("the device is lost"))
-    monkeypatch.setattr(engine._loop.executable, "launch", fault.before(engine._loop.executable.launch))
+def answer(result: RequestOutput) -> object:
+    return result.error, result.finished, result.outputs, result.prompt_logprobs
+
+
+@pytest.mark.parametrize("place", ["build", "draws", "draft", "find", "launch"])
+@pytest.mark.parametrize("batching", ["inflight", "static"])
+def test_the_request_that_steps_fail_of_ends_alone(place: str, batching: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever it is, from its first token on or from a later one: the others have the tokens that they would have had."""
+    expected = run(toy_engine(), REQUESTS)
+    for culprit, (_, params) in enumerate(REQUESTS):
+        for num_tokens in (0, 3):
+            with monkeypatch.context() as patch:
+                engine = toy_engine(num_blocks=14, max_num_seqs=6, batching=batching, late=place == "launch" and batching == "inflight")
+                error = ArithmeticError("this one")
+                owners = {"build": (step_module, "build"), "draws": (step_module, "prepare_draws")}
+                owners |= {"draft": (engine._speculation, "ask"), "find": (engine._loop.jump_forward, "find")}
+                owner, name = owners.get(place, (engine._loop.multi_step, "plan"))
+                patch.setattr(owner, name, failing_of(culprit, num_tokens, error, getattr(owner, name)))
+                results = run(engine, REQUESTS)
+            failed = results.pop(culprit)
+            assert failed.error is error and {output.finish_reason for output in failed.outputs} == {"error"}
+            said = [output.token_ids for output in failed.outputs]
+            wholes = [output.token_ids for output in expected[culprit].outputs]
+            if params.beam_width is None:
+                assert all(tokens == whole[: len(tokens)] for tokens, whole in zip(said, wholes, strict=True))
+                assert all(len(tokens) >= num_tokens for tokens in said)
+            assert [answer(result) for result in results] == [answer(result) for i, result in enumerate(expected) if i != culprit]
+            assert is_whole(engine)
+
+
+def failing_of(culprit: int, num_tokens: int, error: Exception, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which fails of sequences of one request that have so many tokens."""
+
+    def call(scheduled: list[ScheduledSequence], *args: Any, **options: Any) -> Any:
+        if any(item.seq.request.number == culprit and len(item.seq.output.token_ids) >= num_tokens for item in scheduled):
+            raise error
+        return function(scheduled, *args, **options)
+
+    return call
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_what_is_embedded_begins_again(pooling: Pooling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second chunk of the prompt fails once behind its launch, so its rows have been pooled."""
+    engine, prompt = toy_engine(max_num_batched_tokens=4), list(range(1, 12))
+    launch = engine._loop.executable.launch
+    monkeypatch.setattr(engine._loop.executable, "launch", Fault(2, RuntimeError("the device is lost")).after(launch))
+    engine.add(engine.check(prompt, pooling=PoolingParams(pooling=pooling)))
+    result = drain(engine)[-1].result
+    assert engine.stats().failed_steps == 1
+    assert result is not None and result.error is None and np.array_equal(result.embedding, toy_vector(prompt, pooling))  # type: ignore[arg-type]
+
+
+def test_suspects_go_one_by_one_and_then_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, sizes = toy_engine(max_num_seqs=4), list[int]()
+    launch = engine._loop.executable.launch
+
+    def watched(batch: RaggedBatch, *args: Any, **options: Any) -> Any:
+        sizes.append(len(batch.scheduled_len))
+        if len(sizes) == 3:
+            raise RuntimeError("the device is lost")
+        return launch(batch, *args, **options)
+
+    monkeypatch.setattr(engine._loop.executable, "launch", watched)
     results = run(engine, [([i, 2, 3], SAMPLED) for i in range(5)])
-    assert [result.error for result in results] == [fault.error] * 2 + [None] * 3
-    assert [result.outputs[0].finish_reason for result in results] == ["error"] * 2 + ["length"] * 3
-    assert len(results[0].outputs[0].token_ids) == 2  # what it had before
-    assert [[i, 2, 3, *results[i].outputs[0].token_ids] for i in (2, 3, 4)] == [plain_decoding([i, 2, 3], SAMPLED, 0) for i in (2, 3, 4)]
-    assert is_whole(engine)
+    assert sizes[:9] == [4, 4, 4, 1, 1, 1, 1, 4, 4]
+    tokens = [[i, 2, 3, *result.outputs[0].token_ids] for i, result in enumerate(results)]
+    assert tokens == [plain_decoding([i, 2, 3], SAMPLED, 0) for i in range(5)]
+    assert not engine._scheduler.suspects and is_whole(engine)
 
 
-def test_a_request_of_which_a_part_runs_ends_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two sequences waits until the first has ended; then only one of them has KV."""
+def test_one_that_cannot_be_admitted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request runs when it is looked for in the cache; those behind it in the queue go on."""
     engine = toy_engine(max_num_seqs=1)
-    fault = Fault(3, RuntimeError("the device is lost"))
+    find = engine._scheduler._find
+    monkeypatch.setattr(engine._scheduler, "_find", lambda seq: 1 / 0 if seq.request.number == 1 else find(seq))
+    results = run(engine, [([i, 2, 3], SAMPLED) for i in range(3)])
+    assert [type(result.error) for result in results] == [type(None), ZeroDivisionError, type(None)]
+    assert engine.stats().failed_steps == 2 and is_whole(engine)
+
+
+def test_a_suspect_that_is_aborted_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = toy_engine()
+    fault = Fault(1, RuntimeError("the device is lost"))
     monkeypatch.setattr(engine._loop.executable, "launch", fault.before(engine._loop.executable.launch))
-    (result,) = run(engine, [([1, 2, 3], SamplingParams(n=2, seed=3, max_tokens=9))])
-    assert [output.finish_reason for output in result.outputs] == ["error", "error"] and result.error is fault.error
-    assert [len(output.token_ids) for output in result.outputs] == [2, 1]
-    assert is_whole(engine)
+    ids = [engine.add_request([i, 2, 3], SAMPLED) for i in range(2)]
+    engine.step()
+    assert len(engine._scheduler.suspects) == 2
+    engine.abort(ids[0])
+    drain(engine)
+    assert not engine._scheduler.suspects and is_whole(engine)
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_the_prefix_cache_begins_anew(monkeypatch: pytest.MonkeyPatch, prefix_cache: bool) -> None:
-    engine = toy_engine(block_size=4, prefix_cache=prefix_cache)
+def test_the_prefix_cache_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = toy_engine(block_size=4)
     prompt = list(range(10))
-    assert [run(engine, [(prompt, SAMPLED)])[0].cached_tokens for _ in range(2)] == [0, 8 if prefix_cache else 0]
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._loop.executable, "launch", Fault(1, RuntimeError()).before(engine._loop.executable.launch))
-        assert run(engine, [(prompt, SAMPLED)])[0].error
-    assert [run(engine, [(prompt, SAMPLED)])[0].cached_tokens for _ in range(2)] == [0, 8 if prefix_cache else 0]
+    assert [run(engine, [(prompt, SAMPLED)])[0].cached_tokens for _ in range(2)] == [0, 8]
+    assert engine.stats().blocks_cached
+    monkeypatch.setattr(engine._loop.executable, "launch", Fault(1, RuntimeError()).before(engine._loop.executable.launch))
+    engine.add_request(prompt, SAMPLED)
+    engine.step()
+    assert engine.stats().blocks_cached == 0
+    assert [update.result.error for update in drain(engine) if update.result] == [None]
 
 
 def test_a_step_that_always_fails_ends_every_request(monkeypatch: pytest.MonkeyPatch) -> None:

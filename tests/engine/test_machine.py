@@ -199,6 +199,24 @@ class Life(RuleBasedStateMachine):
         del self.params[request_id]
         self._record([update for update in updates if update.request_id != request_id])
 
+    @precondition(lambda self: hasattr(self, "engine") and not self.engine._scheduler.suspects)
+    @rule(place=st.sampled_from(["launch", "_start", "fork", "_release", "replace_sequences", "finish"]), after=st.booleans())
+    def step_fails(self, place: str, after: bool) -> None:
+        """Something that a step calls fails once, so none of its requests is to blame: all go on as if nothing had been."""
+        owner: Any = self.engine._loop.executable if place == "launch" else self.engine._scheduler
+        function, failures = getattr(owner, place), self.engine.stats().failed_steps
+
+        def fails(*args: Any, **options: Any) -> None:
+            delattr(owner, place)
+            if after:
+                function(*args, **options)
+            raise MemoryError
+
+        setattr(owner, place, fails)
+        self._record(self._updates())
+        vars(owner).pop(place, None)
+        assert self.engine.stats().failed_steps <= failures + 1
+
     @invariant()
     def blocks_add_up(self) -> None:
         if not hasattr(self, "engine"):
@@ -269,7 +287,7 @@ class Life(RuleBasedStateMachine):
     def _record(self, updates: list[Update]) -> None:
         for update in updates:
             if update.result:
-                assert update.result.finished
+                assert update.result.finished and update.result.error is None
                 self.finished[update.request_id] = update
                 self._check(int(update.request_id), update.result.outputs, complete=True)
                 vector = self.vectors.get(update.request_id, np.zeros(0, np.float32))
