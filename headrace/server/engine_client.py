@@ -16,12 +16,15 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from itertools import count
 from typing import Literal
 
+import msgspec
+
 from headrace.config import EngineConfig
 from headrace.request import PoolingParams, SamplingParams
 from headrace.server import frames
 from headrace.server.engine_process import Setup
 from headrace.server.errors import EngineDeadError, EngineError, NotReadyError, RefusedError, TooSlowError
 from headrace.server.heartbeat import Heartbeat
+from headrace.server.quarantine import Quarantine
 
 State = Literal["loading", "ready", "stalled", "dead", "closed"]
 
@@ -37,14 +40,19 @@ _MOST_UNREAD = 4096
 _GRACE = 3.0
 """Seconds that an engine has to end by itself."""
 
+ENGINE = (sys.executable, "-m", "headrace.server.engine_process")
+"""The command that starts an engine process, before its argument."""
+
 log = logging.getLogger("headrace.server")
 
 
 class Stream:
     """What comes of one request. `close` ends the request, unless it has ended."""
 
-    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, asked: frames.Add | None, abort: Callable[[str], None]) -> None:
         self.id = request_id
+        self.asked = asked
+        """The request; None for a command of another kind."""
         self._abort = abort
         self._events: asyncio.Queue[frames.Event | EngineError] = asyncio.Queue()
         self._over = False
@@ -104,6 +112,7 @@ class EngineClient:
         self._stall_seconds = stall_seconds
         self._streams: dict[str, Stream] = {}
         self._ids = count()
+        self._quarantine = Quarantine()
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._heartbeat: Heartbeat | None = None
@@ -147,14 +156,19 @@ class EngineClient:
 
         Raises RefusedError where the engine cannot serve it, NotReadyError where there is no engine, EngineDeadError if it ends meanwhile.
         """
-        stream = self._open()
-        terms = (params, pooling, priority, timeout, cache_salt, adapter)
-        self._send(frames.Add(stream.id, prompt_token_ids, *terms))
+        asked = frames.Add("", prompt_token_ids, params, pooling, priority, timeout, cache_salt, adapter)
+        await self._quarantine.enter(asked)
+        try:
+            stream = self._open(asked)
+        except NotReadyError:
+            self._quarantine.left(asked)
+            raise
+        self._send(msgspec.structs.replace(asked, id=stream.id))
         try:
             await stream.accepted()
         except BaseException:
             stream.close()
-            self._streams.pop(stream.id, None)
+            self._forget(stream.id)
             raise
         return stream
 
@@ -189,18 +203,25 @@ class EngineClient:
         try:
             return await stream.accepted()
         finally:
-            self._streams.pop(stream.id, None)
+            self._forget(stream.id)
 
-    def _open(self) -> Stream:
+    def _open(self, asked: frames.Add | None = None) -> Stream:
         if self.state not in ("ready", "stalled"):
             raise NotReadyError(self.state, self._why)
-        stream = Stream(str(next(self._ids)), self._abort)
+        stream = Stream(str(next(self._ids)), asked, self._abort)
         self._streams[stream.id] = stream
         return stream
 
     def _abort(self, request_id: str) -> None:
-        if self._streams.pop(request_id, None):
+        if self._forget(request_id):
             self._send(frames.Abort(request_id))
+
+    def _forget(self, request_id: str) -> bool:
+        """Let go of a stream before its end; whether it was there."""
+        stream = self._streams.pop(request_id, None)
+        if stream and stream.asked:
+            self._quarantine.left(stream.asked)
+        return stream is not None
 
     def _send(self, command: frames.Command) -> None:
         if self._writer and not self._writer.is_closing():
@@ -214,6 +235,7 @@ class EngineClient:
         """Run one engine after the other."""
         while self.state != "closed":
             why = await self._run_one()
+            self._quarantine.engine_ended([stream.asked for stream in self._streams.values() if stream.asked])
             self._fail_all(EngineDeadError(why))
             if self.hello is None or not self._may_restart():
                 self._become("dead", why)
@@ -234,7 +256,7 @@ class EngineClient:
         setup = Setup(self._model, self._config, self.adapters, theirs.fileno(), heartbeat.fd, os.getpid())
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "headrace.server.engine_process", frames.as_json(setup)),
+                *(*ENGINE, frames.as_json(setup)),
                 pass_fds=(theirs.fileno(), heartbeat.fd),
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C in the terminal is for the API process
@@ -277,8 +299,12 @@ class EngineClient:
     def _hand_out(self, event: frames.Answer | frames.Refused | frames.News | frames.Ended) -> None:
         """An event of a request that is not there any more is dropped."""
         stream = self._streams.get(event.id)
-        if stream and not stream.put(event):
+        is_last = stream and not stream.put(event)
+        engine_ends = isinstance(event, frames.Ended) and event.error and event.error.kind == "closed"
+        if stream and is_last and not engine_ends:  # else it is one under which the engine ended
             self._streams.pop(event.id, None)
+            if stream.asked:
+                self._quarantine.ended_well(stream.asked)
 
     async def _watch(self, heartbeat: Heartbeat) -> None:
         """Watch the pulse: without one the engine is not ready, and after a while it is ended."""

@@ -64,9 +64,15 @@ class _Sink:
 
     def put(self, item: Update | BaseException, /) -> None:
         """Queue what is new for the writer."""
-        if isinstance(item, BaseException):
-            self._outbox.put(frames.Ended(self._id, 0, 0, 0, 0, 0, refused(self._id, item), None, None))
-            return
+        try:
+            if not isinstance(item, BaseException):
+                self._put(item)
+                return
+        except Exception as error:
+            item = error
+        self._outbox.put(frames.Ended(self._id, 0, 0, 0, 0, 0, refused(self._id, item), None, None))
+
+    def _put(self, item: Update) -> None:
         if item.token_ids or item.text or item.finish_reason:
             news = (item.text, item.token_ids, item.logprobs, item.finish_reason, item.stop_reason)
             self._outbox.put(frames.News(self._id, item.index, *news))

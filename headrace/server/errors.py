@@ -1,7 +1,7 @@
 """Errors of the server: what the engine process can do to a request, and what a client is told, in OpenAI's shape.
 
 The status of an error decides what clients do: those of OpenAI send 408, 409, 429 and all from 500 on again, unless a header says no.
-So 500 and 504 have that header: a request that breaks something must not come three times.
+So 500, 504 and the end of an engine have that header: a request that breaks something must not come three times.
 """
 
 import re
@@ -61,7 +61,7 @@ class ApiError(Exception):
         self.headers: dict[str, str] = {}
         if retry_after is not None:
             self.headers["retry-after"] = str(retry_after)
-        if status in (500, 504):
+        if status in (500, 504) or (status == 503 and retry_after is None):
             self.headers["x-should-retry"] = "false"
         if status == 401:
             self.headers["www-authenticate"] = 'Basic realm="headrace"'
@@ -114,13 +114,15 @@ def as_api_error(error: Exception) -> ApiError:
         case NotReadyError():
             return ApiError(503, "engine_dead", "the engine does not answer", retry_after=5)
         case EngineDeadError():
-            return ApiError(503, "engine_dead", "the engine ended while it served this request", retry_after=2)
+            return ApiError(503, "engine_dead", "the engine ended while it served this request")
         case TooSlowError():
             return ApiError(408, "client_too_slow", str(error))
         case RefusedError(kind="not_finite"):
             return ApiError(500, "not_finite", str(error))
         case RefusedError(kind="closed"):
-            return ApiError(503, "engine_dead", "the engine ended while it served this request", retry_after=2)
+            return ApiError(503, "engine_dead", "the engine ended while it served this request")
+        case RefusedError(kind="quarantined"):
+            return ApiError(500, "request_quarantined", str(error))
         case RefusedError(kind="request"):
             return invalid_request(str(error))
         case HeadraceError() if error.exit_code == 2:

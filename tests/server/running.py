@@ -40,8 +40,8 @@ class Reply(NamedTuple):
 class Running:
     """`headrace serve`, from its start to its end."""
 
-    def __init__(self, model: str, *flags: str, env: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "headrace", "serve", model, "--port", "0", *flags]
+    def __init__(self, model: str, *flags: str, env: dict[str, str] | None = None, program: str = "headrace") -> None:
+        command = [sys.executable, "-m", program, "serve", model, "--port", "0", *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | (env or {}))
         self.log: list[str] = []
         self.port = 0
@@ -123,9 +123,9 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def running(model: str, *flags: str) -> Iterator[Running]:
+def running(model: str, *flags: str, program: str = "headrace") -> Iterator[Running]:
     """A server that ends with the test."""
-    server = Running(model, *flags)
+    server = Running(model, *flags, program=program)
     try:
         yield server
     finally:
@@ -135,7 +135,7 @@ def running(model: str, *flags: str) -> Iterator[Running]:
 
 def engine_of(pid: int) -> int:
     """The engine process of a server or a batch: the one child of that process which is not the renderer of templates."""
-    (engine,) = [child for child in _children(pid) if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    (engine,) = [child for child in _children(pid) if b'"heartbeat":' in Path(f"/proc/{child}/cmdline").read_bytes()]
     return engine
 
 

@@ -1,0 +1,96 @@
+"""The server with faults in it, as a program: `python -m tests.server.faulty serve ...`.
+
+A request asks for a fault by its seed: in each stage something that works for this one request raises. So both processes are real, and
+what the others see of it can be looked at from outside.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+FIRST = 666_000
+STAGES = ("template", "tokenizer", "check", "grammar", "mask", "find", "build", "launch", "detokenizer", "result", "event")
+ENDS = ("death", "stop", "news")
+"""Stages at which the engine ends: by a signal, because it stands still, and by an error that it does not get over."""
+SEEDS = {stage: FIRST + i for i, stage in enumerate((*STAGES, *ENDS))}
+MARK = "poison"
+"""What a prompt says at whose text something must fail: it is looked at before there are sampling parameters."""
+
+
+class PlannedError(Exception):
+    """One that is of no kind that anything expects."""
+
+
+def fail_if(function: Callable[..., Any], is_meant: Callable[..., bool]) -> Callable[..., Any]:
+    """The function, which raises for some arguments."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        if is_meant(*args, **options):
+            raise PlannedError("at 0x7f0000000000 in /home/someone/file.py")
+        return function(*args, **options)
+
+    return call
+
+
+def plan(owner: Any, name: str, is_meant: Callable[..., bool]) -> None:
+    setattr(owner, name, fail_if(getattr(owner, name), is_meant))
+
+
+def serve() -> None:
+    """The API process."""
+    from headrace.checkpoint.templates import Renderer
+    from headrace.checkpoint.tokenizer import Tokenizer
+    from headrace.cli import entry
+    from headrace.server import engine_client
+    from headrace.server.chat import _Body
+
+    plan(Renderer, "render", lambda self, template, names, *_, **__: f"{MARK} template" in repr(names))
+    plan(Tokenizer, "encode", lambda self, text, *_, **__: f"{MARK} tokenizer" in text)
+    plan(_Body, "_chunk", lambda self, *_, **__: self._asked.seed == SEEDS["event"] and self._answer.usage.completion > 3)
+    engine_client.ENGINE = (sys.executable, "-m", "tests.server.faulty")
+    entry()
+
+
+def engine() -> None:
+    """The engine process."""
+    from headrace.engine import step
+    from headrace.engine.engine import Engine
+    from headrace.engine.jump_forward import JumpForward
+    from headrace.engine.multi_step import MultiStep
+    from headrace.engine.output import Output
+    from headrace.engine.sequence import Request, Sequence
+    from headrace.server import engine_process
+    from headrace.structured.constraint import Constraints
+
+    def meant(stage: str, least: int = 0) -> Callable[..., bool]:
+        """Whether a request that asks for this is among the sequences of a step, and has so many tokens."""
+        return lambda self, scheduled, *_, **__: any(
+            item.seq.request.params.seed == SEEDS[stage] and len(item.seq.output.token_ids) >= least for item in scheduled
+        )
+
+    def end_process(number: int) -> Callable[..., bool]:
+        def look(self: Any, scheduled: Any, *_: Any, **__: Any) -> bool:
+            if meant({signal.SIGKILL: "death", signal.SIGSTOP: "stop"}[number], 3)(self, scheduled):  # type: ignore[index]
+                os.kill(os.getpid(), number)
+            return False
+
+        return look
+
+    plan(Engine, "check", lambda self, ids, params=None, **_: params and params.seed == SEEDS["check"])
+    plan(Constraints, "make", lambda self, params, *_: params.seed == SEEDS["grammar"])
+    plan(Sequence, "drawing", lambda self, *_: self.request.params.seed == SEEDS["mask"] and len(self.output.token_ids) > 2)
+    plan(JumpForward, "find", meant("find", 2))
+    plan(MultiStep, "plan", meant("launch", 3))
+    plan(step, "build", lambda scheduled, *_: meant("build")(None, scheduled))
+    plan(Output, "push", lambda self, *_: self._params.seed == SEEDS["detokenizer"] and len(self.token_ids) > 3)
+    plan(Request, "news", lambda self: self.params.seed == SEEDS["news"] and len(self.seqs[0].output.token_ids) > 3)
+    plan(engine_process, "ended", lambda request_id, result: len(result.outputs[0].token_ids) == 13)
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        plan(MultiStep, "plan", end_process(number))
+    engine_process.main(sys.argv[1])
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1] == "serve" else engine()
