@@ -87,6 +87,8 @@ class EngineConfig:
     """Keep the KV of past and running requests, while there is room, for requests that begin alike; never changes a token."""
     target_token_ms: float = 0
     """Milliseconds of a step beyond which waiting requests are not admitted; 0: no such limit."""
+    queue_timeout: float = 0
+    """Seconds that a request may wait for its first step, after which it ends as one whose own time is up; 0: no limit."""
     seed: int = 0
     """Seed of the requests that bring none of their own."""
 

@@ -70,7 +70,7 @@ ALLOWED |= {"__init__": {"llm", "async_llm", *RECORDS}, "__main__": {"cli"}}
 
 def modules(requirements: list[str]) -> set[str]:
     """What their distributions are imported as."""
-    return {distribution.replace("-", "_") for distribution in names(requirements)}
+    return {re.sub("^(opentelemetry)-.*", r"\1", distribution).replace("-", "_") for distribution in names(requirements)}
 
 
 class TestTheHouse:
@@ -135,10 +135,10 @@ class TestImports:
             assert not words & others, name_of(file)
 
     def test_only_what_pyproject_names(self) -> None:
-        """And what the server needs is imported by the server alone."""
+        """And what the server and its spans need is imported by the server alone."""
         extras = PROJECT["optional-dependencies"]
         known = modules([*PROJECT["dependencies"], *extras["hub"], *extras["structured"]]) | set(sys.stdlib_module_names) | {"headrace"}
-        own = modules(extras["server"])
+        own = modules([*extras["server"], *extras["otel"]])
         for file in FILES:
             serves = part_of(file) == "server" or name_of(file) == "headrace/cli/serve.py"
             assert not {name.partition(".")[0] for name in imports(file)} - known - (own if serves else set()), name_of(file)

@@ -28,8 +28,8 @@ _INTEGERS = {  # option: least, most
     "draft_width": (1, 16),
     "seed": (0, 2**64 - 1),
 }
-_MILLISECONDS = ("target_token_ms", "multi_step_ms")
-_MOST_MILLISECONDS = 1e6
+_TIMES = {"target_token_ms": 1e6, "multi_step_ms": 1e6, "queue_timeout": 1e8}
+"""Numbers from 0 on, with their most."""
 _CHOICES = {
     "backend": BACKENDS,
     "kv_dtype": get_args(KvDtype),
@@ -56,8 +56,8 @@ def engine_config(options: Mapping[str, Any], defaults: FaceDefaults = SERVING) 
 def _checked(name: str, value: Any) -> Any:
     if name in _INTEGERS:
         return integer(name, value, *_INTEGERS[name])
-    if name in _MILLISECONDS:
-        return number(name, value, 0.0, _MOST_MILLISECONDS)
+    if name in _TIMES:
+        return number(name, value, 0.0, _TIMES[name])
     if name in _CHOICES and value not in _CHOICES[name]:
         raise RequestError(f"{name} must be one of {', '.join(_CHOICES[name])}, not {value!r}")
     if name in _FLAGS and not isinstance(value, bool):

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from headrace.server.served_model import ServedModel
 
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
-_ENGINE_OPTIONS = ("threads", "kv_dtype", "max_model_len", "max_num_seqs", "kv_blocks", "chunked_prefill_size", "proposer", "draft_model")
+_ENGINE_OPTIONS = (
+    *("threads", "kv_dtype", "max_model_len", "max_num_seqs", "kv_blocks", "chunked_prefill_size", "queue_timeout"),
+    *("proposer", "draft_model"),
+)
 _SETTINGS = (
     "host",
     "port",
@@ -27,6 +30,7 @@ _SETTINGS = (
     "request_timeout",
     "drain_seconds",
     "stall_seconds",
+    "otlp_endpoint",
     "ignore_advised_sampling",
     "tool_call_parser",
     "reasoning_parser",
@@ -57,9 +61,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--max-waiting", type=int, default=256, metavar="N", help="sequences that may wait; beyond that requests get 503")
     limits.add_argument("--max-per-key", type=int, default=0, metavar="N", help="requests of one key at a time; 0: no limit")
     limits.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="seconds after which a request ends")
+    limits.add_argument("--queue-timeout", type=float, default=0.0, metavar="S", help="seconds that one may wait to begin; 0: no limit")
     limits.add_argument("--drain-seconds", type=float, default=30.0, metavar="S", help="for requests under way when the server ends")
     limits.add_argument("--stall-seconds", type=float, default=60.0, metavar="S", help="of one step, after which the engine is restarted")
     limits.add_argument("--allow-adapter-changes", action="store_true", help="routes that load and unload adapters")
+    watching = parser.add_argument_group("watching")
+    watching.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log on stderr")
+    watching.add_argument("--otlp-endpoint", default="", metavar="URL", help="where OpenTelemetry spans go: http://HOST:4318/v1/traces")
     engine = parser.add_argument_group("engine")
     add_threads(engine)
     add_kv_dtype(engine)
@@ -87,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         api_keys=keys, model_name=args.model_name or model_name(args.model), **{name: getattr(args, name) for name in _SETTINGS}
     )
     config = engine_config({name: getattr(args, name) for name in _ENGINE_OPTIONS})
-    stderr_log()
+    stderr_log(args.log_format)
     return serve(args.model, config, settings, _adapters(args.lora), _announce)
 
 

@@ -95,6 +95,7 @@ class Engine:
         self._constraints = Constraints(tokenizer, limits.vocab_size)
         self._requests: dict[str, Request] = {}
         self._deadlines = Deadlines()
+        self._queue_deadlines = Deadlines()
         self._numbers = count()
         self._meter = Meter(clock())
         self._publisher = Publisher(self._record)
@@ -170,6 +171,8 @@ class Engine:
         self._adapters.acquire(adapter)
         if timeout is not None:
             self._deadlines.add(stopwatch.added + timeout, request)
+        if self.config.queue_timeout:
+            self._queue_deadlines.add(stopwatch.added + self.config.queue_timeout, request)
         return request_id
 
     def _checked_prompt(self, prompt_token_ids: Iterable[int], params: SamplingParams, pooling: PoolingParams | None) -> list[int]:
@@ -296,7 +299,11 @@ class Engine:
 
     def _expire(self, updates: list[Update]) -> None:
         """End the requests whose time is up."""
-        for request in self._deadlines.overdue(self._clock()) if self._deadlines else ():
+        now = self._clock()
+        overdue = self._deadlines.overdue(now) if self._deadlines else []
+        if self._queue_deadlines:
+            overdue += [request for request in self._queue_deadlines.overdue(now) if request.stopwatch.started is None]
+        for request in dict.fromkeys(overdue):
             end(request, "timeout", self._scheduler)
             updates += request.news()
 
@@ -380,6 +387,7 @@ class Engine:
         self._scheduler.suspects.pop(request, None)
         request.seqs.clear()
         self._deadlines.discard(request)
+        self._queue_deadlines.discard(request)
         self._adapters.release(request.adapter)
 
     def _check_open(self) -> None:

@@ -1,6 +1,6 @@
 """The routes of the server: the one list of them, which the gate and the OpenAPI page read."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from headrace.server import (
 from headrace.server import openai_records as records
 from headrace.server.asgi import Call
 from headrace.server.gate import Gate
+from headrace.server.request_record import Observer
 from headrace.server.served_model import ServedModel
 
 
@@ -68,10 +69,10 @@ ROUTES = {
 _ONE_MODEL = "/v1/models/"
 
 
-def make_app(served: ServedModel) -> Gate:
-    """The ASGI application."""
+def make_app(served: ServedModel, observers: Iterable[Observer] = ()) -> Gate:
+    """The ASGI application; `observers` hear of every request at its end."""
     routes = {path: {route.method: partial(route.handler, served)} for path, route in ROUTES.items()}
-    return Gate(routes, {_ONE_MODEL: partial(health.one_model, served)}, served.settings)
+    return Gate(routes, {_ONE_MODEL: partial(health.one_model, served)}, served.settings, observers)
 
 
 def description() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.server.errors import ApiError, invalid
+from headrace.server.request_record import RequestRecord
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -37,6 +38,9 @@ class Call:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, max_body_bytes: int) -> None:
         self.scope = scope
+        names = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}  # the first counts
+        self._headers = names
+        self.record = RequestRecord.of(scope["method"], scope["path"], names)
         self.key: str | None = scope.get("headrace.key")
         self.responding = False
         """Whether the status has been sent."""
@@ -47,8 +51,7 @@ class Call:
 
     def header(self, name: str) -> str | None:
         """A header of the request, by its name in lower case."""
-        wanted = name.encode()
-        return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == wanted), None)
+        return self._headers.get(name)
 
     async def read(self, kind: type[_T]) -> _T:
         """The body as a record. Raises ApiError for one that is too large, or not JSON, or not this record."""
@@ -144,7 +147,9 @@ class Call:
 
     async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
         self.responding = True
+        self.record.status = status
         pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        pairs.append((b"x-request-id", self.record.id.encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
 

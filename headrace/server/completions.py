@@ -10,12 +10,12 @@ from headrace.prompts import TokenizedPrompt
 from headrace.request import Logprobs, token_ids
 from headrace.server import frames
 from headrace.server.asgi import DONE, Call, event
-from headrace.server.engine_client import Stream
 from headrace.server.errors import ApiError, invalid
 from headrace.server.gate import stream_error
 from headrace.server.generation import Choice, Clock, Usage, completion_logprobs, finish_reason, sampling_params
 from headrace.server.openai_records import MAX_PROMPTS, CompletionRequest
 from headrace.server.served_model import ServedModel, merge
+from headrace.server.stream import Stream
 
 _MAX_TOKENS = 16
 """Of an answer that says nothing of its length, as OpenAI has it."""
@@ -34,8 +34,8 @@ async def completions(served: ServedModel, call: Call) -> None:
     params = sampling_params(asked, served.advised_sampling, asked.max_tokens or _MAX_TOKENS, asked.logprobs, **scored)
     with served.admitted(call, params.n * len(texts)):
         prompts = await read_prompts(served, "prompt", texts, asked.add_special_tokens, params.max_tokens)
-        terms = {"priority": asked.priority, "salt": served.salt(call, asked.cache_salt), "adapter": adapter}
-        async with served.submitted(prompts, params, **terms) as streams:  # type: ignore[arg-type]
+        terms = {"priority": asked.priority, "cache_salt": asked.cache_salt, "adapter": adapter}
+        async with served.submitted(call, prompts, params, **terms) as streams:  # type: ignore[arg-type]
             answer = _Answer(served, asked, adapter or served.settings.model_name, prompts)
             if asked.stream:
                 await call.stream(answer.chunks(streams), served.settings.keepalive_seconds)

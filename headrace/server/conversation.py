@@ -14,10 +14,10 @@ from headrace.server.answers.parser import AnswerParser
 from headrace.server.answers.tool_grammar import tool_grammar
 from headrace.server.answers.tools import Tool, ToolChoice, read_tool_choice, read_tools
 from headrace.server.asgi import Call
-from headrace.server.engine_client import Stream
 from headrace.server.errors import ApiError, invalid
 from headrace.server.generation import Clock, Usage, finish_reason
 from headrace.server.served_model import ServedModel
+from headrace.server.stream import Stream
 from headrace.server.structured import checked
 from headrace.structured_outputs import StructuredOutputs
 
@@ -97,8 +97,8 @@ async def answered(served: ServedModel, call: Call, asked: Asked) -> AsyncIterat
         prompt = await served.tokens_of(partial(_read, served, asked, choice, texts), "messages", params.max_tokens)
         if grammar := _call_grammar(served, asked, tools, choice, texts[0]):
             params = replace(params, structured_outputs=grammar)
-        salt = served.salt(call, asked.cache_salt)
-        async with served.submitted([prompt], params, priority=asked.priority, salt=salt, adapter=adapter) as (stream,):
+        terms: dict[str, Any] = {"priority": asked.priority, "cache_salt": asked.cache_salt, "adapter": adapter}
+        async with served.submitted(call, [prompt], params, **terms) as (stream,):
             parsers = [_parser(served, texts[0], wanted, params) for _ in range(params.n)]
             model = adapter or served.settings.model_name
             yield Answer(model, params.n, Usage(len(prompt)), stream, parsers, Clock(served.metrics))

@@ -8,10 +8,10 @@ from headrace.request import Pooling, PoolingParams
 from headrace.server import frames
 from headrace.server.asgi import Call
 from headrace.server.completions import prompts_of, read_prompts
-from headrace.server.engine_client import Stream
 from headrace.server.errors import ApiError, RefusedError, invalid
 from headrace.server.openai_records import EmbeddingRequest
 from headrace.server.served_model import ServedModel, merge, timed_out
+from headrace.server.stream import Stream
 
 
 async def embeddings(served: ServedModel, call: Call) -> None:
@@ -28,8 +28,8 @@ async def embeddings(served: ServedModel, call: Call) -> None:
     texts = prompts_of(asked.input, "input")
     with served.admitted(call, len(texts)):
         prompts = await read_prompts(served, "input", texts, None, 0)
-        terms = {"pooling": pooling, "priority": asked.priority, "salt": served.salt(call, None), "adapter": adapter}
-        async with served.submitted(prompts, None, **terms) as streams:  # type: ignore[arg-type]
+        terms = {"pooling": pooling, "priority": asked.priority, "cache_salt": None, "adapter": adapter}
+        async with served.submitted(call, prompts, None, **terms) as streams:  # type: ignore[arg-type]
             vectors = await call.while_connected(_vectors(streams))
         tokens = sum(map(len, prompts))
         await call.respond(

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Literal
 
@@ -22,9 +22,10 @@ from headrace.config import EngineConfig
 from headrace.request import PoolingParams, SamplingParams
 from headrace.server import frames
 from headrace.server.engine_process import Setup
-from headrace.server.errors import EngineDeadError, EngineError, NotReadyError, RefusedError, TooSlowError
+from headrace.server.errors import EngineDeadError, EngineError, NotReadyError
 from headrace.server.heartbeat import Heartbeat
 from headrace.server.quarantine import Quarantine
+from headrace.server.stream import Stream
 
 State = Literal["loading", "ready", "stalled", "dead", "closed"]
 
@@ -35,8 +36,6 @@ _STOPPED = 5.0
 _WATCH = 0.25
 _MOST_RESTARTS = 3
 _RESTART_SECONDS = 600.0
-_MOST_UNREAD = 4096
-"""Events of one stream that its reader may leave unread: a reader slower than that loses its request."""
 _GRACE = 3.0
 """Seconds that an engine has to end by itself."""
 
@@ -44,56 +43,6 @@ ENGINE = (sys.executable, "-m", "headrace.server.engine_process")
 """The command that starts an engine process, before its argument."""
 
 log = logging.getLogger("headrace.server")
-
-
-class Stream:
-    """What comes of one request. `close` ends the request, unless it has ended."""
-
-    def __init__(self, request_id: str, asked: frames.Add | None, abort: Callable[[str], None]) -> None:
-        self.id = request_id
-        self.asked = asked
-        """The request; None for a command of another kind."""
-        self._abort = abort
-        self._events: asyncio.Queue[frames.Event | EngineError] = asyncio.Queue()
-        self._over = False
-
-    def put(self, event: frames.Event | EngineError) -> bool:
-        """Hand over an event; whether there may be more."""
-        if self._events.qsize() >= _MOST_UNREAD and not isinstance(event, frames.Ended | EngineError):
-            self._abort(self.id)
-            event = TooSlowError("the client reads slower than its answer is written")
-        self._over = isinstance(event, frames.Ended | EngineError)
-        self._events.put_nowait(event)
-        return not self._over
-
-    async def accepted(self) -> frames.Answer:
-        """Wait until the engine has done what was asked. Raises RefusedError where it cannot, or what has ended the engine."""
-        event = await self._events.get()
-        if isinstance(event, frames.Refused):
-            self._over = True
-            raise RefusedError(event.kind, event.message)
-        if isinstance(event, EngineError):
-            raise event
-        assert isinstance(event, frames.Answer), "nothing else comes first"
-        return event
-
-    async def __aiter__(self) -> AsyncIterator[frames.News | frames.Ended]:
-        """The news of the request, and how it ended, which comes last. Raises what has ended the engine."""
-        while True:
-            event = await self._events.get()
-            if isinstance(event, EngineError):
-                raise event
-            if isinstance(event, frames.News):
-                yield event
-            elif isinstance(event, frames.Ended):
-                yield event
-                return
-
-    def close(self) -> None:
-        """End the request, unless it has ended."""
-        if not self._over:
-            self._over = True
-            self._abort(self.id)
 
 
 class EngineClient:

@@ -4,11 +4,13 @@ import hmac
 import logging
 from base64 import b64decode
 from binascii import Error as Base64Error
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from time import monotonic
 
 from headrace.errors import HeadraceError
 from headrace.server.asgi import DONE, Call, Disconnected, Handler, Receive, Scope, Send, event
 from headrace.server.errors import ApiError, anthropic_body, as_api_error
+from headrace.server.request_record import Observer
 from headrace.server.settings import Settings
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -24,25 +26,30 @@ log = logging.getLogger("headrace.server")
 class Gate:
     """The ASGI application: default is no."""
 
-    def __init__(self, routes: Routes, prefixes: Mapping[str, Handler], settings: Settings) -> None:
-        """`prefixes`: routes that end in a name, by how they begin; they are read only."""
+    def __init__(self, routes: Routes, prefixes: Mapping[str, Handler], settings: Settings, observers: Iterable[Observer] = ()) -> None:
+        """`prefixes`: routes that end in a name, by how they begin; they are read only. `observers` hear of all requests."""
         self._routes = routes
         self._prefixes = prefixes
         self._settings = settings
+        self._observers = tuple(observers)
         self._keys = tuple(key.encode() for key in settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or refuse it."""
         if scope["type"] != "http":  # a websocket; there is no lifespan: see `serve`
             return
-        call = Call(scope, receive, send, self._settings.max_body_bytes)
+        call, begun = Call(scope, receive, send, self._settings.max_body_bytes), monotonic()
         try:
             self._check(call)
             await self._handler(scope["path"], scope["method"])(call)
         except Disconnected:
-            pass
+            call.record.error = "client_left"
         except Exception as error:
             await self._explain(call, error)
+        finally:
+            call.record.seconds = monotonic() - begun
+            for observer in self._observers:
+                observer(call.record)
 
     def _check(self, call: Call) -> None:
         """Look at host and key, by the path as it came: never by a URL that was put together from headers."""
@@ -73,6 +80,7 @@ class Gate:
 
     async def _explain(self, call: Call, error: Exception) -> None:
         told = as_api_error(error)
+        call.record.error = told.code or ""
         if told.status == 500:
             log.error("a request to %r failed", call.scope["path"], exc_info=error)
         elif told.status > 500:

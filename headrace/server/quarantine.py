@@ -24,7 +24,7 @@ _FEW = 8
 class _Record(NamedTuple):
     until: float
     """By the system's monotonic clock."""
-    beside: int
+    most: int
     """Suspects that may be under way at once where it is one of them; 0: it is refused."""
 
 
@@ -44,7 +44,7 @@ class Quarantine:
         mark, now = _mark(asked), monotonic()
         self._records = {one: record for one, record in self._records.items() if record.until > now}
         while (record := self._records.get(mark)) and self._inside.total() >= self._most(record):
-            if not record.beside:
+            if not record.most:
                 raise RefusedError("quarantined", "the engine ended twice under this request, which is not tried again for a while")
             await self._changed.wait()
         if record:
@@ -65,14 +65,14 @@ class Quarantine:
     def engine_ended(self, under_way: Iterable[frames.Add]) -> None:
         """The engine has ended under these. It is one of the suspects among them, if there are any; if that is one alone, it is refused."""
         blamed = set(self._inside) or {_mark(asked) for asked in under_way}
-        beside = _FEW if len(blamed) > _FEW else 0 if self._inside.total() == 1 else 1
-        self._records |= dict.fromkeys(blamed, _Record(monotonic() + _SECONDS, beside))
+        most = _FEW if len(blamed) > _FEW else 0 if self._inside.total() == 1 else 1
+        self._records |= dict.fromkeys(blamed, _Record(monotonic() + _SECONDS, most))
         self._inside.clear()
         self._change()
 
     def _most(self, record: _Record) -> int:
-        """Suspects that there may be beside one of this record, and those that are under way."""
-        return min([record.beside, *(self._records[mark].beside for mark in self._inside if mark in self._records)])
+        """Suspects that there may be, this one and those that are under way included."""
+        return min([record.most, *(self._records[mark].most for mark in self._inside if mark in self._records)])
 
     def _change(self) -> None:
         self._changed.set()

@@ -15,11 +15,12 @@ from headrace.request import PoolingParams, SamplingParams
 from headrace.server import frames
 from headrace.server.answers.parser import AnswerStyle
 from headrace.server.asgi import Call
-from headrace.server.engine_client import EngineClient, Stream
+from headrace.server.engine_client import EngineClient
 from headrace.server.errors import ApiError, NotReadyError, invalid, too_long
 from headrace.server.metrics import Metrics
 from headrace.server.roofline import Roofline
 from headrace.server.settings import Settings
+from headrace.server.stream import Stream
 
 _T = TypeVar("_T")
 
@@ -117,7 +118,7 @@ class ServedModel:
             raise too_long(len(ids), max_tokens, self.prompts.max_model_len, param)
         return ids
 
-    def salt(self, call: Call, asked: str | None) -> str | None:
+    def _salt(self, call: Call, asked: str | None) -> str | None:
         """The scope of the prefix cache: a key's own where there are several keys, and what the request asks for within that."""
         if len(self.settings.api_keys) < 2:
             return asked
@@ -126,33 +127,29 @@ class ServedModel:
     @asynccontextmanager
     async def submitted(
         self,
+        call: Call,
         prompts: list[list[int]],
         params: SamplingParams | None,
         *,
         pooling: PoolingParams | None = None,
         priority: int | None,
-        salt: str | None,
+        cache_salt: str | None,
         adapter: str | None,
     ) -> AsyncIterator[list[Stream]]:
-        """A stream for each prompt; all of them end with the context."""
+        """A stream for each prompt of a request; all of them end with the context."""
+        terms: dict[str, Any] = {"pooling": pooling, "priority": priority or 0, "timeout": self.settings.request_timeout}
+        terms |= {"cache_salt": self._salt(call, cache_salt), "adapter": adapter}
         streams: list[Stream] = []
+        record = call.record
+        record.model, record.prompt_tokens = adapter or self.settings.model_name, sum(map(len, prompts))
         try:
             for token_ids in prompts:
-                streams.append(
-                    await self.engine.submit(
-                        token_ids,
-                        params,
-                        pooling=pooling,
-                        priority=priority or 0,
-                        timeout=self.settings.request_timeout,
-                        cache_salt=salt,
-                        adapter=adapter,
-                    )
-                )
+                streams.append(await self.engine.submit(token_ids, params, **terms))
             yield streams
         finally:
             for stream in streams:
                 stream.close()
+                stream.add_to(record)
 
 
 async def merge(streams: list[Stream]) -> AsyncIterator[tuple[int, frames.News | frames.Ended]]:

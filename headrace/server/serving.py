@@ -18,8 +18,10 @@ from headrace.errors import HeadraceError, RequestError
 from headrace.server.app import make_app
 from headrace.server.gate import LOOPBACK
 from headrace.server.loading import served_model
+from headrace.server.request_record import JsonFormatter, log_request
 from headrace.server.served_model import ServedModel
 from headrace.server.settings import Settings
+from headrace.server.tracing import Tracer, otlp_exporter
 
 _POLL = 0.05
 
@@ -44,6 +46,8 @@ def serve(
     Raises the errors of `load_model`, PortInUseError and EngineStartError.
     """
     check(settings)
+    if settings.otlp_endpoint:
+        otlp_exporter(settings.otlp_endpoint).shutdown()  # whether its packages are there is known before the model is loaded
     listener = _listen(settings)
     try:
         return asyncio.run(_serve(model, config, settings, adapters, listener, announce))
@@ -86,9 +90,10 @@ class _Server(uvicorn.Server):
 
 async def _listen_and_drain(served: ServedModel, listener: socket.socket, announce: Callable[[ServedModel, int], None]) -> int:
     settings = served.settings
+    tracer = Tracer(otlp_exporter(settings.otlp_endpoint), settings.model_name) if settings.otlp_endpoint else None
     server = _Server(
         uvicorn.Config(
-            make_app(served),
+            make_app(served, filter(None, (log_request, tracer))),
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -129,8 +134,12 @@ async def _listen_and_drain(served: ServedModel, listener: socket.socket, announ
         server.should_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(serving, 2)
+        if tracer:
+            await asyncio.to_thread(tracer.close)
 
 
-def stderr_log() -> None:
-    """Write the server's log to stderr."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=os.environ.get("HEADRACE_LOG", "INFO").upper())
+def stderr_log(form: str) -> None:
+    """Write the server's log to stderr as `text` or `json`, from the level on that `HEADRACE_LOG` says."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=os.environ.get("HEADRACE_LOG", "INFO").upper())

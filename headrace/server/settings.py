@@ -25,6 +25,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that requests under way have when the server is asked to end."""
     keepalive_seconds: float = 15.0
     """Seconds without news after which a stream gets a comment, so that no proxy takes it for dead."""
+    otlp_endpoint: str = ""
+    """Where OpenTelemetry spans go, the whole URL of OTLP over HTTP; empty: nowhere."""
     tool_call_parser: str | None = None
     """How the model writes calls of tools; None: by its chat template."""
     reasoning_parser: str | None = None

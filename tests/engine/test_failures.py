@@ -303,6 +303,22 @@ def test_a_deadline_is_the_moment_when_time_is_up() -> None:
         assert sum(update.finish_reason == "timeout" for update in engine.step()) == ended
 
 
+def test_a_request_may_wait_so_long_and_no_longer() -> None:
+    """One that has begun, and was preempted or not, has all the time that it wants."""
+    now = [3.0]
+    engine = toy_engine(clock=lambda: now[0], max_num_seqs=1, queue_timeout=2.0)
+    first, second = engine.add_request([1, 2], SAMPLED), engine.add_request([3, 4], SAMPLED)
+    updates = engine.step()
+    now[0] = 4.9
+    updates += engine.step()
+    assert {update.request_id for update in updates} == {first}
+    now[0] = 5.0
+    ended = [update for update in engine.step() if update.finish_reason]
+    assert [(update.request_id, update.finish_reason, update.token_ids) for update in ended] == [(second, "timeout", [])]
+    assert [update.finish_reason for update in drain(engine) if update.result] == ["length"]
+    assert not engine._queue_deadlines and is_whole(engine)
+
+
 def test_deadlines_of_ended_requests_are_forgotten() -> None:
     engine = toy_engine()
     for _ in range(100):

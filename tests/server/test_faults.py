@@ -111,6 +111,17 @@ class TestClients:
             until(server.at_rest)
 
 
+    def test_a_request_has_its_time_to_begin(self, model: str) -> None:
+        """The one that runs goes on, and those behind it do not wait for ever."""
+        for server in running(model, "--max-num-seqs", "1", "--threads", "1", "--kv-blocks", "1024", "--queue-timeout", "0.2"):
+            connection = server.open_stream("/v1/chat/completions", LONG | {"stream": True, "n": 16, "temperature": 1})
+            until(lambda server=server: server.figures()["headrace_sequences_running"] == 1)
+            reply = server.post("/v1/chat/completions", LONG)
+            assert (reply.status, reply.json["error"]["code"]) == (504, "timeout")
+            assert server.figures()["headrace_sequences_running"] == 1
+            connection.close()
+
+
 class TestEngines:
     def test_one_that_is_killed_is_started_again(self, fresh: Running) -> None:
         body = LONG | {"stream": True}

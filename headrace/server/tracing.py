@@ -1,0 +1,76 @@
+"""OpenTelemetry spans: one for each request that the engine was asked, with its queue, prefill and decode as spans within it.
+
+Names are those of OpenTelemetry's conventions for generative AI, and beyond them vLLM's.
+"""
+
+from typing import TYPE_CHECKING
+
+from headrace.errors import RequestError
+from headrace.server.request_record import RequestRecord
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+
+def otlp_exporter(endpoint: str) -> "SpanExporter":
+    """Sends spans to a collector over HTTP. Raises RequestError where the packages for it are not installed."""
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        raise RequestError(f"spans need the package {error.name}: pip install 'headrace[otel]'") from None
+    return OTLPSpanExporter(endpoint=endpoint)
+
+
+class Tracer:
+    """Makes a span of each record. Exporting is a thread's, so no request waits for it; `close` sends what is left."""
+
+    def __init__(self, exporter: "SpanExporter", model: str) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "headrace", "gen_ai.request.model": model}))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("headrace")
+        self._context = TraceContextTextMapPropagator()
+
+    def __call__(self, record: RequestRecord) -> None:
+        """Make the spans of a request that has ended."""
+        from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
+
+        if not record.prompt_tokens:
+            return
+        attributes: dict[str, str | int | float | list[str]] = {
+            "http.request.method": record.method,
+            "http.route": record.path,
+            "http.response.status_code": record.status,
+            "gen_ai.response.model": record.model,
+            "gen_ai.response.id": record.id,
+            "gen_ai.response.finish_reasons": record.finish_reasons,
+            "gen_ai.usage.input_tokens": record.prompt_tokens,
+            "gen_ai.usage.output_tokens": record.output_tokens,
+            "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
+            "gen_ai.latency.time_in_queue": record.queue,
+            "gen_ai.latency.time_to_first_token": record.queue + record.prefill,
+            "gen_ai.latency.e2e": record.seconds,
+        }
+        context = self._context.extract({"traceparent": record.traceparent})
+        start, end = _nanoseconds(record.begun), _nanoseconds(record.begun + record.seconds)
+        span = self._tracer.start_span("llm_request", context, SpanKind.SERVER, attributes, start_time=start)
+        if record.error or record.status >= 500:
+            span.set_status(StatusCode.ERROR, record.error)
+        at = end - _nanoseconds(record.queue + record.prefill + record.decode)  # what is before it is reading of the prompt
+        for name in ("queue", "prefill", "decode"):
+            until = at + _nanoseconds(getattr(record, name))
+            self._tracer.start_span(name, set_span_in_context(span), start_time=at).end(until)
+            at = until
+        span.end(end)
+
+    def close(self) -> None:
+        """Send what has not been sent."""
+        self._provider.shutdown()
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
