@@ -33,6 +33,8 @@ STALE = 2.0
 """Seconds without a pulse after which an engine is taken to be stopped."""
 _STOPPED = 5.0
 """Seconds without a pulse after which it is started again."""
+_LOADED = 1800.0
+"""Seconds that it may take to load the model."""
 _WATCH = 0.25
 _MOST_RESTARTS = 3
 _RESTART_SECONDS = 600.0
@@ -256,17 +258,16 @@ class EngineClient:
                 self._quarantine.ended_well(stream.asked)
 
     async def _watch(self, heartbeat: Heartbeat) -> None:
-        """Watch the pulse: without one the engine is not ready, and after a while it is ended."""
+        """Watch the pulse, which begins once the model is loaded: without one the engine is not ready, and after a while it is ended."""
         while True:
             await asyncio.sleep(_WATCH)
             pulse = heartbeat.read()
-            if self.state == "loading":
-                continue
-            stalled = max(pulse.age, pulse.step)
-            if pulse.age > _STOPPED or pulse.step > self._stall_seconds:
-                self._why = f"it stood still for {stalled:.0f} s"
+            if pulse.age > (_LOADED if self.state == "loading" else _STOPPED) or pulse.step > self._stall_seconds:
+                self._why = f"it stood still for {max(pulse.age, pulse.step):.0f} s"
                 await self._kill()
                 return
+            if self.state == "loading":
+                continue
             if pulse.age > STALE and self.state == "ready":
                 log.error("the engine has had no pulse for %.1f s", pulse.age)
                 self._become("stalled", "the engine does not answer")

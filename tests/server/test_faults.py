@@ -1,5 +1,6 @@
 """What goes wrong around a request: clients that leave, engines that die or hang, ends of the server, too much at once."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -15,6 +16,9 @@ from typing import Any
 
 import pytest
 
+from headrace.config import EngineConfig
+from headrace.server import engine_client
+from headrace.server.errors import EngineDeadError
 from tests.server.running import SECONDS, Reply, Running, running, until
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "ignore_eos": True}
@@ -110,7 +114,6 @@ class TestClients:
             assert (error["error"]["code"], done) == ("timeout", "[DONE]")
             until(server.at_rest)
 
-
     def test_a_request_has_its_time_to_begin(self, model: str) -> None:
         """The one that runs goes on, and those behind it do not wait for ever."""
         for server in running(model, "--max-num-seqs", "1", "--threads", "1", "--kv-blocks", "1024", "--queue-timeout", "0.2"):
@@ -186,6 +189,22 @@ def _restarted(server: Running, times: int) -> bool:
     except ConnectionError:
         return False
     return health.status == 200 and health.json["restarts"] == times
+
+
+def test_one_that_never_loads_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(1000)")
+    monkeypatch.setattr(engine_client, "ENGINE", (sys.executable, str(tmp_path / "hangs.py")))
+    monkeypatch.setattr(engine_client, "_LOADED", 0.5)
+    engine = engine_client.EngineClient("model", EngineConfig(), {}, stall_seconds=60)
+
+    async def start() -> None:
+        try:
+            await asyncio.wait_for(engine.start(), SECONDS)
+        finally:
+            await engine.close()
+
+    with pytest.raises(EngineDeadError, match="it stood still for"):
+        asyncio.run(start())
 
 
 class TestEnds:
