@@ -52,7 +52,8 @@ class Program:
 
     def pooling(self) -> "Program":
         """The same program, which also gives back the pooled rows, behind the last norm; its head runs on the logit rows alone."""
-        last = next(op for op in self.ops if op.output() == self._head().x)
+        rows = self._head().x
+        last = next(op for op in self.ops if op.output() == rows)
         assert isinstance(last, Norm) and last.x.rows == "gathered", "rows are pooled behind the last norm of a model"
         pooled = replace(last.out, id=1 + max(out.id for op in self.ops if (out := op.output())), rows="pooled")
         return replace(self, ops=(*self.ops, replace(last, out=pooled)), pooled=pooled)
