@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from dataclasses import fields
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from headrace.cli.arguments import add_kv_dtype, add_model, add_threads
@@ -15,6 +16,7 @@ from headrace.config import EngineConfig
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
+    from headrace.server.engine_start import StartedEngine
     from headrace.server.served_model import ServedModel
 
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
@@ -86,6 +88,13 @@ def _add(group: Any, name: str, text: str, kind: type) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     check_installed()
+    from headrace.server.engine_start import starting_engine
+
+    with starting_engine() as started:  # before the imports of this process, so that both import at the same time
+        return _serve(args, started)
+
+
+def _serve(args: argparse.Namespace, started: "StartedEngine") -> int:
     from headrace.assembly.options import engine_config
     from headrace.server.serving import serve, stderr_log
     from headrace.server.settings import Settings
@@ -96,17 +105,14 @@ def run(args: argparse.Namespace) -> int:
     )
     config = engine_config({name: getattr(args, name) for name in _ENGINE_OPTIONS})
     stderr_log(args.log_format)
-    return serve(args.model, config, settings, _adapters(args.lora), _announce)
+    return serve(args.model, config, settings, _adapters(args.lora), started, _announce)
 
 
 def check_installed() -> None:
     """Raise RequestError where the packages that the server needs are missing."""
-    try:
-        import msgspec  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise RequestError(f"the server needs the package {error.name}: pip install 'headrace[server]'") from None
+    for package in ("msgspec", "prometheus_client", "uvicorn", "httptools"):
+        if find_spec(package) is None:
+            raise RequestError(f"the server needs the package {package}: pip install 'headrace[server]'")
 
 
 def model_name(model: str) -> str:

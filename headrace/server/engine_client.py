@@ -5,12 +5,9 @@ at once, and none waits for ever.
 """
 
 import asyncio
-import contextlib
 import logging
-import os
 import signal
-import socket
-import sys
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from itertools import count
@@ -21,7 +18,7 @@ import msgspec
 from headrace.config import EngineConfig
 from headrace.request import PoolingParams, SamplingParams
 from headrace.server import frames
-from headrace.server.engine_process import Setup
+from headrace.server.engine_start import StartedEngine, start_engine
 from headrace.server.errors import EngineDeadError, EngineError, NotReadyError
 from headrace.server.heartbeat import Heartbeat
 from headrace.server.quarantine import Quarantine
@@ -38,11 +35,9 @@ _LOADED = 1800.0
 _WATCH = 0.25
 _MOST_RESTARTS = 3
 _RESTART_SECONDS = 600.0
+_POLL = 0.01
 _GRACE = 3.0
 """Seconds that an engine has to end by itself."""
-
-ENGINE = (sys.executable, "-m", "headrace.server.engine_process")
-"""The command that starts an engine process, before its argument."""
 
 log = logging.getLogger("headrace.server")
 
@@ -50,8 +45,10 @@ log = logging.getLogger("headrace.server")
 class EngineClient:
     """The engine process, whichever one runs."""
 
-    def __init__(self, model: str, config: EngineConfig, adapters: Mapping[str, str], stall_seconds: float) -> None:
-        """`stall_seconds`: for how long a step may run before the engine is started again."""
+    def __init__(
+        self, model: str, config: EngineConfig, adapters: Mapping[str, str], stall_seconds: float, started: StartedEngine | None = None
+    ) -> None:
+        """`stall_seconds`: for how long a step may run before the engine is started again; `started`: the first process, if it is there."""
         self.hello: frames.Hello | None = None
         self.report = frames.Report({}, {}, {})
         self.state: State = "loading"
@@ -64,7 +61,8 @@ class EngineClient:
         self._streams: dict[str, Stream] = {}
         self._ids = count()
         self._quarantine = Quarantine()
-        self._process: asyncio.subprocess.Process | None = None
+        self._started = started
+        self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._heartbeat: Heartbeat | None = None
         self._restarted: list[float] = []
@@ -174,7 +172,7 @@ class EngineClient:
             self._quarantine.left(stream.asked)
         return stream is not None
 
-    def _send(self, command: frames.Command) -> None:
+    def _send(self, command: frames.Setup | frames.Command) -> None:
         if self._writer and not self._writer.is_closing():
             self._writer.write(frames.encode(command))
 
@@ -202,32 +200,26 @@ class EngineClient:
 
     async def _run_one(self) -> str:
         """Start an engine and serve it to its end; returns why it ended."""
-        ours, theirs = socket.socketpair()
-        heartbeat = self._heartbeat = Heartbeat.create()
-        setup = Setup(self._model, self._config, self.adapters, theirs.fileno(), heartbeat.fd, os.getpid())
+        started, self._started = self._started or start_engine(), None
+        self._process, heartbeat = started.process, started.heartbeat
+        self._heartbeat = heartbeat
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *(*ENGINE, frames.as_json(setup)),
-                pass_fds=(theirs.fileno(), heartbeat.fd),
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in the terminal is for the API process
-            )
-            theirs.close()
-            reader, self._writer = await asyncio.open_connection(sock=ours)
+            reader, self._writer = await asyncio.open_connection(sock=started.connection)
+            self._send(frames.Setup(self._model, self._config, self.adapters))
             watch = asyncio.ensure_future(self._watch(heartbeat))
             try:
                 return await self._read(reader)
             finally:
                 watch.cancel()
         finally:
-            await self._end_process(_GRACE)
+            await self._end_process()
             self._heartbeat = None
             heartbeat.close()
 
     async def _read(self, reader: asyncio.StreamReader) -> str:
         """Hand out events until the engine ends; returns why."""
         buffer = bytearray()
-        while chunk := await reader.read(1 << 18):
+        while chunk := await _received(reader):
             buffer += chunk
             for body in frames.bodies(buffer):
                 event = frames.read_event(body)
@@ -242,8 +234,7 @@ class EngineClient:
                         self._why = message
                     case _:
                         self._hand_out(event)
-        assert self._process is not None
-        code = await self._process.wait()
+        code = await self._end_process()
         self.exit_code = code if code > 0 else 1
         return self._why or (f"signal {-code}" if code < 0 else f"exit code {code}")
 
@@ -275,26 +266,36 @@ class EngineClient:
                 self._become("ready")
 
     async def _kill(self) -> None:
-        if self._process and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGUSR1)  # its stacks, on stderr
-                await asyncio.sleep(_WATCH)
-                self._process.send_signal(signal.SIGKILL)
+        if self._process:
+            self._process.send_signal(signal.SIGUSR1)  # its stacks, on stderr
+            await asyncio.sleep(_WATCH)
+            self._process.kill()
 
-    async def _end_process(self, grace: float) -> None:
-        """Close the socket, at which the engine ends; or else kill it."""
+    async def _end_process(self) -> int:
+        """Close the socket, at which the engine ends, or else kill it; returns its exit code, which is below 0 for a signal."""
         if self._writer:
             self._writer.close()
             self._writer = None
-        process, self._process = self._process, None
-        if process and process.returncode is None:
-            try:
-                await asyncio.wait_for(process.wait(), grace)
-            except TimeoutError:
+        process = self._process
+        if process is None:
+            return 0
+        deadline = time.monotonic() + _GRACE
+        while process.poll() is None:
+            if time.monotonic() > deadline:
                 process.kill()
-                await process.wait()
+            await asyncio.sleep(_POLL)
+        self._process = None
+        return process.returncode
 
     def _fail_all(self, error: EngineError) -> None:
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
             stream.put(error)
+
+
+async def _received(reader: asyncio.StreamReader) -> bytes:
+    """What has come; nothing once the engine has ended, also where it had not read all that it was sent."""
+    try:
+        return await reader.read(1 << 18)
+    except ConnectionResetError:
+        return b""

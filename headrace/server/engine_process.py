@@ -1,6 +1,6 @@
 """The engine process: reads commands from its socket, runs the engine in a thread of its own, and writes what comes of it.
 
-`headrace.server.engine_client` starts it, with a socket and a page for its pulse, which it inherits. It ends when its parent closes the
+`headrace.server.engine_start` starts it, with a socket and a page for its pulse, which it inherits. It ends when its parent closes the
 socket, or ends; signals of a terminal are for the parent.
 
 The main thread reads frames and checks what they ask for, so a step never waits for that. The thread of the engine (`engine/thread.py`)
@@ -14,19 +14,17 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
 from threading import Thread
 
-import msgspec
 import numpy as np
 
 from headrace.assembly.load import load_engine, open_model
 from headrace.checkpoint.adapter import read_adapter
 from headrace.checkpoint.source import resolve
-from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.engine.thread import EngineThread
 from headrace.errors import ClosedError, HeadraceError, NonFiniteLogitsError, RequestError
@@ -42,17 +40,6 @@ _REPORT = 0.25
 """Seconds between two reports, while something happens."""
 _CHUNK = 1 << 18
 _PR_SET_PDEATHSIG = 1
-
-
-class Setup(msgspec.Struct):
-    """What the process is started with, as JSON in its arguments."""
-
-    model: str
-    config: EngineConfig
-    adapters: dict[str, str]
-    socket: int
-    heartbeat: int
-    parent: int
 
 
 class _Sink:
@@ -83,10 +70,11 @@ class _Sink:
 class EngineServer:
     """Serves one engine to the socket of the API process."""
 
-    def __init__(self, engine: Engine, spec: ModelSpec, connection: socket.socket, heartbeat: Heartbeat) -> None:
+    def __init__(self, engine: Engine, spec: ModelSpec, connection: socket.socket, incoming: Iterable[bytes], heartbeat: Heartbeat) -> None:
         self._engine = engine
         self._spec = spec
         self._connection = connection
+        self._incoming = incoming
         self._heartbeat = heartbeat
         self._thread = EngineThread(engine)
         self._outbox: SimpleQueue[frames.Event | None] = SimpleQueue()
@@ -99,7 +87,7 @@ class EngineServer:
         for thread in threads:
             thread.start()
         try:
-            for body in _incoming(self._connection):
+            for body in self._incoming:
                 self._obey(frames.read_command(body))
         finally:
             self._over.set()
@@ -244,7 +232,7 @@ def hello(engine: Engine, spec: ModelSpec) -> frames.Hello:
     )
 
 
-def _incoming(connection: socket.socket) -> Iterable[bytes]:
+def _bodies(connection: socket.socket) -> Iterator[bytes]:
     """The bodies of the frames that come, up to the end of the connection."""
     buffer = bytearray()
     while True:
@@ -258,18 +246,26 @@ def _incoming(connection: socket.socket) -> Iterable[bytes]:
         yield from frames.bodies(buffer)
 
 
-def main(arguments: str) -> None:
-    """Make the engine and serve it. An error of the model or of its options is the only frame then, and the exit code is its own."""
-    setup = msgspec.json.decode(arguments, type=Setup)
+def main(*arguments: str) -> None:
+    """Make the engine that the first frame asks for, and serve it. An error of the model or of its options is the only frame then, and the
+    exit code is its own.
+
+    `arguments`: the descriptors of the socket and of the heartbeat, and the id of the API process.
+    """
+    socket_fd, heartbeat_fd, parent = map(int, arguments)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the API process asks for the stacks of an engine that hangs
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != setup.parent:  # it has gone meanwhile
+    if os.getppid() != parent:  # it has gone meanwhile
         return
-    connection, heartbeat = socket.socket(fileno=setup.socket), Heartbeat(setup.heartbeat)
+    connection, heartbeat = socket.socket(fileno=socket_fd), Heartbeat(heartbeat_fd)
+    incoming = _bodies(connection)
+    setup = next(map(frames.read_setup, incoming), None)
+    if setup is None:  # the API process has given it up
+        return
     try:
         checkpoint = open_model(setup.model, setup.config)
         engine = load_engine(setup.model, setup.config, checkpoint, checkpoint.load_tokenizer())
@@ -284,8 +280,8 @@ def main(arguments: str) -> None:
     gc.freeze()
     with suppress(BrokenPipeError):  # the API process has gone
         connection.sendall(frames.encode(hello(engine, spec)))
-        EngineServer(engine, spec, connection, heartbeat).serve()
+        EngineServer(engine, spec, connection, incoming, heartbeat).serve()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -4,11 +4,11 @@ Only what is new crosses it: the tokens of a step once, and no result as a whole
 """
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from headrace.config import KvDtype
+from headrace.config import EngineConfig, KvDtype
 from headrace.request import Logprobs, PoolingParams, SamplingParams
 
 HEAD = 4
@@ -16,6 +16,14 @@ HEAD = 4
 MAX_FRAME = 64 << 20
 
 ErrorKind = Literal["request", "not_finite", "closed", "internal"]
+
+
+class Setup(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Load a model with adapters, whose paths are given by name: the first frame. The answer is `Hello`, or `Refused` under no id."""
+
+    model: str
+    config: EngineConfig
+    adapters: dict[str, str]
 
 
 class Add(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -170,10 +178,15 @@ _commands = msgspec.msgpack.Decoder(Command)
 _events = msgspec.msgpack.Decoder(Event)
 
 
-def encode(*frames: Command | Event) -> bytes:
+def encode(*frames: Setup | Command | Event) -> bytes:
     """Frames as they go over the socket."""
     parts = [_encoder.encode(frame) for frame in frames]
     return b"".join([part for body in parts for part in (len(body).to_bytes(HEAD, "little"), body)])
+
+
+def read_setup(body: bytes) -> Setup:
+    """What the first frame asks for. Raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(body, type=Setup)
 
 
 def read_command(body: bytes) -> Command:
@@ -202,8 +215,3 @@ def bodies(buffer: bytearray) -> Iterator[bytes]:
             start += HEAD + size
     finally:
         del buffer[:start]
-
-
-def as_json(value: Any) -> str:
-    """A value as one line of JSON, for the arguments of the engine process."""
-    return msgspec.json.encode(value).decode()

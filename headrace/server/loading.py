@@ -11,6 +11,7 @@ from headrace.model import trace_model
 from headrace.prompts import PromptReader
 from headrace.server.answers.parser import AnswerStyle
 from headrace.server.engine_client import EngineClient
+from headrace.server.engine_start import StartedEngine
 from headrace.server.errors import EngineDeadError, EngineStartError
 from headrace.server.metrics import Metrics
 from headrace.server.roofline import Roofline
@@ -19,12 +20,14 @@ from headrace.server.settings import Settings
 
 
 @asynccontextmanager
-async def served_model(model: str, config: EngineConfig, settings: Settings, adapters: Mapping[str, str]) -> AsyncIterator[ServedModel]:
+async def served_model(
+    model: str, config: EngineConfig, settings: Settings, adapters: Mapping[str, str], started: StartedEngine | None = None
+) -> AsyncIterator[ServedModel]:
     """The model behind the routes; the engine loads its weights while its prompts are made ready. All of it ends with the context.
 
     Raises the errors of `load_model`, and EngineStartError.
     """
-    engine = EngineClient(model, config, adapters, settings.stall_seconds)
+    engine = EngineClient(model, config, adapters, settings.stall_seconds, started)
     starting = asyncio.ensure_future(engine.start())
     prompts: PromptReader | None = None
     try:

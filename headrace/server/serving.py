@@ -16,6 +16,7 @@ import uvicorn
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError, RequestError
 from headrace.server.app import make_app
+from headrace.server.engine_start import StartedEngine
 from headrace.server.gate import LOOPBACK
 from headrace.server.loading import served_model
 from headrace.server.request_record import JsonFormatter, log_request
@@ -38,10 +39,14 @@ def check(settings: Settings) -> None:
         raise RequestError(f"{settings.host} can be reached from other machines: give an --api-key, or listen on 127.0.0.1")
 
 
+Announce = Callable[[ServedModel, int], None]
+"""Called with what is served and its port once it is ready."""
+
+
 def serve(
-    model: str, config: EngineConfig, settings: Settings, adapters: dict[str, str], announce: Callable[[ServedModel, int], None]
+    model: str, config: EngineConfig, settings: Settings, adapters: dict[str, str], started: StartedEngine, announce: Announce
 ) -> int:
-    """Serve until a signal ends it; returns the exit code. `announce` is called with the served and its port once it is ready.
+    """Serve until a signal ends it; returns the exit code. `started` becomes the first engine.
 
     Raises the errors of `load_model`, PortInUseError and EngineStartError.
     """
@@ -50,7 +55,7 @@ def serve(
         otlp_exporter(settings.otlp_endpoint).shutdown()  # whether its packages are there is known before the model is loaded
     listener = _listen(settings)
     try:
-        return asyncio.run(_serve(model, config, settings, adapters, listener, announce))
+        return asyncio.run(_serve(model, config, settings, adapters, started, listener, announce))
     finally:
         listener.close()
 
@@ -73,10 +78,11 @@ async def _serve(
     config: EngineConfig,
     settings: Settings,
     adapters: dict[str, str],
+    started: StartedEngine,
     listener: socket.socket,
-    announce: Callable[[ServedModel, int], None],
+    announce: Announce,
 ) -> int:
-    async with served_model(model, config, settings, adapters) as served:
+    async with served_model(model, config, settings, adapters, started) as served:
         return await _listen_and_drain(served, listener, announce)
 
 
@@ -88,7 +94,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _listen_and_drain(served: ServedModel, listener: socket.socket, announce: Callable[[ServedModel, int], None]) -> int:
+async def _listen_and_drain(served: ServedModel, listener: socket.socket, announce: Announce) -> int:
     settings = served.settings
     tracer = Tracer(otlp_exporter(settings.otlp_endpoint), settings.model_name) if settings.otlp_endpoint else None
     server = _Server(

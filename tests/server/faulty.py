@@ -43,13 +43,13 @@ def serve() -> None:
     from headrace.checkpoint.templates import Renderer
     from headrace.checkpoint.tokenizer import Tokenizer
     from headrace.cli import entry
-    from headrace.server import engine_client
+    from headrace.server import engine_start
     from headrace.server.chat import _Body
 
     plan(Renderer, "render", lambda self, template, names, *_, **__: f"{MARK} template" in repr(names))
     plan(Tokenizer, "encode", lambda self, text, *_, **__: f"{MARK} tokenizer" in text)
     plan(_Body, "_chunk", lambda self, *_, **__: self._asked.seed == SEEDS["event"] and self._answer.usage.completion > 3)
-    engine_client.ENGINE = (sys.executable, "-m", "tests.server.faulty")
+    engine_start.ENGINE = (sys.executable, "-m", "tests.server.faulty")
     entry()
 
 
@@ -89,7 +89,7 @@ def engine() -> None:
     plan(engine_process, "ended", lambda request_id, result: len(result.outputs[0].token_ids) == 13)
     for number in (signal.SIGKILL, signal.SIGSTOP):
         plan(MultiStep, "plan", end_process(number))
-    engine_process.main(sys.argv[1])
+    engine_process.main(*sys.argv[1:])
 
 
 if __name__ == "__main__":

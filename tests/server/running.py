@@ -135,7 +135,7 @@ def running(model: str, *flags: str, program: str = "headrace") -> Iterator[Runn
 
 def engine_of(pid: int) -> int:
     """The engine process of a server or a batch: the one child of that process which is not the renderer of templates."""
-    (engine,) = [child for child in _children(pid) if b'"heartbeat":' in Path(f"/proc/{child}/cmdline").read_bytes()]
+    (engine,) = [child for child in _children(pid) if b"-m" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")]
     return engine
 
 
