@@ -17,7 +17,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.engine import thread as engine_thread
-from headrace.errors import ClosedError, HeadraceError, RequestFailedError
+from headrace.errors import ClosedError, HeadraceError, RequestError, RequestFailedError
 from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
 from tests.test_llm import GREEDY, clean, llm, model, until  # noqa: F401 - fixtures
 
@@ -265,10 +265,14 @@ class TestThread:
         time.sleep(0.02)  # in which it would end
         assert [llm._thread.call(threading.current_thread)] == threads
 
-    def test_an_error_of_a_command_is_the_callers(self, llm: LLM) -> None:  # noqa: F811
+    def test_an_error_of_a_command_or_of_adding_is_the_callers(self, llm: LLM) -> None:  # noqa: F811
         with pytest.raises(ZeroDivisionError):
             llm._thread.call(lambda: 1 // 0)
         assert llm._thread.call(lambda: 1) == 1
+        inbox = engine_thread.Inbox()
+        llm._thread.add([llm._engine.check([5], GREEDY)] * 2, ["a", "a"], inbox)
+        with pytest.raises(RequestError, match="under way already"):
+            inbox.get()
 
     @pytest.mark.parametrize("only_results", [False, True])
     def test_a_receiver_of_results_alone_is_given_no_other_update(self, llm: LLM, only_results: bool) -> None:  # noqa: F811
