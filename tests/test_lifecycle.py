@@ -17,7 +17,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.engine import thread as engine_thread
-from headrace.errors import ClosedError, HeadraceError, RequestFailedError
+from headrace.errors import ClosedError, HeadraceError, RequestError, RequestFailedError
 from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
 from tests.test_llm import GREEDY, clean, llm, model, until  # noqa: F401 - fixtures
 
@@ -194,6 +194,21 @@ class TestClosing:
                 use()
         llm.close()
 
+    def test_what_cannot_be_closed_is_given_up(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        def fails(*args: Any) -> Any:
+            raise MemoryError
+
+        unhandled = list[Any]()
+        monkeypatch.setattr(threading, "excepthook", unhandled.append)
+        monkeypatch.setattr(llm._engine, "step", fails)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm._engine, "close", fails)
+            with pytest.raises(ClosedError, match="MemoryError"):
+                llm.generate("hello")
+            until(lambda: not llm._thread._at_work.locked())
+        assert unhandled == [] and llm._thread._is_released
+        llm._engine.close()
+
 
 class TestThread:
     @pytest.fixture(autouse=True)
@@ -204,6 +219,69 @@ class TestThread:
         llm.generate("hello", GREEDY)
         until(lambda: not threads_named("headrace-engine"))
         assert llm.generate("hello", GREEDY)[0].finished
+
+    def test_what_is_seen_of_it_in_a_step(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        seen, started = list[Any](), time.monotonic()
+
+        def look() -> None:
+            thread, begun = threading.current_thread(), llm._thread.step_begun
+            seen.append((thread.name, thread.daemon, begun is not None and started <= begun <= time.monotonic()))
+
+        in_step(llm, monkeypatch, look)
+        assert llm._thread.step_begun is None
+        llm.generate("hello", GREEDY)
+        assert seen == [("headrace-engine", True, True)]
+        until(lambda: llm._thread.step_begun is None)
+
+    def test_in_a_step_it_knows_whether_a_command_waits(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        known = list[bool]()
+
+        def look() -> None:
+            known.append(llm._thread._is_wanted())
+            llm._thread.abort(["nobody"])
+            known.append(llm._thread._is_wanted())
+
+        in_step(llm, monkeypatch, look)
+        llm.generate("hello", GREEDY)
+        assert known == [False, True]
+
+    def test_it_waits_for_commands_only_where_there_is_no_work(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        monkeypatch.setattr(engine_thread, "_LINGER", 0.01)
+        drain, waits = llm._thread._drain, set[tuple[bool, float]]()
+
+        def watched(seconds: float) -> None:
+            waits.add((llm._engine.has_work, seconds))
+            drain(seconds)
+
+        monkeypatch.setattr(llm._thread, "_drain", watched)
+        llm.generate("hello", GREEDY)
+        assert waits == {(False, 0.01), (True, 0)}
+
+    def test_it_stays_for_the_next_command(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        monkeypatch.setattr(engine_thread, "_LINGER", 60)
+        threads = list[threading.Thread]()
+        in_step(llm, monkeypatch, lambda: threads.append(threading.current_thread()))
+        llm.generate("hello", GREEDY)
+        time.sleep(0.02)  # in which it would end
+        assert [llm._thread.call(threading.current_thread)] == threads
+
+    def test_an_error_of_a_command_or_of_adding_is_the_callers(self, llm: LLM) -> None:  # noqa: F811
+        with pytest.raises(ZeroDivisionError):
+            llm._thread.call(lambda: 1 // 0)
+        assert llm._thread.call(lambda: 1) == 1
+        inbox = engine_thread.Inbox()
+        llm._thread.add([llm._engine.check([5], GREEDY)] * 2, ["a", "a"], inbox)
+        with pytest.raises(RequestError, match="under way already"):
+            inbox.get()
+
+    @pytest.mark.parametrize("only_results", [False, True])
+    def test_a_receiver_of_results_alone_is_given_no_other_update(self, llm: LLM, only_results: bool) -> None:  # noqa: F811
+        inbox = engine_thread.Inbox()
+        llm._thread.add([llm._engine.check([5], GREEDY)], ["a"], inbox, only_results=only_results)
+        updates = [inbox.get()]
+        while not updates[-1].result:
+            updates.append(inbox.get())
+        assert (len(updates) == 1) == only_results
 
     def test_no_command_is_lost_where_it_ends(self, llm: LLM) -> None:  # noqa: F811
         """Commands come at every moment of its ending."""
@@ -263,7 +341,7 @@ def child(work):
     status = os.waitpid(pid, 0)[1]
     assert status == 0, status
 def refused():
-    for use in (run, llm.stats, lambda: list(llm.stream("hello"))):
+    for use in (run, llm.stats, lambda: list(llm.stream("hello")), lambda: next(s)):
         try: use()
         except ClosedError as error: assert "make another LLM here" in str(error), error
         else: raise AssertionError("it was served")

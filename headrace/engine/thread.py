@@ -216,8 +216,7 @@ class EngineThread:
     def _drain(self, seconds: float) -> None:
         """Carry out the commands that are there, the first of which is waited for so long; those that follow come after a step."""
         with suppress(Empty):
-            command = self._commands.get(timeout=seconds) if seconds else self._commands.get_nowait()
-            command()
+            self._commands.get(timeout=seconds)()
             for _ in range(self._commands.qsize()):
                 self._commands.get_nowait()()
 

@@ -124,6 +124,15 @@ def test_several_launches_follow_when_no_draft_comes() -> None:
     assert max(tokens) > 1
 
 
+def test_the_time_that_holds_back_admissions_is_that_of_one_launch() -> None:
+    engine = timed_engine(target_token_ms=2000 * TICK)
+    add(engine, [1, 2])
+    assert [sum(len(update.token_ids) for update in engine.step()) for _ in range(6)] == [1, *[3] * 5]
+    add(engine, [3, 4])
+    engine.step()
+    assert engine.stats().running == 2
+
+
 def test_slots_of_a_draft_that_did_not_come_are_given_back() -> None:
     """Four tokens fill a block. A draft node would need another."""
     engine = toy_engine(proposer=Watcher(Clock()), block_size=4, max_draft_tokens=1)

@@ -239,3 +239,16 @@ def test_the_same_tokens_and_logprobs_as_in_flight(backend: str) -> None:
 def test_the_name_is_checked() -> None:
     with pytest.raises(RequestError, match="batching must be one of inflight, static, not 'dynamic'"):
         engine_config({"batching": "dynamic"})
+
+
+def test_drafts_of_one_do_not_end_with_a_block_that_another_cannot_copy() -> None:
+    """Seven blocks are too few for four sequences: two still share their second block in the fourth step, and none is free.
+
+    The third has a block of its own to go on in, and gets both rows that it wants.
+    """
+    params = SamplingParams(n=4, seed=1, temperature=1.0, max_tokens=13)
+    known = {(0, i): plain_decoding([1], params, i) for i in range(4)}
+    proposer = RandomTrees(1, VOCAB, known, max_nodes=2, right=0.9)
+    engine = static_engine(num_blocks=7, block_size=4, proposer=proposer, max_num_batched_tokens=6)
+    engine.add_request([1], params)
+    assert [step(engine) for _ in range(4)][-1] == [(0, 1, 0), (0, 1, 0), (0, 1, 2)]

@@ -75,6 +75,14 @@ class TestAccount:
                 assert {op.kind} == kinds
                 assert op.arithmetic_seconds == op.flops / HERE.rates[op.kind]
 
+    def test_the_format_of_an_op_is_that_of_most_of_its_multiply_adds(self) -> None:
+        spec, tensors = tiny_model(3, layers=3, dim=64, ffn=96, format="F32", context=2048)
+        exact = lower_program("cpu", trace_model(spec, tensors), tensors)
+        for most, fewest, kind in ((exact, PROGRAM, "f32"), (PROGRAM, exact, "int8")):
+            program = replace(most, ops=[*most.ops, next(op for op in fewest.ops if op.name == "linear")])
+            measured = account(decode_phase(8, 1, 2), program, HERE, [[times(program, 1.0)]])
+            assert [op.kind for op in measured.ops if op.name == "linear"] == [kind]
+
     def test_every_figure_is_a_median_and_a_phase_the_sum_of_its_steps(self) -> None:
         rounds = [[times(PROGRAM, seconds)] * 2 for seconds in (1.0, 2.0, 9.0)]
         measured = account(prefill_phase(700, 2), PROGRAM, HERE, rounds)
