@@ -1,5 +1,6 @@
 """Which requests are served at all: keys on every route, names of hosts, methods, and bodies that are none."""
 
+import asyncio
 import base64
 import contextlib
 import http.client
@@ -10,7 +11,7 @@ import pytest
 
 from headrace.errors import RequestError
 from headrace.server.app import ROUTES, description
-from headrace.server.serving import check
+from headrace.server.serving import check, listen
 from headrace.server.settings import Settings
 from tests.server.running import Running, running
 
@@ -69,6 +70,24 @@ class TestHosts:
             with pytest.raises(RequestError, match="--api-key"):
                 check(Settings(host=host))
             check(Settings(host=host, api_keys=("k",)))
+
+
+def test_what_is_written_is_sent_at_once() -> None:
+    """With Nagle's algorithm the body of a response would wait for the client to acknowledge its head, which clients put off by 40 ms."""
+
+    async def delays() -> int:
+        begun: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+        with listen(Settings(port=0)) as listener:
+            async with await asyncio.start_server(lambda reader, writer: begun.put_nowait(writer), sock=listener) as server:
+                _, client = await asyncio.open_connection(*listener.getsockname())
+                writer = await begun.get()
+                no_delay = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                client.close()
+                writer.close()
+                server.close()
+        return int(no_delay)
+
+    assert asyncio.run(delays()) == 1
 
 
 class TestBodies:
