@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from headrace.errors import HeadraceError
 from headrace.server.asgi import DONE, Call, Disconnected, Handler, Receive, Scope, Send, event
 from headrace.server.errors import ApiError, anthropic_body, as_api_error
+from headrace.server.metrics import Metrics
 from headrace.server.settings import Settings
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -24,11 +25,12 @@ log = logging.getLogger("headrace.server")
 class Gate:
     """The ASGI application: default is no."""
 
-    def __init__(self, routes: Routes, prefixes: Mapping[str, Handler], settings: Settings) -> None:
+    def __init__(self, routes: Routes, prefixes: Mapping[str, Handler], settings: Settings, metrics: Metrics) -> None:
         """`prefixes`: routes that end in a name, by how they begin; they are read only."""
         self._routes = routes
         self._prefixes = prefixes
         self._settings = settings
+        self._metrics = metrics
         self._keys = tuple(key.encode() for key in settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,7 +59,8 @@ class Gate:
         given = _credentials(call).encode("utf-8", "surrogateescape")
         found = [key for key in self._keys if hmac.compare_digest(key, given)]  # all are compared, whichever it is
         if not found:
-            raise ApiError(401, "invalid_api_key", "a valid API key is needed: send it as `Authorization: Bearer KEY`")
+            needed = "a valid API key is needed: send it as `Authorization: Bearer KEY`"
+            raise ApiError(401, "invalid_api_key", needed, kind="authentication_error")
         return found[0].decode()
 
     def _handler(self, path: str, method: str) -> Handler:
@@ -68,7 +71,9 @@ class Gate:
                 raise ApiError(404, "not_found", "there is no such route")
             methods = {"GET": handler}
         if method not in methods:
-            raise ApiError(405, "method_not_allowed", f"this route takes {', '.join(methods)}")
+            refused = ApiError(405, "method_not_allowed", f"this route takes {', '.join(methods)}")
+            refused.headers["allow"] = ", ".join(methods)
+            raise refused
         return methods[method]
 
     async def _explain(self, call: Call, error: Exception) -> None:
@@ -78,6 +83,7 @@ class Gate:
         elif told.status > 500:
             log.warning("%s: %s", told.code, error if isinstance(error, HeadraceError) else told.message)
         if not call.responding:
+            self._metrics.errors.labels(told.code).inc()
             body = anthropic_body(told) if call.scope["path"].startswith("/v1/messages") else told.body
             await call.respond(body, told.status, told.headers)
 

@@ -40,6 +40,7 @@ class Metrics:
         self._restarts = restarts
         registry = self._registry
         self.requests = Counter("headrace_requests", "Requests that ended, by reason.", ["reason"], registry=registry)
+        self.errors = Counter("headrace_error_responses", "Responses with an error's status, by its code.", ["code"], registry=registry)
         self.first_token = Histogram(
             "headrace_time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=_SECONDS, registry=registry
         )

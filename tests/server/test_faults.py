@@ -109,6 +109,7 @@ class TestClients:
             *_, error, done = server.post("/v1/chat/completions", LONG | {"stream": True}).events
             assert (error["error"]["code"], done) == ("timeout", "[DONE]")
             until(server.at_rest)
+            assert b'headrace_error_responses_total{code="timeout"} 1.0\n' in server.get("/metrics").body
 
 
 class TestEngines:
