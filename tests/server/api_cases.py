@@ -16,6 +16,8 @@ from schemathesis import Case, GenerationMode
 _MOST = {"n": 3, "max_tokens": 8, "max_completion_tokens": 8, "max_output_tokens": 8, "min_tokens": 4, "maxLength": 24, "maxItems": 3}
 _MOST_TOKEN_ID = 300
 """A little above the vocabulary of the tiny model."""
+_ALWAYS = {"stream"}
+"""In every case, or not: with it each field is answered in a second way."""
 _MODES = [*3 * [GenerationMode.POSITIVE], GenerationMode.NEGATIVE]
 _REFERENCE = "#/components/schemas/"
 
@@ -52,14 +54,21 @@ class Description:
         name = self.record_of(path) or ""
         record = self._schemas[name]
         needed = {*record.get("required", ()), field}
-        others = sorted(record["properties"].keys() - needed)
-        fields = needed | set(chooser.sample(others, min(2, len(others))))
-        narrow = record | {"properties": {one: record["properties"][one] for one in sorted(fields)}, "required": sorted(needed)}
-        operations = schemathesis.openapi.from_dict(
-            self.document | {"paths": {path: self.document["paths"][path]}, "components": {"schemas": self._schemas | {name: narrow}}}
-        )
+        others = sorted(record["properties"].keys() - needed - _ALWAYS)
         for mode in _MODES:
+            company = {*needed, *chooser.sample(others, min(2, len(others)))}
+            fields = sorted(company | (_ALWAYS & record["properties"].keys()))
+            narrow = record | {"properties": {one: _given(record["properties"][one]) for one in fields}, "required": sorted(company)}
+            schemas = {"schemas": self._schemas | {name: narrow}}
+            operations = schemathesis.openapi.from_dict(
+                self.document | {"paths": {path: self.document["paths"][path]}, "components": schemas}
+            )
             yield operations[path]["POST"].as_strategy(generation_mode=mode)
+
+
+def _given(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a field that is not null: null would be the same as none."""
+    return schema | {"anyOf": [one for one in schema["anyOf"] if one != {"type": "null"}]} if "anyOf" in schema else schema
 
 
 def _bounded(schema: Any, model: str, name: str = "") -> Any:
