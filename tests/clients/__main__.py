@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def installed(name: str) -> str:
-    """Make a client's environment, unless it is there; returns the client's version."""
+    """Make a client's environment, unless it is there; returns the client's distribution and version."""
     folder, requirement = FOLDER / name, REQUIREMENTS[name]
     pip = [str(python_of(name)), "-m", "pip", "-q", "--disable-pip-version-check"]
     if not (folder / "ready").exists():
@@ -66,7 +66,8 @@ def installed(name: str) -> str:
         (folder / "ready").touch()
     distribution = re.split(r"[\[!]", requirement, maxsplit=1)[0]
     code = f"import importlib.metadata as m; print(m.version({distribution!r}))"
-    return subprocess.run([python_of(name), "-c", code], check=True, capture_output=True, text=True, env=OWN).stdout.strip()
+    version = subprocess.run([python_of(name), "-c", code], check=True, capture_output=True, text=True, env=OWN).stdout.strip()
+    return f"{distribution} {version}"
 
 
 def python_of(name: str) -> Path:
@@ -83,7 +84,7 @@ def asked(name: str, env: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 def report(versions: dict[str, str], results: dict[str, dict[str, dict[str, Any]]]) -> int:
     """Print what passed; returns the exit code."""
-    table = Table("", *(f"{name} {version}" for name, version in versions.items()))
+    table = Table("", *versions.values())
     told: list[str] = []
     for check in dict.fromkeys(check for result in results.values() for check in result):
         lines = {name: result[check] for name, result in results.items() if check in result}
