@@ -3,6 +3,7 @@ PYTHON ?= python3
 MODEL  ?= smollm2
 SECONDS ?= 600
 ROUNDS ?= 200
+CASES ?= 20000
 PICTURES ?= build/page
 PROMPT ?= How does a water wheel turn falling water into useful work?
 
@@ -14,11 +15,13 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test test-page soak cli fuzz gguf sanitize mutate lint format bench micro clean
+.PHONY: help run test test-api test-clients test-page soak cli fuzz gguf sanitize mutate lint format bench micro clean
 
 help:
 	@echo 'make run     a real model answers a prompt (MODEL=$(MODEL), PROMPT="...")'
 	@echo 'make test    all tests'
+	@echo 'make test-api CASES=$(CASES) requests made of /openapi.json, by every field of every route; SEED=1: others'
+	@echo 'make test-clients clients of others against running servers: openai, anthropic, litellm, langchain, llm'
 	@echo 'make test-page the page of the server in headless Chromium, with pictures in $(PICTURES)'
 	@echo 'make soak    2,000 rounds of interrupts, closes, forks, failures'
 	@echo 'make fuzz    hostile files, templates, batches and native calls, for SECONDS=$(SECONDS)'
@@ -40,6 +43,13 @@ BY_TWO := $(addprefix tests/,accept backend checkpoint engine kv model oracle pl
 test: .venv/.test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(BY_TWO)
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(BY_TWO))
+
+test-api: .venv/.test
+	HEADRACE_API_CASES=$(CASES) HEADRACE_API_SEED=$(or $(SEED),0) $(BIN)/python -m pytest -s tests/server/test_api.py
+
+# Each client has a virtual environment of its own below .clients, made once.
+test-clients: .venv/.test
+	$(BIN)/python -m tests.clients
 
 # Needs a browser: Debian's package is `chromium`; HEADRACE_BROWSER names another.
 test-page: .venv/.test
@@ -89,7 +99,7 @@ mutate: .venv/.mutate
 	nice -n 15 $(BIN)/python tests/mutate.py '$(MODULE)' $(TESTS)
 
 clean:
-	rm -rf .venv .bench .fuzz build
+	rm -rf .venv .bench .clients .fuzz build
 
 # Set-up steps, each with a stamp: a second call finds the stamp newer than its causes and does nothing.
 .venv/.venv:

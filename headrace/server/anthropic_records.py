@@ -1,10 +1,11 @@
 """What clients of Anthropic's API send: records that check types and bounds as they are read."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from headrace.server.openai_records import MAX_MESSAGES, MAX_TOOLS
+from headrace.server.described import FUNCTION_NAME, MAX_TOOLS, BlockKind, StopTexts
+from headrace.server.openai_records import MAX_MESSAGES, TopP
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -13,7 +14,7 @@ _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 class Block(msgspec.Struct, frozen=True):
     """A part of a message: text, thinking, a call of a tool, or what came of one."""
 
-    type: str
+    type: BlockKind
     text: str | None = None
     thinking: str | None = None
     id: str | None = None
@@ -33,23 +34,23 @@ class AnthropicMessage(msgspec.Struct, frozen=True):
 class AnthropicTool(msgspec.Struct, frozen=True):
     """A function that the model may call."""
 
-    name: str
+    name: Annotated[str, msgspec.Meta(pattern=FUNCTION_NAME)]
     description: str | None = None
     input_schema: dict[str, Any] | None = None
 
 
 class AnthropicToolChoice(msgspec.Struct, frozen=True):
-    """Which tools are called: `auto`, `any`, `tool` (the one of that name) or `none`."""
+    """Which tools are called; `tool`: the one of that name."""
 
-    type: str
+    type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class AnthropicThinking(msgspec.Struct, frozen=True):
-    """Whether the model reasons before it answers: `enabled`, `adaptive` or `disabled`."""
+    """Whether the model reasons before it answers."""
 
-    type: str
+    type: Literal["enabled", "adaptive", "disabled"]
 
 
 class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +70,6 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     max_tokens: _Count
     stream: bool | None = None
     temperature: _Share | None = None
-    top_p: _Share | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: StopTexts | None = None

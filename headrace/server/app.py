@@ -72,7 +72,7 @@ _ONE_MODEL = "/v1/models/"
 def make_app(served: ServedModel, observers: Iterable[Observer] = ()) -> Gate:
     """The ASGI application; `observers` hear of every request at its end."""
     routes = {path: {route.method: partial(route.handler, served)} for path, route in ROUTES.items()}
-    return Gate(routes, {_ONE_MODEL: partial(health.one_model, served)}, served.settings, observers)
+    return Gate(routes, {_ONE_MODEL: partial(health.one_model, served)}, served.settings, (served.metrics.request_ended, *observers))
 
 
 def description() -> dict[str, Any]:
@@ -81,19 +81,20 @@ def description() -> dict[str, Any]:
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {}
     for path, route in ROUTES.items():
-        operation: dict[str, Any] = {"summary": (route.handler.__doc__ or "").split("\n")[0], "responses": _RESPONSES}
+        error = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+        operation: dict[str, Any] = {"summary": (route.handler.__doc__ or "").split("\n")[0], "responses": _responses(error)}
         if route.record:
             reference = {"$ref": f"#/components/schemas/{route.record.__name__}"}
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
         paths[path] = {route.method.lower(): operation}
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    paths[_ONE_MODEL + "{model}"] = {"get": {"summary": "One of them.", "parameters": [model], "responses": _RESPONSES}}
+    paths[_ONE_MODEL + "{model}"] = {"get": {"summary": "One of them.", "parameters": [model], "responses": _responses("Error")}}
     keys = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Headrace", "version": version("headrace")},
         "paths": paths,
-        "components": {"schemas": components | {"Error": _ERROR}, "securitySchemes": keys},
+        "components": {"schemas": components | {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}, "securitySchemes": keys},
         "security": [{}, {"key": []}],
     }
 
@@ -114,5 +115,21 @@ _ERROR = {
         }
     },
 }
-_FAILED = {"description": "An error.", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
-_RESPONSES = {"200": {"description": "The answer."}, "4XX": _FAILED, "5XX": _FAILED}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+
+
+def _responses(error: str) -> dict[str, Any]:
+    """What may be answered; `error`: the schema of its errors."""
+    failed = {"description": "An error.", "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}}
+    return {"200": {"description": "The answer."}, "4XX": failed, "5XX": failed}

@@ -66,8 +66,8 @@ class Call:
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
-            message, _, path = str(error).partition(" - at `$")
-            path = path.rstrip("`")
+            message, _, place = str(error).partition(" - at ")
+            path = place.rpartition("`$")[2].rstrip("`")  # of a key that is wrong: `key` in `$.field`
             param = path.lstrip(".").partition(".")[0].partition("[")[0] or None
             if not path and "missing required field" in message:
                 param = message.rpartition("field `")[2].rstrip("`")

@@ -10,10 +10,11 @@ from headrace.prompts import TokenizedPrompt
 from headrace.request import Logprobs, token_ids
 from headrace.server import frames
 from headrace.server.asgi import DONE, Call, event
+from headrace.server.described import MAX_PROMPTS
 from headrace.server.errors import ApiError, invalid
 from headrace.server.gate import stream_error
 from headrace.server.generation import Choice, Clock, Usage, completion_logprobs, finish_reason, sampling_params
-from headrace.server.openai_records import MAX_PROMPTS, CompletionRequest
+from headrace.server.openai_records import CompletionRequest
 from headrace.server.served_model import ServedModel, merge
 from headrace.server.stream import Stream
 
@@ -65,7 +66,8 @@ async def read_prompts(
 
 def _read(served: ServedModel, text: str | list[int], add_special: bool | None) -> TokenizedPrompt:
     if isinstance(text, list):
-        return TokenizedPrompt(token_ids("it", text, served.prompts.max_model_len), None)
+        too_many = "{name} has {count} token ids, more than a context of {limit:,} tokens can hold"
+        return TokenizedPrompt(token_ids("the prompt", text, served.prompts.max_model_len, too_many), None)
     return served.prompts.read_prompt(text, add_special=add_special is not False)
 
 

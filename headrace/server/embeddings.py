@@ -2,13 +2,13 @@
 
 import base64
 import struct
-from typing import Any, get_args
+from typing import Any
 
-from headrace.request import Pooling, PoolingParams
+from headrace.request import PoolingParams
 from headrace.server import frames
 from headrace.server.asgi import Call
 from headrace.server.completions import prompts_of, read_prompts
-from headrace.server.errors import ApiError, RefusedError, invalid
+from headrace.server.errors import ApiError, RefusedError
 from headrace.server.openai_records import EmbeddingRequest
 from headrace.server.served_model import ServedModel, merge, timed_out
 from headrace.server.stream import Stream
@@ -18,13 +18,9 @@ async def embeddings(served: ServedModel, call: Call) -> None:
     """Embed texts, or token ids: by the last token unless asked otherwise, each vector of length 1, as OpenAI's are."""
     asked = await call.read(EmbeddingRequest)
     adapter = served.adapter_of(asked.model)
-    if asked.encoding_format not in (None, "float", "base64"):
-        raise invalid("encoding_format must be float or base64", "encoding_format")
     if asked.dimensions is not None:
         raise ApiError(400, "unsupported_parameter", "dimensions cannot be chosen for this model", param="dimensions")
-    if asked.pooling not in (None, *get_args(Pooling)):
-        raise invalid(f"pooling must be {', '.join(get_args(Pooling))}", "pooling")
-    pooling = PoolingParams(pooling=asked.pooling or "last", normalise=asked.normalize is not False)  # type: ignore[arg-type]
+    pooling = PoolingParams(pooling=asked.pooling or "last", normalise=asked.normalize is not False)
     texts = prompts_of(asked.input, "input")
     with served.admitted(call, len(texts)):
         prompts = await read_prompts(served, "input", texts, None, 0)

@@ -50,7 +50,7 @@ class ApiError(Exception):
     """What a client is told: status, and the fields of an OpenAI error."""
 
     def __init__(
-        self, status: int, code: str | None, message: str, *, param: str | None = None, kind: str = "", retry_after: int | None = None
+        self, status: int, code: str, message: str, *, param: str | None = None, kind: str = "", retry_after: int | None = None
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -97,8 +97,13 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
 
 def too_long(tokens: int, max_tokens: int | None, context: int, param: str) -> ApiError:
     """A prompt that, with the answer that is asked for, does not fit in the context."""
-    more = f" and an answer of {max_tokens:,} are" if max_tokens else " leaves no place for an answer, and is"
-    message = f"the prompt of {tokens:,} tokens{more} more than the context of {context:,} tokens"
+    more = f", and the answer may have {max_tokens:,}" if max_tokens else ", which leaves no place for an answer"
+    return beyond_context(f"the prompt has {tokens:,}{more}", context, param)
+
+
+def beyond_context(what: str, context: int, param: str) -> ApiError:
+    """What does not fit in the context. Clients that shorten a conversation then, or change the model, know it by the first words alone."""
+    message = f"the prompt is too long: this model's maximum context length is {context:,} tokens; {what}"
     return invalid(message, param, "context_length_exceeded")
 
 

@@ -64,7 +64,8 @@ class Gate:
         given = _credentials(call).encode("utf-8", "surrogateescape")
         found = [key for key in self._keys if hmac.compare_digest(key, given)]  # all are compared, whichever it is
         if not found:
-            raise ApiError(401, "invalid_api_key", "a valid API key is needed: send it as `Authorization: Bearer KEY`")
+            needed = "a valid API key is needed: send it as `Authorization: Bearer KEY`"
+            raise ApiError(401, "invalid_api_key", needed, kind="authentication_error")
         return found[0].decode()
 
     def _handler(self, path: str, method: str) -> Handler:
@@ -75,12 +76,14 @@ class Gate:
                 raise ApiError(404, "not_found", "there is no such route")
             methods = {"GET": handler}
         if method not in methods:
-            raise ApiError(405, "method_not_allowed", f"this route takes {', '.join(methods)}")
+            refused = ApiError(405, "method_not_allowed", f"this route takes {', '.join(methods)}")
+            refused.headers["allow"] = ", ".join(methods)
+            raise refused
         return methods[method]
 
     async def _explain(self, call: Call, error: Exception) -> None:
         told = as_api_error(error)
-        call.record.error = told.code or ""
+        call.record.error = told.code
         if told.status == 500:
             log.error("a request to %r failed", call.scope["path"], exc_info=error)
         elif told.status > 500:

@@ -12,7 +12,7 @@ from headrace.server import frames
 from headrace.server.errors import RefusedError, invalid
 from headrace.server.metrics import Metrics
 from headrace.server.openai_records import Sampling
-from headrace.server.served_model import biases, seed_of, timed_out
+from headrace.server.served_model import seed_of, timed_out
 from headrace.server.structured import structured_outputs
 
 _LEAST_LOGPROB = -9999.0
@@ -31,7 +31,7 @@ def sampling_params(
     options = ({} if asked.use_beam_search else dict(advised)) | {
         name: value for name in _SAME_NAME if (value := getattr(asked, name)) is not None
     }
-    options |= {"max_tokens": max_tokens, "logprobs": logprobs, "seed": seed_of(asked.seed), "logit_bias": biases(asked.logit_bias)}
+    options |= {"max_tokens": max_tokens, "logprobs": logprobs, "seed": seed_of(asked.seed), "logit_bias": asked.logit_bias}
     options["structured_outputs"] = structured_outputs(asked)
     if asked.use_beam_search:
         options |= {"beam_width": asked.n or 1, "temperature": 0.0}

@@ -7,6 +7,8 @@ from time import time
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from headrace.server.request_record import CLIENT_LEFT, RequestRecord
+
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 _MOST_RECENT = 256
@@ -41,6 +43,7 @@ class Metrics:
         self._restarts = restarts
         registry = self._registry
         self.requests = Counter("headrace_requests", "Requests that ended, by reason.", ["reason"], registry=registry)
+        self.errors = Counter("headrace_error_responses", "Responses with an error's status, by its code.", ["code"], registry=registry)
         self.first_token = Histogram(
             "headrace_time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=_SECONDS, registry=registry
         )
@@ -53,6 +56,11 @@ class Metrics:
         self.recent_first_tokens: deque[tuple[float, float]] = deque(maxlen=_MOST_RECENT)
         """When the last first tokens came, in seconds since the epoch, and after how many seconds."""
         registry.register(self)
+
+    def request_ended(self, record: RequestRecord) -> None:
+        """Count what a client was told instead of an answer."""
+        if record.error and 400 <= record.status != CLIENT_LEFT:
+            self.errors.labels(record.error).inc()
 
     def first_token_came(self, seconds: float) -> None:
         """The first token of a request has come, so long after the request."""

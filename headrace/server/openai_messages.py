@@ -3,10 +3,9 @@
 import json
 from typing import Any
 
+from headrace.server.described import TEXT_KINDS
 from headrace.server.errors import invalid
 from headrace.server.openai_records import ChatMessage, ContentPart
-
-_TEXTS = ("text", "input_text", "output_text", "reasoning_text")
 
 
 def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
@@ -19,8 +18,10 @@ def text_of(content: str | list[ContentPart] | None, where: str, param: str = "m
     if not isinstance(content, list):
         return content
     for part in content:
-        if part.text is None or part.type not in _TEXTS:
+        if part.type not in TEXT_KINDS:
             raise invalid(f"{where}: this model reads text only, not {part.type!r}", param, "unsupported_parameter")
+        if part.text is None:
+            raise invalid(f"{where}: a part of type {part.type} must have a text", param)
     return "\n".join(part.text or "" for part in content)
 
 

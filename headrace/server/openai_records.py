@@ -3,22 +3,22 @@
 A field that is not here is ignored, and null is the same as none. Bounds that depend on the model are checked later.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from headrace.request import MAX_LOGPROBS, MAX_PRIORITY, MAX_SALT_CHARACTERS, MAX_SEQUENCES
+from headrace.request import MAX_LOGPROBS, MAX_PRIORITY, MAX_SALT_CHARACTERS, MAX_SEQUENCES, Pooling
+from headrace.server.described import Biases, Prompts, ResponseFormat, Stop, TextKind, TokenId, ToolCalls, ToolChoice, Tools
 
-MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
-MAX_TOOLS = 256
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 _Small = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-_TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-TokenIds = Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
+_Text = Annotated[str, msgspec.Meta(min_length=1)]
+_Texts = Annotated[list[_Text], msgspec.Meta(min_length=1)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -35,9 +35,9 @@ class Structured(msgspec.Struct, frozen=True, kw_only=True):
 
     json: str | dict[str, Any] | None = None
     json_object: bool | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
+    regex: _Text | None = None
+    choice: _Texts | None = None
+    grammar: _Text | None = None
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,30 +48,30 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    top_p: _Share | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: _Share | None = None
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     max_tokens: _Count | None = None
     min_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[_TokenId] | None = None
+    stop: Stop | None = None
+    stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[_TokenId] | None = None
-    bad_words: list[str] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=1e-6, le=100)] | None = None
+    logit_bias: Biases | None = None
+    allowed_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None = None
+    bad_words: _Texts | None = None
     structured_outputs: Structured | None = None
     guided_json: str | dict[str, Any] | None = None
     """This one and the next three are older names of what stands in `structured_outputs`."""
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    response_format: dict[str, Any] | None = None
+    guided_regex: _Text | None = None
+    guided_choice: _Texts | None = None
+    guided_grammar: _Text | None = None
+    response_format: ResponseFormat | None = None
     prompt_logprobs: _Small | None = None
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, msgspec.Meta(ge=-10, le=10)] | None = None
@@ -83,7 +83,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 class ContentPart(msgspec.Struct, frozen=True):
     """A part of a message; only text is read."""
 
-    type: str
+    type: TextKind
     text: str | None = None
 
 
@@ -93,7 +93,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     role: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_calls: ToolCalls | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -106,8 +106,8 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
     top_logprobs: _Small | None = None
-    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
@@ -119,8 +119,7 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
 class CompletionRequest(Sampling, frozen=True, kw_only=True):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str | int | list[int]]
-    """Text, token ids, or a list of either."""
+    prompt: Prompts
     logprobs: _Small | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -130,12 +129,12 @@ class CompletionRequest(Sampling, frozen=True, kw_only=True):
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /v1/embeddings`."""
 
-    input: str | list[str | int | list[int]]
+    input: Prompts
     model: str | None = None
-    encoding_format: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: _Count | None = None
-    pooling: str | None = None
-    """Of which rows: `last`, `mean` or `cls`; our own."""
+    pooling: Pooling | None = None
+    """Of which rows; our own."""
     normalize: bool | None = None
     priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 
@@ -149,14 +148,14 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /detokenize`."""
 
-    tokens: list[_TokenId]
+    tokens: list[TokenId]
     model: str | None = None
 
 

@@ -14,6 +14,10 @@ _QUIET = ("/health", "/metrics", "/stats", "/page", "/v1/models", "/version", "/
 """Beginnings of the routes that are asked again and again, and of which nothing is said if they are well."""
 
 
+CLIENT_LEFT = 499
+"""The status of a request whose client has left before there was one, as nginx has it."""
+
+
 @dataclass(kw_only=True)
 class RequestRecord:
     """A request, from its arrival to its end. Times are seconds."""
@@ -27,8 +31,7 @@ class RequestRecord:
     begun: float = field(default_factory=time)
     """Since the epoch."""
     seconds: float = 0.0
-    status: int = 499
-    """499, as of nginx: the client has left before there was one."""
+    status: int = CLIENT_LEFT
     model: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0

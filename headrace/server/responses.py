@@ -95,7 +95,9 @@ def _messages(items: list[InputItem]) -> list[dict[str, Any]]:
     for i, item in enumerate(items):
         where = f"input[{i}]"
         match item.type or "message":
-            case "message" if item.role:
+            case "message":
+                if not item.role:
+                    raise invalid(f"{where}: a message must have a role", "input")
                 text = text_of(item.content, where, "input") or ""
                 if item.role == "assistant" and open_turn and not open_turn["content"]:
                     open_turn["content"] = text

@@ -1,10 +1,11 @@
 """What clients of OpenAI's Responses API send: records that check types and bounds as they are read."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
-from headrace.server.openai_records import MAX_MESSAGES, MAX_TOOLS, ContentPart
+from headrace.server.described import FlatToolChoice, FlatTools, ItemKind, TextOptions
+from headrace.server.openai_records import MAX_MESSAGES, ContentPart, TopP
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
@@ -12,7 +13,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 class InputItem(msgspec.Struct, frozen=True):
     """A message, a call of a tool, what came of one, or reasoning."""
 
-    type: str | None = None
+    type: ItemKind | None = None
     role: str | None = None
     content: str | list[ContentPart] | None = None
     call_id: str | None = None
@@ -36,13 +37,13 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     instructions: str | None = None
     max_output_tokens: _Count | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    top_p: TopP | None = None
     stream: bool | None = None
-    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: FlatTools | None = None
+    tool_choice: FlatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
-    text: dict[str, Any] | None = None
+    text: TextOptions | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
     previous_response_id: str | None = None

@@ -16,7 +16,7 @@ from headrace.server import frames
 from headrace.server.answers.parser import AnswerStyle
 from headrace.server.asgi import Call
 from headrace.server.engine_client import EngineClient
-from headrace.server.errors import ApiError, NotReadyError, invalid, too_long
+from headrace.server.errors import ApiError, NotReadyError, beyond_context, invalid, too_long
 from headrace.server.metrics import Metrics
 from headrace.server.roofline import Roofline
 from headrace.server.settings import Settings
@@ -112,8 +112,9 @@ class ServedModel:
         try:
             ids = list((await self.in_thread(read)).token_ids)
         except RequestError as error:
-            code = "context_length_exceeded" if "context" in str(error) else "invalid_value"
-            raise invalid(str(error), param, code) from None
+            if "context" in str(error):
+                raise beyond_context(str(error), self.prompts.max_model_len, param) from None
+            raise invalid(str(error), param) from None
         if len(ids) + (1 if max_tokens is None else max_tokens) > self.prompts.max_model_len:
             raise too_long(len(ids), max_tokens, self.prompts.max_model_len, param)
         return ids
@@ -189,13 +190,3 @@ def timed_out() -> ApiError:
 def seed_of(seed: int | None) -> int | None:
     """A seed of OpenAI's, which may be below 0, as one of ours."""
     return None if seed is None else seed % 2**64
-
-
-def biases(given: dict[str, float] | None) -> dict[int, float] | None:
-    """OpenAI's logit_bias, whose token ids are text."""
-    if given is None:
-        return None
-    try:
-        return {int(token): value for token, value in given.items()}
-    except ValueError:
-        raise invalid("logit_bias: its keys must be token ids", "logit_bias") from None

@@ -53,16 +53,18 @@ def serve(
     check(settings)
     if settings.otlp_endpoint:
         otlp_exporter(settings.otlp_endpoint).shutdown()  # whether its packages are there is known before the model is loaded
-    listener = _listen(settings)
+    listener = listen(settings)
     try:
         return asyncio.run(_serve(model, config, settings, adapters, started, listener, announce))
     finally:
         listener.close()
 
 
-def _listen(settings: Settings) -> socket.socket:
+def listen(settings: Settings) -> socket.socket:
+    """The socket of the address. Raises PortInUseError."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio turns Nagle's algorithm off only where the protocol is named; else a response waits 40 ms for the client's acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host, settings.port))

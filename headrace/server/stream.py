@@ -85,4 +85,4 @@ class Stream:
                 self._ended = event
                 self._error = event.error.kind if event.error else ""
             case EngineError():
-                self._error = as_api_error(event).code or ""
+                self._error = as_api_error(event).code

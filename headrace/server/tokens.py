@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from headrace.server.answers.tools import read_tools
 from headrace.server.asgi import Call
 from headrace.server.errors import invalid
 from headrace.server.openai_messages import messages_of
@@ -13,6 +14,7 @@ async def tokenize(served: ServedModel, call: Call) -> None:
     """The tokens of a text, or of a conversation as the chat template renders it."""
     asked = await call.read(TokenizeRequest)
     served.adapter_of(asked.model)
+    read_tools(asked.tools)
     if (asked.prompt is None) == (asked.messages is None):
         raise invalid("give prompt or messages", "prompt")
     with served.admitted(call, 1):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from headrace.server.app import make_app
+from headrace.server.metrics import Metrics
 from headrace.server.settings import Settings
 from tests.server.running import SECONDS, Running
 from tests.server.test_faults import in_background
@@ -102,7 +103,8 @@ def test_nothing_is_fetched(server: Running, url: str) -> None:
 def test_websockets_and_mounts_are_nothing() -> None:
     """CVE-2026-48710: a scope that is no HTTP request is dropped, and where the application is mounted does not change its paths."""
 
-    app, sent = make_app(SimpleNamespace(settings=Settings(api_keys=("k",)))), list[Any]()  # type: ignore[arg-type]
+    served: Any = SimpleNamespace(settings=Settings(api_keys=("k",)), metrics=Metrics(dict, int))
+    app, sent = make_app(served), list[Any]()
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.disconnect"}

@@ -109,11 +109,21 @@ class TestChat:
         longer = chat(server, messages=[{"role": "system", "content": "be"}, *MESSAGES])["usage"]["prompt_tokens"]
         assert longer > chat(server)["usage"]["prompt_tokens"]
 
-    def test_a_context_that_is_too_short(self, server: Running) -> None:
-        for body in (CHAT | {"max_tokens": 4096}, CHAT | {"messages": [{"role": "user", "content": "a b" * 9000}]}):
-            reply = server.post("/v1/chat/completions", body)
-            assert reply.status == 400 and reply.json["error"]["code"] == "context_length_exceeded", reply.body
-            assert reply.json["error"]["param"] == "messages"
+    @pytest.mark.parametrize(
+        "path, param, more",
+        [
+            ("chat/completions", "messages", {"max_tokens": 4096}),
+            ("chat/completions", "messages", {"messages": [{"role": "user", "content": "a b" * 9000}]}),
+            ("completions", "prompt", {"prompt": [7] * 4097}),
+            ("completions", "prompt", {"prompt": [7] * 4096}),
+        ],
+    )
+    def test_a_context_that_is_too_short(self, server: Running, path: str, param: str, more: dict[str, Any]) -> None:
+        """LiteLLM, LangChain and Claude Code know this error by words of its message, and go on with a shorter conversation."""
+        reply = server.post(f"/v1/{path}", CHAT | more)
+        error = reply.json["error"]
+        assert (reply.status, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+        assert "prompt is too long" in error["message"] and "this model's maximum context length is 4,096" in error["message"]
 
     def test_what_is_not_there_is_refused_by_name(self, server: Running) -> None:
         reply = server.post("/v1/chat/completions", CHAT | {"tools": [{"type": "function", "function": {"name": "f"}}]})

@@ -1,20 +1,29 @@
 """OpenAI's and Anthropic's own clients against a server of the default model."""
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import anthropic
 import openai
 import pytest
 
 from headrace import LLM, SamplingParams
+from tests.server.caller import REPLY, write_caller_gguf
 from tests.server.running import Running, running
 
 MESSAGES = [{"role": "user", "content": "Name the planets of the solar system."}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
 @pytest.fixture(scope="module")
 def default() -> Iterator[Running]:
     yield from running("smollm2", "--max-model-len", "512", "--kv-blocks", "64", "--api-key", "key")
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    yield from running(str(write_caller_gguf(tmp_path_factory.mktemp("caller") / "caller.gguf")), "--threads", "1", "--kv-blocks", "64")
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +91,35 @@ def test_anthropic_s_client(default: Running, client: openai.OpenAI) -> None:
         assert count.input_tokens == answer.usage.input_tokens
         with pytest.raises(anthropic.NotFoundError):
             claude.messages.create(**options | {"model": "claude"})  # type: ignore[call-overload]
+
+
+def test_a_tool_is_called_and_its_result_told(caller: Running) -> None:
+    asked: dict[str, Any] = {
+        "model": "caller.gguf",
+        "messages": MESSAGES,
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}],
+    }
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{caller.port}/v1", api_key="none", max_retries=0) as client:
+        message = client.chat.completions.create(**asked).choices[0].message
+        with client.chat.completions.stream(**asked) as stream:
+            streamed = stream.get_final_completion().choices[0].message
+        for one in (message, streamed):
+            (call,) = one.tool_calls
+            assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Bern"})
+        told = [*MESSAGES, message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+        assert client.chat.completions.create(**asked | {"messages": told}).choices[0].message.content == REPLY
+
+
+def test_a_tool_is_called_by_anthropic_s_client(caller: Running) -> None:
+    tools = [{"name": "weather", "input_schema": PARAMETERS}]
+    asked: dict[str, Any] = {"model": "caller.gguf", "messages": MESSAGES, "max_tokens": 100, "tools": tools}
+    with anthropic.Anthropic(base_url=f"http://127.0.0.1:{caller.port}", api_key="none", max_retries=0) as claude:
+        answer = claude.messages.create(**asked)
+        with claude.messages.stream(**asked) as stream:
+            streamed = stream.get_final_message()
+        for one in (answer, streamed):
+            (call,) = one.content
+            assert (one.stop_reason, call.name, call.input) == ("tool_use", "weather", {"city": "Bern"})
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
+        told = [*MESSAGES, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+        assert claude.messages.create(**asked | {"messages": told}).content[0].text == REPLY

@@ -115,6 +115,7 @@ class TestClients:
             *_, error, done = server.post("/v1/chat/completions", LONG | {"stream": True}).events
             assert (error["error"]["code"], done) == ("timeout", "[DONE]")
             until(server.at_rest)
+            assert b'headrace_error_responses_total{code="timeout"} 1.0\n' in server.get("/metrics").body
 
     def test_a_request_has_its_time_to_begin(self, model: str) -> None:
         """The one that runs goes on, and those behind it do not wait for ever."""

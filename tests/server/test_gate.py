@@ -1,5 +1,6 @@
 """Which requests are served at all: keys on every route, names of hosts, methods, and bodies that are none."""
 
+import asyncio
 import base64
 import contextlib
 import http.client
@@ -10,7 +11,7 @@ import pytest
 
 from headrace.errors import RequestError
 from headrace.server.app import ROUTES, description
-from headrace.server.serving import check
+from headrace.server.serving import check, listen
 from headrace.server.settings import Settings
 from tests.server.running import Running, running
 
@@ -44,7 +45,8 @@ class TestKeys:
         assert [guarded.get("/v1/models", headers).status for headers in good] == [200] * 3
         replies = [guarded.get("/v1/models", headers) for headers in bad]
         assert [reply.status for reply in replies] == [401] * len(bad)
-        assert replies[0].json["error"]["code"] == "invalid_api_key" and "www-authenticate" in replies[0].headers
+        error = replies[0].json["error"]  # by its type LiteLLM knows that it is the key
+        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key") and "www-authenticate" in replies[0].headers
 
     def test_the_prefix_cache_is_a_key_s_own(self, guarded: Running) -> None:
         body = CHAT | {"messages": [{"role": "user", "content": "hello " * 50}]}
@@ -71,11 +73,30 @@ class TestHosts:
             check(Settings(host=host, api_keys=("k",)))
 
 
+def test_what_is_written_is_sent_at_once() -> None:
+    """With Nagle's algorithm the body of a response would wait for the client to acknowledge its head, which clients put off by 40 ms."""
+
+    async def delays() -> int:
+        begun: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+        with listen(Settings(port=0)) as listener:
+            async with await asyncio.start_server(lambda reader, writer: begun.put_nowait(writer), sock=listener) as server:
+                _, client = await asyncio.open_connection(*listener.getsockname())
+                writer = await begun.get()
+                no_delay = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                client.close()
+                writer.close()
+                server.close()
+        return int(no_delay)
+
+    assert asyncio.run(delays()) == 1
+
+
 class TestBodies:
     def test_only_the_methods_that_there_are(self, server: Running) -> None:
         for path, route in ROUTES.items():
             other = "GET" if route.method == "POST" else "POST"
-            assert server.request(other, path).status == 405
+            reply = server.request(other, path)
+            assert (reply.status, reply.headers["allow"]) == (405, route.method)
         assert server.get("/v2").status == 404 and server.get("/v1/models/none").status == 404
 
     @pytest.mark.parametrize(
@@ -93,6 +114,7 @@ class TestBodies:
             (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', None),
             (b'{"messages": [], "n": 1}', "messages"),
             (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "messages"),
+            (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "messages"),
             (b'{"messages": [{"content": "a"}]}', "messages"),
             (b'{"temperature": 1}', "messages"),
         ],

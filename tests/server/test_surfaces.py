@@ -145,6 +145,7 @@ class TestResponses:
             ({"background": True}, "background"),
             ({"input": []}, "input"),
             ({"input": [{"type": "item_reference"}]}, "input"),
+            ({"input": [{"content": "without a role"}]}, "input"),
             ({"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "input"),
             ({"tools": [{"type": "web_search"}]}, "tools"),
             ({"max_output_tokens": 0}, "max_output_tokens"),

@@ -78,6 +78,10 @@ class TestPrompts:
         reply = tools.post("/v1/chat/completions", ASK | more)
         assert (reply.status, reply.json["error"]["param"]) == (400, param), reply.body
 
+    def test_tools_that_are_none_have_no_tokens(self, tools: Running) -> None:
+        reply = tools.post("/tokenize", {"prompt": "hello", "tools": [{"type": "function", "function": {"name": ""}}]})
+        assert (reply.status, reply.json["error"]["param"]) == (400, "tools")
+
 
 class TestAnswers:
     def test_noise_is_reasoning_until_it_ends(self, tools: Running) -> None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.errors import RequestError
+from headrace.server.described import FUNCTION_NAME
 
-NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+NAME = re.compile(FUNCTION_NAME)
 _CHOICES = ("none", "auto", "required")
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 

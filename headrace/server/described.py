@@ -1,0 +1,86 @@
+"""Types of fields that are handed on as they came: what is in them is checked where it is read, and described here for `/openapi.json`."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from headrace.request import MAX_STOP_CHARACTERS, MAX_STOPS
+
+MAX_PROMPTS = 256
+MAX_TOOLS = 256
+MAX_TOKEN_ID = 2**31 - 1
+TEXT_KINDS = ("text", "input_text", "output_text", "reasoning_text")
+"""Types of the parts of a message that are text."""
+BLOCK_KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+FUNCTION_NAME = r"^[A-Za-z0-9_.\-]{1,128}$"
+ITEM_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _one_of(kinds: tuple[str, ...]) -> msgspec.Meta:
+    return msgspec.Meta(extra_json_schema={"enum": list(kinds)})
+
+
+def _object(optional: Mapping[str, Any] | None = None, /, **required: Any) -> dict[str, Any]:
+    """The schema of an object with these properties; it may have others."""
+    return {"type": "object", "required": list(required), "properties": required | dict(optional or {})}
+
+
+_PARAMETERS = {"parameters": {"type": ["object", "null"]}}
+_FUNCTION = _object(_PARAMETERS, name={"type": "string", "pattern": FUNCTION_NAME})
+_FLAT_FUNCTION = _object(_PARAMETERS, type={"const": "function"}, name=_FUNCTION["properties"]["name"])
+_SCHEMA = _object(schema={"type": "object"})
+_NAMED = _object(name={"type": "string"})
+
+TextKind = Annotated[str, _one_of(TEXT_KINDS)]
+BlockKind = Annotated[str, _one_of(BLOCK_KINDS)]
+ItemKind = Annotated[str, _one_of(ITEM_KINDS)]
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+_Prompt = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+_PROMPTS = {
+    "minItems": 1,
+    "anyOf": [
+        {"items": {"type": "integer"}},
+        {"items": {"type": ["string", "array"]}, "maxItems": MAX_PROMPTS},
+    ],
+}
+Prompts = str | Annotated[list[str | TokenId | _Prompt], msgspec.Meta(extra_json_schema=_PROMPTS)]
+"""Text, token ids, or a list of either."""
+
+_StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+StopTexts = Annotated[list[_StopText], msgspec.Meta(max_length=MAX_STOPS)]
+Stop = _StopText | StopTexts
+
+Biases = Annotated[
+    dict[TokenId, Annotated[float, msgspec.Meta(ge=-100, le=100)]],
+    msgspec.Meta(extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}}),
+]
+"""By token id."""
+
+Tools = Annotated[
+    list[Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_object(type={"const": "function"}, function=_FUNCTION))]],
+    msgspec.Meta(max_length=MAX_TOOLS),
+]
+FlatTools = Annotated[
+    list[Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_FLAT_FUNCTION)]],
+    msgspec.Meta(max_length=MAX_TOOLS),
+]
+"""As Responses has them: the function's fields stand beside the type."""
+ToolCalls = Annotated[
+    list[Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_object(function=_NAMED))]],
+    msgspec.Meta(max_length=MAX_TOOLS),
+]
+_Choice = Annotated[str, _one_of(("none", "auto", "required"))]
+ToolChoice = _Choice | Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_object(function=_NAMED))]
+FlatToolChoice = _Choice | Annotated[dict[str, Any], msgspec.Meta(extra_json_schema={"anyOf": [_object(function=_NAMED), _NAMED]})]
+
+_FORMATS = [
+    _object(type={"enum": ["text", "json_object"]}),
+    _object(type={"const": "json_schema"}, json_schema=_SCHEMA),
+    _object(type={"const": "json_schema"}, schema={"type": "object"}),
+]
+ResponseFormat = Annotated[dict[str, Any], msgspec.Meta(extra_json_schema={"anyOf": _FORMATS})]
+TextOptions = Annotated[
+    dict[str, Any], msgspec.Meta(extra_json_schema={"properties": {"format": {"anyOf": [{"type": "null"}, *_FORMATS]}}})
+]
