@@ -57,7 +57,7 @@ def _check_schema(field: str, schema: dict[str, Any]) -> None:
     formats = sum(isinstance(node.get("format"), str) for node in objects)
     intersected = min(len(patterns) + formats, sum(map(_num_intersected, objects)))
     if intersected > _MOST_INTERSECTED:
-        raise RequestError(f"{field} joins {intersected:,} patterns and formats by allOf and $ref; {_MOST_INTERSECTED} is the most")
+        raise RequestError(f"{field} combines {intersected:,} patterns and formats by allOf and $ref; {_MOST_INTERSECTED} is the most")
     _check_expressions(field, patterns)
 
 

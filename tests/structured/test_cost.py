@@ -47,7 +47,7 @@ def multiples(*values: float) -> dict[str, Any]:
     return {"prefixItems": [{"type": "number", "multipleOf": value} for value in values]}
 
 
-def joined(count: int) -> dict[str, Any]:
+def intersected(count: int) -> dict[str, Any]:
     return {"allOf": [{"type": "string", "pattern": f".*a{i}.*"} for i in range(count)]}
 
 
@@ -76,9 +76,9 @@ def optional(patterns: int, each: int) -> dict[str, Any]:
         (multiples(5, 10, 25, 0.01, 0.25), None),
         (multiples(1e308), "least common multiple"),
         ({"multipleOf": "x", "allOf": 3, "required": 4, "properties": 5, "patternProperties": 6, "pattern": 7}, None),
-        (joined(8), "joins 7 patterns"),
-        (joined(7), None),
-        (chained(7), "joins 7 patterns"),
+        (intersected(8), "combines 7 patterns"),
+        (intersected(7), None),
+        (chained(7), "combines 7 patterns"),
         ({"allOf": [{"$ref": "#"}] * 50}, None),
         (optional(8, 100), "282 optional parts"),
         (optional(8, 70), None),
