@@ -10,18 +10,22 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError, RequestError
 from headrace.server.app import make_app
+from headrace.server.connection import Connection
 from headrace.server.gate import LOOPBACK
 from headrace.server.loading import served_model
 from headrace.server.served_model import ServedModel
 from headrace.server.settings import Settings
 
 _POLL = 0.05
+_SEND_BUFFER = 1 << 18
+"""Bytes that the system keeps for a client that does not read; left alone it would keep megabytes."""
 
 
 class PortInUseError(HeadraceError):
@@ -55,6 +59,7 @@ def _listen(settings: Settings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
     try:
         listener.bind((settings.host, settings.port))
     except OSError as error:
@@ -95,7 +100,7 @@ async def _listen_and_drain(served: ServedModel, listener: socket.socket, announ
             server_header=False,
             timeout_keep_alive=75,
             ws="none",
-            http="httptools",
+            http=partial(Connection, send_timeout=settings.send_timeout),  # type: ignore[arg-type] # uvicorn calls it, and no more
         )
     )
     loop, signals = asyncio.get_running_loop(), list[int]()
