@@ -10,12 +10,14 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError, RequestError
 from headrace.server.app import make_app
+from headrace.server.connection import Connection
 from headrace.server.engine_start import StartedEngine
 from headrace.server.gate import LOOPBACK
 from headrace.server.loading import served_model
@@ -25,6 +27,8 @@ from headrace.server.settings import Settings
 from headrace.server.tracing import Tracer, otlp_exporter
 
 _POLL = 0.05
+_SEND_BUFFER = 1 << 18
+"""Bytes that the system keeps for a client that does not read; left alone it would keep megabytes."""
 
 
 class PortInUseError(HeadraceError):
@@ -66,6 +70,7 @@ def listen(settings: Settings) -> socket.socket:
     # asyncio turns Nagle's algorithm off only where the protocol is named; else a response waits 40 ms for the client's acknowledgement.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
     try:
         listener.bind((settings.host, settings.port))
     except OSError as error:
@@ -108,7 +113,7 @@ async def _listen_and_drain(served: ServedModel, listener: socket.socket, announ
             server_header=False,
             timeout_keep_alive=75,
             ws="none",
-            http="httptools",
+            http=partial(Connection, send_timeout=settings.send_timeout),  # type: ignore[arg-type] # uvicorn calls it, and no more
         )
     )
     loop, signals = asyncio.get_running_loop(), list[int]()

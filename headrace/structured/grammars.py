@@ -7,7 +7,6 @@ that the tokenizer would write it with alone.
 
 import importlib
 import json
-import re
 from collections import OrderedDict
 from collections.abc import Collection
 from contextlib import suppress
@@ -20,6 +19,7 @@ import numpy as np
 
 from headrace.constraint import GrammarState, Mask, mask_words
 from headrace.errors import ConstraintError, HeadraceError, RequestError
+from headrace.structured.cost import check_cost
 from headrace.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -47,10 +47,6 @@ _LIMITS: dict[str, Any] = {
 _JSON: "JsonCompileOptions" = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """JSON as Python's `json.dumps` writes it: where white space is free, a small model may write it without an end."""
 
-
-_MOST_REPETITIONS = 10_000
-_REPETITION = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\Z)|(\()|(\))|\{\s*(\d+)\s*(?:,\s*(\d+)?\s*)?\}|[^\\[(){]", re.DOTALL)
-"""What an expression is made of: something escaped or a class, a group that opens or closes, a count in braces, or else a character."""
 
 _Key = tuple[str, str]
 """The field of a `StructuredOutputs` that is given, and its text."""
@@ -92,7 +88,7 @@ class Grammars:
 
     def _compile(self, field: str, text: str, asked: StructuredOutputs) -> "LLMatcher":
         llguidance = _llguidance()
-        _check_repetitions(field, text)
+        check_cost(field, text)
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = llguidance.LLTokenizer(_Tokens(self._vocabulary, self._vocab_size))
@@ -199,30 +195,6 @@ def _grammar(matcher: "type[LLMatcher]", asked: StructuredOutputs) -> str:
     if asked.choice is not None:
         return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in asked.choice))
     return matcher.grammar_from_json_schema(str(asked.json) if asked.json is not None else '{"type": "object"}', defaults=_JSON)
-
-
-def _check_repetitions(field: str, text: str) -> None:
-    """Raise RequestError for so many repetitions, one inside another, that they would take long to compile."""
-    times = _num_repetitions(text)
-    if times > _MOST_REPETITIONS:
-        raise RequestError(f"{field} repeats something {times:,} times; {_MOST_REPETITIONS:,} is the most")
-
-
-def _num_repetitions(text: str) -> int:
-    """How often an expression repeats something at least, and the largest of its counts in braces, whichever is more."""
-    most, groups, atom = 1, [1], 1  # the repetitions in each open group, and in what came last
-    for opened, closed, least, bound in _REPETITION.findall(text):
-        if least:
-            atom *= int(least)
-            most = max(most, atom, int(bound or 0))
-        elif closed:
-            atom = groups.pop() if len(groups) > 1 else 1
-        else:
-            atom = 1
-        if opened:
-            groups.append(1)
-        groups[-1] = max(groups[-1], atom)
-    return most
 
 
 def _llguidance() -> ModuleType:

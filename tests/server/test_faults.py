@@ -127,6 +127,18 @@ class TestClients:
             assert server.figures()["headrace_sequences_running"] == 1
             connection.close()
 
+    def test_one_that_does_not_read_keeps_no_place(self, model: str) -> None:
+        body = LONG | {"max_tokens": 3000, "stream": True, "logprobs": True, "top_logprobs": 8}
+        for server in running(model, *FLAGS, "--send-timeout", "0.5"):
+            before = len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+            connections = [server.open_stream("/v1/chat/completions", body) for _ in range(12)]
+            until(lambda server=server: server.get("/health/ready").status == 503)
+            until(lambda server=server: server.get("/health/ready").status == 200 and server.at_rest())
+            until(lambda server=server, before=before: len(list(Path(f"/proc/{server.process.pid}/fd").iterdir())) <= before + 1)
+            assert server.post("/v1/chat/completions", CHAT | {"max_tokens": 1}).status == 200
+            for connection in connections:
+                connection.close()
+
 
 class TestEngines:
     def test_one_that_is_killed_is_started_again(self, fresh: Running) -> None:

@@ -40,6 +40,9 @@ HOSTILE: list[dict[str, Any]] = [
     {"structured_outputs": {"choice": []}},
     {"guided_choice": ["a"] * 2000},
     {"guided_regex": "x" * 70_000},
+    {"guided_regex": "(a?){1600}a{1600}"},
+    {"guided_json": {"allOf": [{"type": "integer", "multipleOf": 1009}, {"type": "integer", "multipleOf": 1013}]}},
+    {"guided_json": {"type": "object", "properties": {f"p{i}": True for i in range(4400)}}},
 ]
 
 

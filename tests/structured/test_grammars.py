@@ -18,7 +18,7 @@ from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.checkpoint.tokenizer_hf import tokenizer_from_folder
 from headrace.constraint import GrammarState, mask_words
 from headrace.errors import ConstraintError, RequestError
-from headrace.structured.grammars import Grammars, _num_repetitions
+from headrace.structured.grammars import Grammars
 from headrace.structured_outputs import StructuredOutputs
 from tests.checkpoint.conftest import DATA, sentencepiece_parts, write_tiny_gguf
 from tests.checkpoint.test_tokenizer import byte_level, save, spaces_and_bytes
@@ -162,28 +162,6 @@ def test_what_cannot_be_compiled_is_refused(asked: dict[str, Any], message: str)
     with pytest.raises(RequestError, match=message) as error:
         SMALL.compile(StructuredOutputs(**asked))
     assert len(str(error.value)) < 500 and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "times"),
-    [
-        ("ab+", 1),
-        ("a{5}b{4}", 5),
-        ("(a{10}){20}", 200),
-        ("((a{10}b{3}){20}c|d){2}e", 400),
-        (r"[{(]{7}\({3}", 7),
-        ("[]a{9}]{3}", 3),
-        ("a{2,99}", 99),
-        ("(a{6,}){5}", 30),
-        ("((", 1),
-        ("))a{3}", 3),
-        ("[" * 60000, 1),
-        ("(" * 30000 + ")" * 30000, 1),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_repetitions_are_counted(text: str, times: int) -> None:
-    assert _num_repetitions(text) == times
 
 
 def nested(depth: int) -> dict[str, Any]:

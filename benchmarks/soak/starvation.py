@@ -1,0 +1,47 @@
+"""A prompt of 6,000 tokens while 8 streams are written and a short request comes: how long they wait for it. There is no criterion."""
+
+import asyncio
+import random
+
+from client import Answer, Body, ask
+from harness import Findings, check_rest, percentile, serving
+
+_LONG = 6000
+
+
+def run(findings: Findings) -> None:
+    with serving(findings, "smollm2", "--max-num-seqs", "16") as server:
+        asyncio.run(ask(server.port, "/v1/completions", {"prompt": "hello", "max_tokens": 8}))
+        before, while_read, long, short = asyncio.run(_all(server.port))
+        ratio = percentile(while_read, 99) / max(percentile(before, 99), 1e-9)
+        for name, gaps in (("before", before), ("while it is read", while_read)):
+            findings.says(
+                f"between tokens {name}: p50 {1000 * percentile(gaps, 50):.0f} ms, p99 {1000 * percentile(gaps, 99):.0f} ms, {len(gaps)} gaps"
+            )
+        findings.says(f"p99 is {ratio:.1f} times as long (the aim is 4)")
+        findings.says(f"first token of the long prompt after {long.first:.1f} s, of 16 tokens beside it after {short.first:.2f} s")
+        findings.holds(long.is_whole and short.is_whole and bool(while_read), "all were answered")
+        check_rest(findings, server, 2)
+
+
+async def _all(port: int) -> tuple[list[float], list[float], Answer, Answer]:
+    rng = random.Random(0)
+
+    def body(prompt: int, length: int) -> Body:
+        ids = [rng.randint(1000, 40000) for _ in range(prompt)]
+        return {"prompt": ids, "max_tokens": length, "temperature": 0, "ignore_eos": True, "stream": True}
+
+    streams = [asyncio.ensure_future(ask(port, "/v1/completions", body(16, 1500), seconds=60)) for _ in range(8)]
+    await asyncio.sleep(8)
+    long_task = asyncio.ensure_future(ask(port, "/v1/completions", body(_LONG, 4)))
+    await asyncio.sleep(1)
+    short = await ask(port, "/v1/completions", body(16, 4))
+    long = await long_task
+    for task in streams:
+        task.cancel()
+    answers = [task.result() for task in streams if task.done() and not task.cancelled()]
+    answers += [one for one in await asyncio.gather(*streams, return_exceptions=True) if isinstance(one, Answer) and one not in answers]
+    first = long.begun + long.first
+    before = [gap for one in answers for at, gap in zip(one.times[1:], one.gaps, strict=True) if long.begun - 6 < at <= long.begun]
+    while_read = [gap for one in answers for at, gap in zip(one.times[1:], one.gaps, strict=True) if long.begun < at <= first]
+    return before, while_read, long, short

@@ -1,0 +1,98 @@
+"""500 JSON schemas, answered by a model: whether each answer is valid by its schema, and what that costs a token.
+
+    python benchmarks/structured [--schemas N] [--model MODEL] [--threads N] [--batch N]
+
+The same requests are answered without a schema, to the same lengths, in turns by batches. The time of a side is that of the whole call,
+with compiling the schemas and reading the prompts; there is no prefix cache. Exit code 1: an answer was not valid, or 5 % were cut.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from time import perf_counter
+from typing import Any
+
+from generator import Schema, schema_of
+from jsonschema import Draft202012Validator
+
+from headrace import LLM, RequestOutput, SamplingParams, StructuredOutputs
+
+_MOST_TOKENS = 300
+_MOST_CUT = 0.05
+
+
+def fault(answer: str, schema: Schema) -> str | None:
+    """What is wrong with an answer; None: nothing."""
+    try:
+        value = json.loads(answer)
+    except ValueError as error:
+        return f"no JSON: {error}"
+    errors = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).iter_errors(value)
+    return next((error.message for error in errors), None)
+
+
+def timed(llm: LLM, prompts: list[Any], params: list[SamplingParams]) -> tuple[list[RequestOutput], float]:
+    begun = perf_counter()
+    results = llm.chat(prompts, params)
+    return results, perf_counter() - begun
+
+
+def with_schemas(llm: LLM, seeds: range, schemas: list[Schema]) -> tuple[list[Any], list[SamplingParams]]:
+    prompts = [[{"role": "user", "content": f"Invent record {seed}, as JSON."}] for seed in seeds]
+    asked = [
+        SamplingParams(max_tokens=_MOST_TOKENS, temperature=0.8, seed=seed, structured_outputs=StructuredOutputs(json=schema))
+        for seed, schema in zip(seeds, schemas, strict=True)
+    ]
+    return prompts, asked
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/structured", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--schemas", type=int, default=500)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=25)
+    args = parser.parse_args()
+    ratios, faults, num_cut, tokens, costs = [], [], 0, 0, ([], [])  # type: ignore[var-annotated]
+    with LLM(args.model, threads=args.threads, prefix_cache=False) as llm:
+        llm.chat(
+            [{"role": "user", "content": "hello"}], SamplingParams(max_tokens=20, structured_outputs=StructuredOutputs(json_object=True))
+        )
+        for begin in range(0, args.schemas, args.batch):
+            seeds = range(begin, min(begin + args.batch, args.schemas))
+            schemas = list(map(schema_of, seeds))
+            prompts, asked = with_schemas(llm, seeds, schemas)
+            results, seconds = timed(llm, prompts, asked)
+            lengths = [len(one.outputs[0].token_ids) for one in results]
+            free = [
+                SamplingParams(max_tokens=length, temperature=0.8, seed=seed, ignore_eos=True)
+                for seed, length in zip(seeds, lengths, strict=True)
+            ]
+            before = timed(llm, prompts, free)[1]
+            tokens += sum(lengths)
+            for side, took in zip(costs, (seconds, before), strict=True):
+                side.append(1000 * took / sum(lengths))
+            ratios.append(seconds / before)
+            for seed, schema, result in zip(seeds, schemas, results, strict=True):
+                output = result.outputs[0]
+                if output.finish_reason == "length":
+                    num_cut += 1
+                elif message := fault(output.text, schema):
+                    faults.append(f"schema {seed}: {message}: {output.text}")
+        certain = llm.stats().certain
+    print("\n".join(faults))
+    valid = args.schemas - num_cut - len(faults)
+    print(f"{args.schemas} schemas, {tokens:,} tokens: {valid} valid, {len(faults)} not valid, {num_cut} cut by max_tokens={_MOST_TOKENS}")
+    shown = [f"{statistics.median(side):.2f}" for side in costs]
+    low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
+    print(f"{shown[0]} ms a token with a schema, {shown[1]} without: {middle:.2f} times ({low:.2f}-{high:.2f}, batches of {args.batch})")
+    print(f"{certain:,} tokens were certain")
+    if faults or num_cut > _MOST_CUT * args.schemas:
+        sys.exit("benchmarks/structured: not every answer is valid, or too many were cut")
+
+
+if __name__ == "__main__":
+    main()
