@@ -46,7 +46,7 @@ class BeamSearch:
     early_stopping: bool
     num_end_ids: int
     """Number of tokens that may end a beam: each beam has so many candidates more than can go on, and still more with stop strings."""
-    needs_logits: bool = True
+    needs_logits: bool
     """Whether there are stop strings, or log-probabilities are asked for; otherwise the top tokens of each row are enough."""
     totals: list[float] = field(default_factory=lambda: [0.0])
     """Totals of the live beams, best first."""

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from headrace.accept.beam import BeamSearch
 from headrace.backend import forward
 from headrace.config import KvConfig
 from headrace.engine.engine import Engine
@@ -106,6 +107,20 @@ def test_the_results_are_those_of_the_naive_search(
             (o.index, o.text, o.token_ids, o.finish_reason) for o in result.outputs
         ]
     assert_all_free(engine)
+
+
+@pytest.mark.parametrize(
+    ("params", "needs_logits"),
+    [({}, False), ({"stop": ["c"]}, True), ({"logprobs": 0}, True)],
+)
+def test_a_search_is_as_its_request_says(params: dict[str, Any], needs_logits: bool) -> None:
+    asked = SamplingParams(
+        beam_width=3, n=2, length_penalty=0.5, early_stopping=True, stop_token_ids=[5, 6, 7, 8], ignore_eos=True, max_tokens=4, **params
+    )
+    search = toy_engine()._acceptor(asked)
+    assert isinstance(search, BeamSearch)
+    assert (search.width, search.num_results, search.length_penalty, search.early_stopping) == (3, 2, 0.5, True)
+    assert (search.num_end_ids, search.needs_logits) == (4, needs_logits)
 
 
 @cache

@@ -29,10 +29,12 @@ def add(engine: Engine, prompt: list[int], **params: object) -> str:
 
 
 def tokens_by_step(engine: Engine) -> list[int]:
-    """Number of tokens that each step of the engine gives, until it has no work."""
+    """Number of tokens that each step of the engine gives, until it has no work. No request fails."""
     counts = []
     while engine.has_work:
-        counts.append(sum(len(update.token_ids) for update in engine.step()))
+        updates = engine.step()
+        assert not any(update.result and update.result.error for update in updates)
+        counts.append(sum(len(update.token_ids) for update in updates))
     return counts
 
 

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace.engine.engine import Engine
+from headrace.engine.pooling import PromptPooling
 from headrace.errors import NonFiniteLogitsError, RequestError
+from headrace.logit_ops import Pooled
 from headrace.request import Pooling, PoolingParams, RequestOutput, SamplingParams
 from headrace.sampling.pooling import RowSum, mean_vector
 from tests.draft_engines import draft_engine
@@ -181,6 +183,31 @@ def test_rows_that_are_not_finite_fail_their_request_alone() -> None:
     results = results_of(engine)
     assert isinstance(results[bad].error, NonFiniteLogitsError) and "hidden rows" in str(results[bad].error)
     assert results[bad].embedding is None and vector_of(results[good]).tolist() == toy_vector([1, 2, 4], "mean").tolist()
+
+
+def test_each_row_is_pooled_once_whatever_the_steps_are() -> None:
+    """Ten tokens in steps of four; after the second all KV is lost, and computed again."""
+    steps = ((0, 4), (4, 4), (0, 6), (6, 4))
+    for pooling, expected in (
+        ("last", [range(0), range(0), range(0), range(9, 10)]),
+        ("mean", [range(4), range(4, 8), range(0), range(8, 10)]),
+        ("cls", [range(1), range(0), range(0), range(0)]),
+    ):
+        rows = PromptPooling(PoolingParams(pooling=pooling), 10)
+        for step, pooled in zip(steps, expected, strict=True):
+            assert rows.rows(*step) == pooled
+            assert rows.receive(len(pooled), Pooled(np.array([3.0, 4.0])))
+        assert rows.vector is not None
+
+
+def test_a_vector_is_there_once_all_rows_are() -> None:
+    total = Pooled(np.array([30.0, -40.0]))
+    for normalise, vector in ((False, [3.0, -4.0]), (True, [0.6, -0.8])):
+        rows = PromptPooling(PoolingParams(pooling="mean", normalise=normalise), 10)
+        assert rows.state.add(np.ones((2, 2), np.float32)).tolist() == [2.0, 2.0]
+        assert rows.receive(6, total) is True and rows.vector is None
+        assert rows.receive(4, None) is False and rows.vector is None  # not finite
+        assert rows.receive(4, total) is True and np.array_equal(rows.vector, np.array(vector, np.float32))
 
 
 def test_a_prompt_may_fill_the_context() -> None:
