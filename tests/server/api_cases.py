@@ -17,7 +17,7 @@ _MOST = {"n": 3, "max_tokens": 8, "max_completion_tokens": 8, "max_output_tokens
 _MOST_TOKEN_ID = 300
 """A little above the vocabulary of the tiny model."""
 _ALWAYS = {"stream"}
-"""In every case, or not: with it each field is answered in a second way."""
+"""May be in every case: with it all fields are answered in a second way."""
 _MODES = [*3 * [GenerationMode.POSITIVE], GenerationMode.NEGATIVE]
 _REFERENCE = "#/components/schemas/"
 
