@@ -11,15 +11,19 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import Case
-from schemathesis.checks import load_all_checks, not_a_server_error
+from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
 
+from headrace.request import MAX_SEQUENCES
+from headrace.server.described import MAX_PROMPTS
 from tests.server.api_cases import Description, as_clients_write
 from tests.server.running import Running, running, until
 from tests.server.test_tools import tools_model  # noqa: F401 - a fixture
 
 CASES = int(os.environ.get("HEADRACE_API_CASES", 500))
-SEED = int(os.environ.get("HEADRACE_API_SEED", 0))
+ROUNDS = 1 + CASES // 2000
+"""In each of them every field is in other company."""
+SEED = ROUNDS * int(os.environ.get("HEADRACE_API_SEED", 0))
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 OF_THE_ENGINE = {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/embeddings"}
 QUIET = settings(database=None, deadline=None, phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck))
@@ -28,8 +32,9 @@ ENDLESS = "/stats/stream"
 
 @pytest.fixture(scope="module")
 def described(tools_model: str) -> Iterator[Running]:  # noqa: F811
-    flags = ("--max-model-len", "256", "--max-num-seqs", "8", "--max-waiting", "16", "--threads", "1", "--kv-blocks", "64")
-    yield from running(tools_model, *flags, "--allow-adapter-changes")
+    """It has a place for all sequences that one request can make."""
+    flags = ("--max-model-len", "256", "--max-num-seqs", "8", "--max-waiting", str(MAX_SEQUENCES * MAX_PROMPTS), "--kv-blocks", "64")
+    yield from running(tools_model, *flags, "--threads", "1", "--allow-adapter-changes")
 
 
 def test_all_that_can_be_asked_is_answered_or_refused(described: Running) -> None:
@@ -48,8 +53,9 @@ def test_all_that_can_be_asked_is_answered_or_refused(described: Running) -> Non
     with requests.Session() as session:
         for path, fields in description.fields().items():
             share = len(fields) / sum(map(len, description.fields().values()))
-            cases = description.cases(path, 1 + CASES // 2000, SEED)
-            seed(SEED)(settings(QUIET, max_examples=ceil(CASES * share))(given(cases)(ask)))()
+            for number in range(SEED, SEED + ROUNDS):
+                cases = description.cases(path, number)
+                seed(number)(settings(QUIET, max_examples=ceil(CASES * share / ROUNDS))(given(cases)(ask)))()
     reached = sum(count for (path, status), count in seen.items() if path in OF_THE_ENGINE and status == 200)
     print(f"\n{sum(seen.values()):,} cases, {reached:,} of them answered by the engine:")
     print("\n".join(f"{count:7,}  {status}  {path}" for (path, status), count in sorted(seen.items())))
@@ -67,7 +73,6 @@ def as_described(description: Description, path: str, sent: object) -> bool:
 
 def test_what_takes_no_body_is_answered(described: Running) -> None:
     document = described.get("/openapi.json").json
-    load_all_checks()
     for found in schemathesis.openapi.from_dict(document).get_all_operations():
         operation = found.ok()
         if operation.method == "get" and operation.path != ENDLESS:
