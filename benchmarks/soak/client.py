@@ -96,7 +96,8 @@ def _read_body(answer: Answer, body: Any) -> None:
         answer.error = body["error"]["code"]
         return
     choice = body["choices"][0]
-    answer.text, answer.finish_reason = choice.get("text") or choice["message"]["content"] or "", choice["finish_reason"]
+    answer.text = choice["text"] if "text" in choice else choice["message"]["content"] or ""
+    answer.finish_reason = choice["finish_reason"]
 
 
 async def _events(answer: Answer, reader: asyncio.StreamReader) -> Any:

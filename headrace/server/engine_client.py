@@ -21,14 +21,14 @@ from headrace.request import PoolingParams, SamplingParams
 from headrace.server import frames
 from headrace.server.engine_process import Setup
 from headrace.server.errors import EngineDeadError, EngineError, NotReadyError, RefusedError, TooSlowError
-from headrace.server.heartbeat import Heartbeat
+from headrace.server.heartbeat import Heartbeat, cpu_ticks
 
 State = Literal["loading", "ready", "stalled", "dead", "closed"]
 
 STALE = 2.0
 """Seconds without a pulse after which an engine is taken to be stopped."""
 _STOPPED = 5.0
-"""Seconds without a pulse after which it is started again."""
+"""Seconds without a pulse after which it is started again, unless it has run meanwhile."""
 _WATCH = 0.25
 _MOST_RESTARTS = 3
 _RESTART_SECONDS = 600.0
@@ -281,14 +281,21 @@ class EngineClient:
             self._streams.pop(event.id, None)
 
     async def _watch(self, heartbeat: Heartbeat) -> None:
-        """Watch the pulse: without one the engine is not ready, and after a while it is ended."""
+        """Watch the pulse: without one the engine is not ready, and after a while it is ended.
+
+        On a machine that is far too busy a process may have no pulse for seconds although it runs: then it has as long as a step.
+        """
+        assert self._process
+        ticks = None
         while True:
             await asyncio.sleep(_WATCH)
             pulse = heartbeat.read()
             if self.state == "loading":
                 continue
+            if pulse.age <= STALE:
+                ticks = cpu_ticks(self._process.pid)
             stalled = max(pulse.age, pulse.step)
-            if pulse.age > _STOPPED or pulse.step > self._stall_seconds:
+            if stalled > self._stall_seconds or (pulse.age > _STOPPED and cpu_ticks(self._process.pid) == ticks):
                 self._why = f"it stood still for {stalled:.0f} s"
                 await self._kill()
                 return
