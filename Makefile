@@ -15,7 +15,7 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test test-api test-clients test-page soak cli fuzz gguf sanitize mutate lint format bench micro clean
+.PHONY: help run test test-api test-clients test-page soak soak-server cli fuzz gguf sanitize mutate lint format bench micro clean
 
 help:
 	@echo 'make run     a real model answers a prompt (MODEL=$(MODEL), PROMPT="...")'
@@ -24,6 +24,7 @@ help:
 	@echo 'make test-clients clients of others against running servers: openai, anthropic, litellm, langchain, llm'
 	@echo 'make test-page the page of the server in headless Chromium, with pictures in $(PICTURES)'
 	@echo 'make soak    2,000 rounds of interrupts, closes, forks, failures'
+	@echo 'make soak-server the server under load and faults, in an hour; `python benchmarks/soak SCENARIO`: one of them'
 	@echo 'make fuzz    hostile files, templates, batches and native calls, for SECONDS=$(SECONDS)'
 	@echo 'make gguf    GGUF files of all families by llama.cpp: the same tensors, and the logits that it computes (LLAMA_PYTHON=...)'
 	@echo 'make cli     the command line under all conditions of its table, and with signals at ROUNDS=$(ROUNDS) random moments'
@@ -60,6 +61,9 @@ soak: export SOAK_ROUNDS ?= 2000
 soak: export MALLOC_ARENA_MAX = 1
 soak: .venv/.test
 	$(BIN)/python -m pytest tests/soak
+
+soak-server: .venv/.test
+	$(BIN)/python benchmarks/soak
 
 fuzz: .venv/.test
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)

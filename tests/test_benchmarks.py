@@ -59,6 +59,14 @@ def test_every_program_is_here_and_in_the_whole() -> None:
     assert all(f"from {program} import" in whole for program in ROWS)
 
 
+def test_every_scenario_of_the_soak_is_in_the_whole() -> None:
+    folder = ROOT / "benchmarks/soak"
+    result = subprocess.run([sys.executable, folder, "--help"], capture_output=True, text=True, timeout=60)
+    assert not result.returncode, result.stderr
+    named = re.findall(r"\w+", result.stdout.partition("positional arguments:\n")[2].partition("options:")[0])
+    assert {file.stem for file in folder.glob("*.py")} - {"__main__", "harness", "client"} == set(named) - {"SCENARIO"}
+
+
 @pytest.mark.parametrize(("program", "line"), [("first_answers", r"run +quote +[\d.]+ "), ("acceptance", r"ngram +0 +\d+ +[\d.]+\n")])
 def test_benchmarks_of_drafts_run(program: str, line: str) -> None:
     result = subprocess.run([sys.executable, ROOT / f"benchmarks/{program}.py", "--quick"], capture_output=True, text=True, timeout=300)

@@ -1,6 +1,6 @@
 """The server under load and faults, in a process as it is served: each scenario prints what held, and the exit code is 1 where one did not.
 
-python benchmarks/soak                                  everything, in half an hour and the half hour of `mixed`
+python benchmarks/soak                                  everything, in an hour, half of which is `mixed`
 python benchmarks/soak [--seconds N] SCENARIO ...       some of them; N seconds of those that have a length: load, overload, mixed
 """
 

@@ -44,6 +44,14 @@ async def ask(port: int, path: str, body: Body, *, pieces: int | None = None, se
     return answer
 
 
+async def fill(port: int, blocks: int) -> None:
+    """Take all of KV once, and 64 connections, so that what follows finds every page resident."""
+    prompts: list[Body] = [{"prompt": [100 + i] * 700, "max_tokens": 8, "temperature": 0} for i in range(blocks // 20 + 1)]
+    await asyncio.gather(*(ask(port, "/v1/completions", body) for body in prompts))
+    more: Body = {"prompt": "hello", "max_tokens": 2, "temperature": 0, "stream": True}
+    await asyncio.gather(*(ask(port, "/v1/completions", more) for _ in range(64)))
+
+
 def request(path: str, data: bytes) -> bytes:
     """The head of a request with this body."""
     lines = (
@@ -88,7 +96,8 @@ def _read_body(answer: Answer, body: Any) -> None:
         answer.error = body["error"]["code"]
         return
     choice = body["choices"][0]
-    answer.text, answer.finish_reason = choice.get("text") or choice["message"]["content"] or "", choice["finish_reason"]
+    answer.text = choice["text"] if "text" in choice else choice["message"]["content"] or ""
+    answer.finish_reason = choice["finish_reason"]
 
 
 async def _events(answer: Answer, reader: asyncio.StreamReader) -> Any:

@@ -15,6 +15,7 @@ _MOST_GROWN = 0.03
 
 def run(findings: Findings) -> None:
     with serving(findings, tiny_model(), "--threads", "1", "--kv-blocks", "256", "--max-num-seqs", "16") as server:
+        asyncio.run(_fill_word_caches(server.port))
         watch = Watch(server)
         statuses = asyncio.run(_ask_all(server.port, watch))
         findings.holds(statuses == {200: _REQUESTS}, f"{_REQUESTS:,} distinct requests: {dict(statuses)}")
@@ -35,6 +36,13 @@ def _body(i: int) -> Body:
     if i % 3 == 1:
         return terms | {"stop": [f"stop {i}", f"end {i}"], "user": f"user {i}", f"unknown_{i}": i}
     return terms | {"chat_template_kwargs": {f"k{i}": i}, "cache_salt": str(i)}
+
+
+async def _fill_word_caches(port: int) -> None:
+    """Words of which the tokenizers library keeps 10,000 for each thread that it is called in, a few MB each, and no more."""
+    texts = [" ".join(f"{i * 500 + j:x}" for j in range(500)) for i in range(400)]
+    for begin in range(0, len(texts), _AT_ONCE):
+        await asyncio.gather(*(ask(port, "/v1/completions", {"prompt": text, "max_tokens": 1}) for text in texts[begin : begin + _AT_ONCE]))
 
 
 async def _ask_all(port: int, watch: Watch) -> Counter[int]:

@@ -106,7 +106,7 @@ def check_steady(findings: Findings, name: str, samples: list[tuple[float, Held]
     begin, end = samples[0][1], samples[-1][1]
     most = max(one.threads for at, one in samples[:-1] if at <= 2 * warm)
     findings.holds(end.threads <= most, f"{name}: {end.threads} threads (at most {most} before)")
-    findings.holds(end.fds <= begin.fds + 1, f"{name}: {end.fds} files open ({begin.fds} before, and one for who asks)")
+    findings.holds(end.fds <= begin.fds + 1, f"{name}: {end.fds} files open ({begin.fds} before, and one for the question)")
 
 
 def wait(condition: Callable[[], bool], seconds: float) -> float | None:
@@ -145,5 +145,6 @@ def serving(findings: Findings, model: str, *flags: str) -> Iterator[Running]:
     finally:
         code = server.stop()
         findings.holds(code == 0, f"the server ends with exit code {code}")
-        if code:
-            print("".join(server.log[-20:]))
+        errors = [line.rstrip() for line in server.log if " ERROR " in line or line.startswith("headrace: ")]
+        for line in errors[-20:]:
+            findings.says(line)

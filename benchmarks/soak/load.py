@@ -7,12 +7,13 @@ import asyncio
 import random
 import time
 
-from client import Answer, Body, ask
+from client import Answer, Body, ask, fill
 from harness import Findings, Watch, check_rest, check_steady, serving
 
 _STREAMS = 64
 _SECONDS = 180.0
 _LEAVE = 0.2
+_BLOCKS = 384
 _THINGS = "wheel granite lighthouse bread glacier violin beehive compass engine tree tide loom sundial canal owl salt".split()
 _ASKS = ("Explain what a {} is.", "Write a rhyme about a {}.", "List facts about a {}.", "A story: once a {}" + " and a bridge" * 90)
 
@@ -32,11 +33,11 @@ def canaries() -> list[tuple[str, Body]]:
 
 def run(findings: Findings) -> None:
     seconds = findings.seconds or _SECONDS
-    with serving(findings, "smollm2", "--max-num-seqs", "48", "--max-waiting", "64", "--kv-blocks", "384") as server:
+    with serving(findings, "smollm2", "--max-num-seqs", "48", "--max-waiting", "64", "--kv-blocks", str(_BLOCKS)) as server:
         asked = canaries()
         expected = asyncio.run(_one_by_one(server.port, asked))
         findings.holds(len(set(expected)) == len(expected) and all(expected), f"{len(set(expected))} different answers, computed alone")
-        asyncio.run(_fill(server.port))
+        asyncio.run(fill(server.port, _BLOCKS))
         check_rest(findings, server, 5)
         watch = Watch(server)
         watch.look()
@@ -56,14 +57,6 @@ def run(findings: Findings) -> None:
 
 async def _one_by_one(port: int, asked: list[tuple[str, Body]]) -> list[str]:
     return [(await ask(port, path, body)).text for path, body in asked]
-
-
-async def _fill(port: int) -> None:
-    """Take all of KV once, and all connections, so that what follows finds every page resident."""
-    prompts = [{"prompt": [100 + i] * 700, "max_tokens": 8, "temperature": 0} for i in range(20)]
-    await asyncio.gather(*(ask(port, "/v1/completions", body) for body in prompts))
-    more = {"prompt": "hello", "max_tokens": 2, "temperature": 0, "stream": True}
-    await asyncio.gather(*(ask(port, "/v1/completions", more) for _ in range(_STREAMS)))
 
 
 async def _load(port: int, asked: list[tuple[str, Body]], expected: list[str], seconds: float, watch: Watch) -> tuple[int, int, int, int]:

@@ -7,29 +7,17 @@ with compiling the schemas and reading the prompts; there is no prefix cache. Ex
 """
 
 import argparse
-import json
 import statistics
 import sys
 from time import perf_counter
 from typing import Any
 
-from generator import Schema, schema_of
-from jsonschema import Draft202012Validator
+from generator import Schema, fault, schema_of
 
 from headrace import LLM, RequestOutput, SamplingParams, StructuredOutputs
 
 _MOST_TOKENS = 300
 _MOST_CUT = 0.05
-
-
-def fault(answer: str, schema: Schema) -> str | None:
-    """What is wrong with an answer; None: nothing."""
-    try:
-        value = json.loads(answer)
-    except ValueError as error:
-        return f"no JSON: {error}"
-    errors = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).iter_errors(value)
-    return next((error.message for error in errors), None)
 
 
 def timed(llm: LLM, prompts: list[Any], params: list[SamplingParams]) -> tuple[list[RequestOutput], float]:

@@ -1,7 +1,10 @@
 """JSON schemas from a seed: nested records, lists, enums, $ref, anyOf, patterns, formats and bounds, whose values end soon."""
 
+import json
 import random
 from typing import Any
+
+from jsonschema import Draft202012Validator
 
 Schema = dict[str, Any]
 
@@ -17,6 +20,16 @@ def schema_of(seed: int) -> Schema:
     maker = _Maker(random.Random(seed))
     schema = maker.record(0)
     return schema | ({"$defs": maker.definitions} if maker.definitions else {})
+
+
+def fault(answer: str, schema: Schema) -> str | None:
+    """What is wrong with an answer; None: nothing."""
+    try:
+        value = json.loads(answer)
+    except ValueError as error:
+        return f"no JSON: {error}"
+    errors = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).iter_errors(value)
+    return next((error.message for error in errors), None)
 
 
 class _Maker:

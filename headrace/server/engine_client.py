@@ -20,7 +20,7 @@ from headrace.request import PoolingParams, SamplingParams
 from headrace.server import frames
 from headrace.server.engine_start import StartedEngine, start_engine
 from headrace.server.errors import EngineDeadError, EngineError, NotReadyError
-from headrace.server.heartbeat import Heartbeat
+from headrace.server.heartbeat import Heartbeat, cpu_ticks
 from headrace.server.quarantine import Quarantine
 from headrace.server.stream import Stream
 
@@ -29,7 +29,7 @@ State = Literal["loading", "ready", "stalled", "dead", "closed"]
 STALE = 2.0
 """Seconds without a pulse after which an engine is taken to be stopped."""
 _STOPPED = 5.0
-"""Seconds without a pulse after which it is started again."""
+"""Seconds without a pulse after which it is started again, unless it has run meanwhile."""
 _LOADED = 1800.0
 """Seconds that it may take to load the model."""
 _WATCH = 0.25
@@ -249,12 +249,21 @@ class EngineClient:
                 self._quarantine.ended_well(stream.asked)
 
     async def _watch(self, heartbeat: Heartbeat) -> None:
-        """Watch the pulse, which begins once the model is loaded: without one the engine is not ready, and after a while it is ended."""
+        """Watch the pulse, which begins once the model is loaded: without one the engine is not ready, and after a while it is ended.
+
+        On a machine that is far too busy a process may have no pulse for seconds although it runs: then it has as long as a step.
+        """
+        assert self._process
+        ticks = None
         while True:
             await asyncio.sleep(_WATCH)
-            pulse = heartbeat.read()
-            if pulse.age > (_LOADED if self.state == "loading" else _STOPPED) or pulse.step > self._stall_seconds:
-                self._why = f"it stood still for {max(pulse.age, pulse.step):.0f} s"
+            pulse, is_loading = heartbeat.read(), self.state == "loading"
+            if pulse.age <= STALE:
+                ticks = cpu_ticks(self._process.pid)
+            stalled, most = max(pulse.age, pulse.step), _LOADED if is_loading else self._stall_seconds
+            has_stopped = not is_loading and pulse.age > _STOPPED and cpu_ticks(self._process.pid) == ticks
+            if stalled > most or has_stopped:
+                self._why = f"it stood still for {stalled:.0f} s"
                 await self._kill()
                 return
             if self.state == "loading":

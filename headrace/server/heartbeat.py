@@ -8,6 +8,7 @@ import mmap
 import os
 import struct
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 _LAYOUT = struct.Struct("<dd")
@@ -21,6 +22,15 @@ class Pulse(NamedTuple):
     """Since the process last wrote."""
     step: float
     """For how long a step has run then; 0 between steps."""
+
+
+def cpu_ticks(pid: int) -> int | None:
+    """What a process has used of the processor, in ticks of the system's clock; None where that cannot be known."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[11]) + int(fields[12])
 
 
 class Heartbeat:

@@ -78,8 +78,8 @@ def _num_required(node: dict[str, Any]) -> int:
 
 def _num_intersected(node: dict[str, Any]) -> int:
     """Schemas that a schema holds beside its first."""
-    beside = len(node["allOf"]) - 1 if isinstance(node.get("allOf"), list) else 0
-    return beside + sum(name in node for name in ("pattern", "format")) * ("$ref" in node or "allOf" in node)
+    further = len(node["allOf"]) - 1 if isinstance(node.get("allOf"), list) else 0
+    return further + sum(name in node for name in ("pattern", "format")) * ("$ref" in node or "allOf" in node)
 
 
 def _is_number(value: object) -> bool:
