@@ -188,13 +188,14 @@ def test_rows_that_are_not_finite_fail_their_request_alone() -> None:
 def test_each_row_is_pooled_once_whatever_the_steps_are() -> None:
     """Ten tokens in steps of four; after the second all KV is lost, and computed again."""
     steps = ((0, 4), (4, 4), (0, 6), (6, 4))
-    for pooling, expected in (
-        ("last", [range(0), range(0), range(0), range(9, 10)]),
-        ("mean", [range(4), range(4, 8), range(0), range(8, 10)]),
-        ("cls", [range(1), range(0), range(0), range(0)]),
-    ):
+    expected: dict[Pooling, list[range]] = {
+        "last": [range(0), range(0), range(0), range(9, 10)],
+        "mean": [range(4), range(4, 8), range(0), range(8, 10)],
+        "cls": [range(1), range(0), range(0), range(0)],
+    }
+    for pooling, ranges in expected.items():
         rows = PromptPooling(PoolingParams(pooling=pooling), 10)
-        for step, pooled in zip(steps, expected, strict=True):
+        for step, pooled in zip(steps, ranges, strict=True):
             assert rows.rows(*step) == pooled
             assert rows.receive(len(pooled), Pooled(np.array([3.0, 4.0])))
         assert rows.vector is not None
@@ -202,12 +203,15 @@ def test_each_row_is_pooled_once_whatever_the_steps_are() -> None:
 
 def test_a_vector_is_there_once_all_rows_are() -> None:
     total = Pooled(np.array([30.0, -40.0]))
-    for normalise, vector in ((False, [3.0, -4.0]), (True, [0.6, -0.8])):
+    for normalise, expected in ((False, [3.0, -4.0]), (True, [0.6, -0.8])):
         rows = PromptPooling(PoolingParams(pooling="mean", normalise=normalise), 10)
         assert rows.state.add(np.ones((2, 2), np.float32)).tolist() == [2.0, 2.0]
-        assert rows.receive(6, total) is True and rows.vector is None
-        assert rows.receive(4, None) is False and rows.vector is None  # not finite
-        assert rows.receive(4, total) is True and np.array_equal(rows.vector, np.array(vector, np.float32))
+        vectors: list[Vector | None] = []
+        for num_rows, result in ((6, total), (4, None), (4, total)):  # None: not finite
+            assert rows.receive(num_rows, result) is (result is not None)
+            vectors.append(rows.vector)
+        assert vectors[0] is vectors[1] is None and vectors[2] is not None
+        assert vectors[2].tolist() == np.array(expected, np.float32).tolist()
 
 
 def test_a_prompt_may_fill_the_context() -> None:
