@@ -254,7 +254,7 @@ class EngineClient:
     async def _read(self, reader: asyncio.StreamReader) -> str:
         """Hand out events until the engine ends; returns why."""
         buffer = bytearray()
-        while chunk := await reader.read(1 << 18):
+        while chunk := await _chunk(reader):
             buffer += chunk
             for body in frames.bodies(buffer):
                 event = frames.read_event(body)
@@ -322,3 +322,11 @@ class EngineClient:
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
             stream.put(error)
+
+
+async def _chunk(reader: asyncio.StreamReader) -> bytes:
+    """What the engine has written; nothing once it has ended, be it with commands that it has not read, which reset the connection."""
+    try:
+        return await reader.read(1 << 18)
+    except ConnectionError:
+        return b""
