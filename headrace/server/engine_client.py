@@ -27,7 +27,7 @@ from headrace.server.stream import Stream
 State = Literal["loading", "ready", "stalled", "dead", "closed"]
 
 STALE = 2.0
-"""Seconds without a pulse after which an engine is taken to be stopped."""
+"""Seconds without a pulse, and without having run, after which an engine is taken to be stopped."""
 _STOPPED = 5.0
 """Seconds without a pulse after which it is started again, unless it has run meanwhile."""
 _LOADED = 1800.0
@@ -219,7 +219,7 @@ class EngineClient:
     async def _read(self, reader: asyncio.StreamReader) -> str:
         """Hand out events until the engine ends; returns why."""
         buffer = bytearray()
-        while chunk := await _received(reader):
+        while chunk := await _chunk(reader):
             buffer += chunk
             for body in frames.bodies(buffer):
                 event = frames.read_event(body)
@@ -251,7 +251,8 @@ class EngineClient:
     async def _watch(self, heartbeat: Heartbeat) -> None:
         """Watch the pulse, which begins once the model is loaded: without one the engine is not ready, and after a while it is ended.
 
-        On a machine that is far too busy a process may have no pulse for seconds although it runs: then it has as long as a step.
+        On a machine that is far too busy a process may have no pulse for seconds although it runs: then it is not ready a little later, and
+        has as long as a step.
         """
         assert self._process
         ticks = None
@@ -261,17 +262,18 @@ class EngineClient:
             if pulse.age <= STALE:
                 ticks = cpu_ticks(self._process.pid)
             stalled, most = max(pulse.age, pulse.step), _LOADED if is_loading else self._stall_seconds
-            has_stopped = not is_loading and pulse.age > _STOPPED and cpu_ticks(self._process.pid) == ticks
-            if stalled > most or has_stopped:
+            stands_still = pulse.age > STALE and cpu_ticks(self._process.pid) == ticks
+            if stalled > most or (not is_loading and stands_still and pulse.age > _STOPPED):
                 self._why = f"it stood still for {stalled:.0f} s"
                 await self._kill()
                 return
             if self.state == "loading":
                 continue
-            if pulse.age > STALE and self.state == "ready":
+            has_no_pulse = stands_still or pulse.age > _STOPPED
+            if has_no_pulse and self.state == "ready":
                 log.error("the engine has had no pulse for %.1f s", pulse.age)
                 self._become("stalled", "the engine does not answer")
-            elif pulse.age <= STALE and self.state == "stalled":
+            elif not has_no_pulse and self.state == "stalled":
                 self._become("ready")
 
     async def _kill(self) -> None:
@@ -302,9 +304,9 @@ class EngineClient:
             stream.put(error)
 
 
-async def _received(reader: asyncio.StreamReader) -> bytes:
-    """What has come; nothing once the engine has ended, also where it had not read all that it was sent."""
+async def _chunk(reader: asyncio.StreamReader) -> bytes:
+    """What the engine has written; nothing once it has ended, be it with commands that it has not read, which reset the connection."""
     try:
         return await reader.read(1 << 18)
-    except ConnectionResetError:
+    except ConnectionError:
         return b""

@@ -156,6 +156,18 @@ class TestEngines:
         assert fresh.engine_pid != first and fresh.get("/health").json["restarts"] == 1 and not alive(first)
         assert fresh.post("/v1/chat/completions", CHAT | {"max_tokens": 3}).status == 200
 
+    def test_one_that_is_killed_with_requests_that_it_has_not_read(self, fresh: Running) -> None:
+        """Its socket is then reset, not ended; the requests must get an error all the same, and another engine be started."""
+        pid = fresh.engine_pid
+        os.kill(pid, signal.SIGSTOP)
+        stream = fresh.open_stream("/v1/chat/completions", CHAT)
+        until(lambda: fresh.get("/health/ready").status == 503)  # by then it has been sent
+        os.kill(pid, signal.SIGKILL)
+        assert b" 503 " in stream.recv(100)
+        stream.close()
+        until(lambda: fresh.get("/health/ready").status == 200 and fresh.engine_pid != pid)
+        assert fresh.post("/v1/chat/completions", CHAT).status == 200
+
     def test_one_that_is_stopped_is_not_ready_and_then_started_again(self, fresh: Running) -> None:
         first = fresh.engine_pid
         replies, threads = in_background([lambda: fresh.post("/v1/chat/completions", LONG | {"stream": True})] * 3)
