@@ -254,18 +254,20 @@ class EngineClient:
         On a machine that is far too busy a process may have no pulse for seconds although it runs: then it is not ready a little later, and
         has as long as a step.
         """
-        assert self._process
-        ticks = None
+        process, ticks = self._process, None
+        assert process
         while True:
             await asyncio.sleep(_WATCH)
             pulse, is_loading = heartbeat.read(), self.state == "loading"
             if pulse.age <= STALE:
-                ticks = cpu_ticks(self._process.pid)
+                ticks = cpu_ticks(process.pid)
             stalled, most = max(pulse.age, pulse.step), _LOADED if is_loading else self._stall_seconds
-            stands_still = pulse.age > STALE and cpu_ticks(self._process.pid) == ticks
+            stands_still = pulse.age > STALE and cpu_ticks(process.pid) == ticks
             if stalled > most or (not is_loading and stands_still and pulse.age > _STOPPED):
                 self._why = f"it stood still for {stalled:.0f} s"
-                await self._kill()
+                process.send_signal(signal.SIGUSR1)  # its stacks, on stderr
+                await asyncio.sleep(_WATCH)
+                process.kill()
                 return
             if self.state == "loading":
                 continue
@@ -275,12 +277,6 @@ class EngineClient:
                 self._become("stalled", "the engine does not answer")
             elif not has_no_pulse and self.state == "stalled":
                 self._become("ready")
-
-    async def _kill(self) -> None:
-        if self._process:
-            self._process.send_signal(signal.SIGUSR1)  # its stacks, on stderr
-            await asyncio.sleep(_WATCH)
-            self._process.kill()
 
     async def _end_process(self) -> int:
         """Close the socket, at which the engine ends, or else kill it; returns its exit code, which is below 0 for a signal."""
