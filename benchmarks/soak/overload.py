@@ -5,7 +5,7 @@ import random
 import time
 
 from client import Answer, Body, ask
-from harness import Findings, Running, check_rest, percentile, serving, wait
+from harness import Findings, Running, check_rest, percentile, serving, tiny_model, wait
 
 _SECONDS = 60.0
 _SATURATION_SECONDS = 20.0
@@ -14,7 +14,8 @@ _RUNNING, _WAITING = 8, 16
 
 def run(findings: Findings) -> None:
     seconds = findings.seconds or _SECONDS
-    with serving(findings, "smollm2", "--max-num-seqs", str(_RUNNING), "--max-waiting", str(_WAITING), "--kv-blocks", "512") as server:
+    flags = ("--threads", "1", "--max-num-seqs", str(_RUNNING), "--max-waiting", str(_WAITING), "--kv-blocks", "512")
+    with serving(findings, tiny_model(), *flags) as server:
         asyncio.run(_closed(server.port, 3))
         rates = [asyncio.run(_closed(server.port, _SATURATION_SECONDS))]
         answers, waiting = asyncio.run(_open(server, 3 * rates[0], seconds))
@@ -42,7 +43,7 @@ def run(findings: Findings) -> None:
 
 
 def _body(rng: random.Random) -> Body:
-    return {"prompt": [rng.randint(1000, 40000) for _ in range(32)], "max_tokens": 32, "ignore_eos": True, "stream": True}
+    return {"prompt": [rng.randint(3, 250) for _ in range(32)], "max_tokens": 1000, "ignore_eos": True}
 
 
 async def _closed(port: int, seconds: float) -> float:
@@ -52,7 +53,8 @@ async def _closed(port: int, seconds: float) -> float:
     async def client() -> None:
         nonlocal ended
         while time.monotonic() - begun < seconds:
-            ended += (await ask(port, "/v1/completions", _body(rng))).is_whole
+            answer = await ask(port, "/v1/completions", _body(rng))
+            ended += answer.is_whole
 
     await asyncio.gather(*(client() for _ in range(_RUNNING + 4)))
     return ended / (time.monotonic() - begun)

@@ -4,14 +4,22 @@ import json
 import random
 from typing import Any
 
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, FormatChecker
 
 Schema = dict[str, Any]
 
 _NAMES = "name size colour place date parts owner state code price weight notes kind level owners route unit".split()
 _WORDS = ("red", "green", "blue", "north", "south", "open", "closed", "naïve", "日本", 'a "b"')
 _PATTERNS = ("^[A-Z]{2}-[0-9]{3}$", "^(mon|tues|fri)day$", "^[a-f0-9]{4,8}$", r"^\d{1,3}(\.\d{1,2})?$", "^x*y+z?$", '^[^aeiou"\\\\]{3}$')
-_FORMATS = ("date", "time", "ipv4", "uuid", "email")
+_FORMATS: tuple[Schema, ...] = (
+    {"format": "date"},
+    {"format": "time", "maxLength": 15},
+    {"format": "ipv4"},
+    {"format": "uuid"},
+    {"format": "email", "maxLength": 20},
+)
+_CHECKER = FormatChecker(("ipv4", "uuid", "email"))
+"""Formats are annotations, and the grammar of a date has 29 February in every year."""
 _MOST_DEPTH = 3
 
 
@@ -28,7 +36,7 @@ def fault(answer: str, schema: Schema) -> str | None:
         value = json.loads(answer)
     except ValueError as error:
         return f"no JSON: {error}"
-    errors = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).iter_errors(value)
+    errors = Draft202012Validator(schema, format_checker=_CHECKER).iter_errors(value)
     return next((error.message for error in errors), None)
 
 
@@ -56,7 +64,7 @@ class _Maker:
 
     def _matching(self, depth: int) -> Schema:
         if self._rng.random() < 0.3:
-            return {"type": "string", "format": self._rng.choice(_FORMATS)}
+            return {"type": "string"} | self._rng.choice(_FORMATS)
         pattern = self._rng.choice(_PATTERNS)
         return {"type": "string", "pattern": pattern} | ({"maxLength": 8} if "*" in pattern else {})
 
