@@ -117,10 +117,10 @@ def row(name: str, streams: int, runs: list[Run], base: list[float]) -> list[str
         f"{statistics.median(rates):,.0f}",
         f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
     ]
-    for what in ("first", "gaps"):
+    for what in ("first", "gaps", "each"):
         for percent in (50, 99):
             values = [1000 * float(np.percentile(run[what], percent)) for run in runs if run.get(what)]
-            cells.append(f"{statistics.median(values):,.0f}" if values else "")
+            cells.append(f"{statistics.median(values):,.1f}" if values else "")
     return cells
 
 
@@ -164,7 +164,18 @@ def main() -> None:
         base = [run["tokens"] / run["seconds"] for run in sides["Headrace, HTTP"]]
         rows += [row(name, streams, runs, base) for name, runs in sides.items()]
         rows[-len(sides)][0] += f"; load {statistics.median(run['cpu'] for run in sides['Headrace, HTTP']):.0%} of a core"
-    headings = ["", ">streams", ">tokens/s", ">to Headrace, HTTP", ">first token p50, ms", ">p99", ">between p50, ms", ">p99"]
+    headings = [
+        "",
+        ">streams",
+        ">tokens/s",
+        ">to Headrace, HTTP",
+        ">first token p50, ms",
+        ">p99",
+        ">between pieces p50, ms",
+        ">p99",
+        ">each token p50, ms",
+        ">p99",
+    ]
     print_table(headings, rows, f"{args.model}, prompts of about {args.prompt} tokens, answers of {args.output}")
 
 

@@ -21,7 +21,9 @@ class Seen:
         self.first: list[float] = []
         """From a request to the first text of its answer."""
         self.gaps: list[float] = []
-        """Between two pieces of text of a stream."""
+        """Between two pieces of text of a stream, each of which may have several tokens."""
+        self.each: list[float] = []
+        """For each token of a stream but the first: of each stream, the mean."""
         self.tokens = 0
 
 
@@ -30,7 +32,7 @@ async def stream(host: str, port: int, body: dict[str, Any], seen: Seen) -> None
     reader, writer = await asyncio.open_connection(host, port)
     data = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    begun = last = perf_counter()
+    begun = first = last = perf_counter()
     writer.write(head.encode() + data)
     is_first = True
     while (line := await reader.readline()) != b"data: [DONE]\n":
@@ -42,11 +44,13 @@ async def stream(host: str, port: int, body: dict[str, Any], seen: Seen) -> None
         if "error" in event:
             raise RuntimeError(event["error"])
         if event.get("usage"):
-            seen.tokens += event["usage"]["completion_tokens"]
+            tokens = event["usage"]["completion_tokens"]
+            seen.tokens += tokens
+            seen.each.append((last - first) / max(tokens - 1, 1))
         if event["choices"] and event["choices"][0].get("text"):
             now = perf_counter()
             (seen.first if is_first else seen.gaps).append(now - (begun if is_first else last))
-            is_first, last = False, now
+            is_first, first, last = False, now if is_first else first, now
     writer.close()
 
 
