@@ -127,7 +127,7 @@ clean:
 
 .venv/.lint: pyproject.toml | .venv/.core
 	@echo '[set-up] lint dependencies'
-	@$(INSTALL) '.[lint,server]'
+	@$(INSTALL) '.[lint,otel,server]'
 	@touch $@
 
 .venv/.mutate: pyproject.toml | .venv/.test

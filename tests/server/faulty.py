@@ -1,13 +1,16 @@
 """The server with faults in it, as a program: `python -m tests.server.faulty serve ...`.
 
 A request asks for a fault by its seed: in each stage something that works for this one request raises. So both processes are real, and
-what the others see of it can be looked at from outside.
+what the others see of it can be looked at from outside. The time of day jumps by an hour all the while, forth and back: no limit may go
+by it.
 """
 
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 FIRST = 666_000
@@ -92,5 +95,12 @@ def engine() -> None:
     engine_process.main(*sys.argv[1:])
 
 
+def let_the_clock_jump() -> None:
+    """Before any module takes the function for itself."""
+    now, jumps = time.time, cycle((0, 3600, -3600))
+    time.time = lambda: now() + next(jumps)
+
+
 if __name__ == "__main__":
+    let_the_clock_jump()
     serve() if sys.argv[1] == "serve" else engine()
