@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 from math import inf
 from time import perf_counter
+from traceback import clear_frames
 from types import MappingProxyType
 from typing import Any
 
@@ -314,6 +315,7 @@ class Engine:
         was among them it was alone in the step.
         """
         self._meter.failed_steps += 1
+        clear_frames(error.__traceback__)  # so that an error that is kept keeps no sequences, and no KV of draft models with them
         self._loop.forsake()
         suspects = self._scheduler.suspects
         touched = self._scheduler.restart(self._requests.values())
