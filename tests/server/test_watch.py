@@ -27,29 +27,28 @@ class Pulses:
 
 
 @pytest.mark.parametrize(
-    ("pulse", "ticks", "is_killed"),
+    ("pulse", "ticks", "state"),
     [
-        (Pulse(6, 0), repeat(7), True),
-        (Pulse(6, 0), count(7), False),
-        (Pulse(4, 0), repeat(7), False),
-        (Pulse(31, 0), count(7), True),
-        (Pulse(0.1, 31), count(7), True),
-        (Pulse(0.1, 29), repeat(7), False),
+        (Pulse(6, 0), repeat(7), "killed"),
+        (Pulse(6, 0), count(7), "stalled"),
+        (Pulse(4, 0), repeat(7), "stalled"),
+        (Pulse(4, 0), count(7), "ready"),
+        (Pulse(31, 0), count(7), "killed"),
+        (Pulse(0.1, 31), count(7), "killed"),
+        (Pulse(0.1, 29), repeat(7), "ready"),
     ],
 )
-def test_watch(monkeypatch: pytest.MonkeyPatch, pulse: Pulse, ticks: Iterator[int], is_killed: bool) -> None:
+def test_watch(monkeypatch: pytest.MonkeyPatch, pulse: Pulse, ticks: Iterator[int], state: str) -> None:
     monkeypatch.setattr(engine_client, "_WATCH", 0)
     monkeypatch.setattr(engine_client, "cpu_ticks", lambda pid: next(ticks))
-    killed: list[bool] = []
+    killed: list[str] = []
 
-    async def kill() -> None:
-        killed.append(True)
-
-    async def watch() -> None:
+    async def watch() -> str:
         client: Any = EngineClient("model", EngineConfig(), {}, stall_seconds=30)
-        client.state, client._process, client._kill = "ready", SimpleNamespace(pid=1), kill
+        client.state = "ready"
+        client._process = SimpleNamespace(pid=1, send_signal=lambda number: None, kill=lambda: killed.append("killed"))
         with suppress(asyncio.CancelledError):  # at the last pulse
             await client._watch(Pulses(chain([Pulse(0.1, 0)], repeat(pulse, 20))))
+        return str(client.state)
 
-    asyncio.run(watch())
-    assert bool(killed) == is_killed
+    assert [asyncio.run(watch()), *killed][-1] == state
