@@ -331,7 +331,7 @@ class Engine:
                     self._scheduler.queue(seq)
             updates += request.news()
         if not is_found:
-            _log.warning("a step of %d requests failed, which are tried one by one", len(touched), exc_info=error)
+            _log.warning("a step failed: its requests are tried one by one, %d in all", len(touched), exc_info=error)
 
     def _check_size(self, prompt_len: int, params: SamplingParams, pooling: PoolingParams | None) -> None:
         """Sequences that draw together must fit in a step and in the pool together; of others any one, by itself."""

@@ -41,7 +41,7 @@ class Call:
         names = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}  # the first counts
         self._headers = names
         self.record = RequestRecord.of(scope["method"], scope["path"], names)
-        self.key: str | None = scope.get("headrace.key")
+        self.key: str | None = None
         self.responding = False
         """Whether the status has been sent."""
         self._receive = receive

@@ -1,5 +1,6 @@
 """Errors in the middle of a step: whatever raises, each request has its tokens, but the one that it is an error of; no block is lost."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -193,6 +194,21 @@ def test_one_that_cannot_be_admitted_ends(monkeypatch: pytest.MonkeyPatch) -> No
     results = run(engine, [([i, 2, 3], SAMPLED) for i in range(3)])
     assert [type(result.error) for result in results] == [type(None), ZeroDivisionError, type(None)]
     assert engine.stats().failed_steps == 2 and is_whole(engine)
+
+
+def test_an_error_that_is_kept_keeps_no_sequence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """What a draft model holds for a sequence is free when the sequence is."""
+    engine = toy_engine()
+    engine.add_request([1, 2, 3], SAMPLED)
+    (seq,) = engine._scheduler.waiting
+    old = weakref.ref(seq)
+    del seq
+    fault = Fault(1, RuntimeError("the device is lost"))
+    monkeypatch.setattr(engine._loop.executable, "launch", fault.before(engine._loop.executable.launch))
+    engine.step()
+    assert caplog.records[0].exc_info and caplog.records[0].exc_info[1] is fault.error and old() is None
+    drain(engine)
+    assert is_whole(engine)
 
 
 def test_a_suspect_that_is_aborted_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

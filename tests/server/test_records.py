@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -131,7 +132,7 @@ def test_spans_reach_a_collector(model: str) -> None:
 def test_spans_need_their_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     from headrace.server.tracing import otlp_exporter
 
-    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(RequestError, match=r"pip install 'headrace\[otel\]'"):
         otlp_exporter("http://127.0.0.1:4318/v1/traces")
 
