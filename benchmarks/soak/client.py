@@ -35,9 +35,12 @@ class Answer:
 
 
 async def ask(port: int, path: str, body: Body, *, pieces: int | None = None, seconds: float | None = None) -> Answer:
-    """Ask, and leave after so many pieces of text or so many seconds, whichever comes first; None: never."""
+    """Ask, and leave after so many pieces of text or so many seconds, whichever comes first; None: never.
+
+    One that is cancelled leaves too, and returns what it saw.
+    """
     answer = Answer(begun=time.monotonic())
-    with contextlib.suppress(TimeoutError, ConnectionError):
+    with contextlib.suppress(TimeoutError, ConnectionError, asyncio.CancelledError):
         async with asyncio.timeout(seconds):
             await _exchange(answer, port, path, body, pieces)
     answer.seconds = time.monotonic() - answer.begun

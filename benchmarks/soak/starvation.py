@@ -30,16 +30,15 @@ async def _all(port: int) -> tuple[list[float], list[float], Answer, Answer]:
         ids = [rng.randint(1000, 40000) for _ in range(prompt)]
         return {"prompt": ids, "max_tokens": length, "temperature": 0, "ignore_eos": True, "stream": True}
 
-    streams = [asyncio.ensure_future(ask(port, "/v1/completions", body(16, 1500), seconds=60)) for _ in range(8)]
+    streams = [asyncio.ensure_future(ask(port, "/v1/completions", body(16, 4000))) for _ in range(8)]
     await asyncio.sleep(8)
     long_task = asyncio.ensure_future(ask(port, "/v1/completions", body(_LONG, 4)))
     await asyncio.sleep(1)
     short = await ask(port, "/v1/completions", body(16, 4))
     long = await long_task
-    for task in streams:
-        task.cancel()
-    answers = [task.result() for task in streams if task.done() and not task.cancelled()]
-    answers += [one for one in await asyncio.gather(*streams, return_exceptions=True) if isinstance(one, Answer) and one not in answers]
+    for stream in streams:
+        stream.cancel()
+    answers = await asyncio.gather(*streams)
     first = long.begun + long.first
     before = [gap for one in answers for at, gap in zip(one.times[1:], one.gaps, strict=True) if long.begun - 6 < at <= long.begun]
     while_read = [gap for one in answers for at, gap in zip(one.times[1:], one.gaps, strict=True) if long.begun < at <= first]
