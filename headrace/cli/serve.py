@@ -30,6 +30,7 @@ _SETTINGS = (
     "max_waiting",
     "max_per_key",
     "request_timeout",
+    "receive_timeout",
     "send_timeout",
     "drain_seconds",
     "stall_seconds",
@@ -65,6 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--max-per-key", type=int, default=0, metavar="N", help="requests of one key at a time; 0: no limit")
     limits.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="seconds after which a request ends")
     limits.add_argument("--queue-timeout", type=float, default=0.0, metavar="S", help="seconds that one may wait to begin; 0: no limit")
+    limits.add_argument("--receive-timeout", type=float, default=60.0, metavar="S", help="for a client to send the head, then the body")
     limits.add_argument(
         "--send-timeout", type=float, default=60.0, metavar="S", help="after which a client that takes nothing of its answer is cut off"
     )

@@ -10,6 +10,7 @@ import msgspec
 
 from headrace.server.errors import ApiError, invalid
 from headrace.server.request_record import RequestRecord
+from headrace.server.settings import Settings
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -36,7 +37,7 @@ class Disconnected(Exception):
 class Call:
     """One request, and the way back to its client."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body_bytes: int) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings) -> None:
         self.scope = scope
         names = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}  # the first counts
         self._headers = names
@@ -46,7 +47,7 @@ class Call:
         """Whether the status has been sent."""
         self._receive = receive
         self._send = send
-        self._max_body_bytes = max_body_bytes
+        self._settings = settings
         self._last_sent = monotonic()
 
     def header(self, name: str) -> str | None:
@@ -62,7 +63,13 @@ class Call:
             raise ApiError(415, "unsupported_media_type", "the body must be application/json")
         if self.header("content-encoding") not in (None, "identity"):
             raise ApiError(415, "unsupported_media_type", "the body must not be compressed")
-        body = await self._body()
+        try:
+            async with asyncio.timeout(self._settings.receive_timeout):
+                body = await self._body()
+        except TimeoutError:
+            late = ApiError(408, "request_timeout", f"the body did not come within {self._settings.receive_timeout:g} s")
+            late.headers["connection"] = "close"
+            raise late from None
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
@@ -76,15 +83,15 @@ class Call:
             raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
 
     async def _body(self) -> bytes:
-        parts, size = [], 0
+        parts, size, most = [], 0, self._settings.max_body_bytes
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise Disconnected
             part = message.get("body", b"")
             size += len(part)
-            if size > self._max_body_bytes:
-                raise ApiError(413, "request_too_large", f"the body has more than {self._max_body_bytes:,} bytes")
+            if size > most:
+                raise ApiError(413, "request_too_large", f"the body has more than {most:,} bytes")
             parts.append(part)
             if not message.get("more_body"):
                 return b"".join(parts)

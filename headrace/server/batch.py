@@ -131,7 +131,7 @@ async def _answer(app: Gate, asked: BatchLine, engine: EngineClient) -> dict[str
         status, body = await _ask(app, asked)
         if status != 503:
             break
-        while engine.state == "loading":
+        while engine.state in ("loading", "stalled"):
             await asyncio.sleep(_PAUSE)
         if engine.state == "dead":
             raise EngineDeadError("the engine ended too often; run the same command again to go on")

@@ -4,7 +4,7 @@
 socket, or ends; signals of a terminal are for the parent.
 
 The main thread reads frames and checks what they ask for, so a step never waits for that. The thread of the engine (`engine/thread.py`)
-puts what is new in a queue, and a third thread encodes and writes it: a reader that is slow holds up no step.
+puts what is new in a queue, and a third thread encodes and writes it (`outbox.py`): a reader that is slow holds up no step.
 """
 
 import ctypes
@@ -16,7 +16,6 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 from threading import Event as Flag
 from threading import Thread
 
@@ -32,6 +31,7 @@ from headrace.model.spec import ModelSpec
 from headrace.request import RequestOutput, Update
 from headrace.server import frames
 from headrace.server.heartbeat import Heartbeat
+from headrace.server.outbox import Outbox
 from headrace.stats import BlockMap, Holding, Stats
 
 _BEAT = 0.1
@@ -45,7 +45,7 @@ _PR_SET_PDEATHSIG = 1
 class _Sink:
     """Receives the updates of one request."""
 
-    def __init__(self, request_id: str, outbox: "SimpleQueue[frames.Event | None]") -> None:
+    def __init__(self, request_id: str, outbox: Outbox) -> None:
         self._id = request_id
         self._outbox = outbox
 
@@ -77,7 +77,7 @@ class EngineServer:
         self._incoming = incoming
         self._heartbeat = heartbeat
         self._thread = EngineThread(engine)
-        self._outbox: SimpleQueue[frames.Event | None] = SimpleQueue()
+        self._outbox = Outbox()
         self._stirred, self._over = Flag(), Flag()
         self._stirred.set()
 
@@ -91,7 +91,7 @@ class EngineServer:
                 self._obey(frames.read_command(body))
         finally:
             self._over.set()
-            self._outbox.put(None)
+            self._outbox.close()
             self._stirred.set()
             self._thread.close()
 
@@ -123,14 +123,9 @@ class EngineServer:
         self._thread.add([request], [command.id], _Sink(command.id, self._outbox))
 
     def _write(self) -> None:
-        """Write all that is there at once, and wait for more."""
+        """Write what the outbox has, as it comes."""
         with suppress(OSError):  # the API process has gone: the reader sees it, too
-            while (item := self._outbox.get()) is not None:
-                batch = [item]
-                with suppress(Empty):
-                    while (more := self._outbox.get_nowait()) is not None:
-                        batch.append(more)
-                self._connection.sendall(frames.encode(*batch))
+            while self._outbox.write_next(self._connection):
                 self._stirred.set()
 
     def _beat(self) -> None:

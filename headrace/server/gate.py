@@ -38,7 +38,7 @@ class Gate:
         """Serve one request, or refuse it."""
         if scope["type"] != "http":  # a websocket; there is no lifespan: see `serve`
             return
-        call, begun = Call(scope, receive, send, self._settings.max_body_bytes), monotonic()
+        call, begun = Call(scope, receive, send, self._settings), monotonic()
         try:
             self._check(call)
             await self._handler(scope["path"], scope["method"])(call)

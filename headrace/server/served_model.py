@@ -145,7 +145,7 @@ class ServedModel:
         record.model, record.prompt_tokens = adapter or self.settings.model_name, sum(map(len, prompts))
         try:
             for token_ids in prompts:
-                streams.append(await self.engine.submit(token_ids, params, **terms))
+                streams.append(await call.while_connected(self.engine.submit(token_ids, params, **terms)))
             yield streams
         finally:
             for stream in streams:

@@ -55,13 +55,12 @@ def serve(
     Raises the errors of `load_model`, PortInUseError and EngineStartError.
     """
     check(settings)
-    if settings.otlp_endpoint:
-        otlp_exporter(settings.otlp_endpoint).shutdown()  # whether its packages are there is known before the model is loaded
-    listener = listen(settings)
-    try:
-        return asyncio.run(_serve(model, config, settings, adapters, started, listener, announce))
-    finally:
-        listener.close()
+    with contextlib.ExitStack() as held:
+        tracer = Tracer(otlp_exporter(settings.otlp_endpoint), settings.model_name) if settings.otlp_endpoint else None
+        if tracer:
+            held.callback(tracer.close)
+        listener = held.enter_context(listen(settings))
+        return asyncio.run(_serve(model, config, settings, adapters, started, listener, tracer, announce))
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -87,10 +86,11 @@ async def _serve(
     adapters: dict[str, str],
     started: StartedEngine,
     listener: socket.socket,
+    tracer: Tracer | None,
     announce: Announce,
 ) -> int:
     async with served_model(model, config, settings, adapters, started) as served:
-        return await _listen_and_drain(served, listener, announce)
+        return await _listen_and_drain(served, listener, tracer, announce)
 
 
 class _Server(uvicorn.Server):
@@ -101,9 +101,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _listen_and_drain(served: ServedModel, listener: socket.socket, announce: Announce) -> int:
+async def _listen_and_drain(served: ServedModel, listener: socket.socket, tracer: Tracer | None, announce: Announce) -> int:
     settings = served.settings
-    tracer = Tracer(otlp_exporter(settings.otlp_endpoint), settings.model_name) if settings.otlp_endpoint else None
     server = _Server(
         uvicorn.Config(
             make_app(served, filter(None, (log_request, tracer))),
@@ -113,7 +112,7 @@ async def _listen_and_drain(served: ServedModel, listener: socket.socket, announ
             server_header=False,
             timeout_keep_alive=75,
             ws="none",
-            http=partial(Connection, send_timeout=settings.send_timeout),  # type: ignore[arg-type] # uvicorn calls it, and no more
+            http=partial(Connection, settings=settings),  # type: ignore[arg-type] # uvicorn calls it, and no more
         )
     )
     loop, signals = asyncio.get_running_loop(), list[int]()
@@ -147,8 +146,6 @@ async def _listen_and_drain(served: ServedModel, listener: socket.socket, announ
         server.should_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(serving, 2)
-        if tracer:
-            await asyncio.to_thread(tracer.close)
 
 
 def stderr_log(form: str) -> None:

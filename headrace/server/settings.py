@@ -19,6 +19,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of one key at the same time; one more gets 429. 0: no limit."""
     request_timeout: float = 600.0
     """Seconds after which a request ends with 504."""
+    receive_timeout: float = 60.0
+    """Seconds in which a client must have sent the head of a request, and then its body."""
     send_timeout: float = 60.0
     """Seconds for which a client may take nothing of what is sent to it before its connection is cut."""
     stall_seconds: float = 60.0

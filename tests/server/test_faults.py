@@ -139,6 +139,36 @@ class TestClients:
             for connection in connections:
                 connection.close()
 
+    def test_one_that_does_not_send_keeps_no_place(self, model: str) -> None:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        for server in running(model, *FLAGS, "--receive-timeout", "0.5"):
+            for sent in (b"", b"P", head, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" + head):
+                with socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS) as connection:
+                    connection.sendall(sent)
+                    assert _read_to_end(connection).count(b" 200 OK") == sent.startswith(b"GET")
+            with socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS) as connection:
+                connection.sendall(head + b"content-length: 99\r\n\r\n{")
+                answer = _read_to_end(connection)
+                assert answer.startswith(b"HTTP/1.1 408 ") and b'"code":"request_timeout"' in answer
+            assert server.post("/v1/chat/completions", LONG).status == 200  # for which it may wait as long as it likes
+
+    def test_a_head_without_an_end(self, model: str) -> None:
+        for server in running(model, *FLAGS):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS) as connection, pytest.raises(ConnectionError):
+                connection.sendall(b"GET /health HTTP/1.1\r\n")
+                for _ in range(10_000):
+                    connection.sendall(b"a: " + 1000 * b"b" + b"\r\n")
+            assert server.post("/v1/chat/completions", CHAT | {"max_tokens": 1}).status == 200
+
+
+def _read_to_end(connection: socket.socket) -> bytes:
+    """What comes until the server ends the connection, be it by a reset."""
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
 
 class TestEngines:
     def test_one_that_is_killed_is_started_again(self, fresh: Running) -> None:
