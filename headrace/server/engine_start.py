@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from headrace.server.heartbeat import Heartbeat
 
-ENGINE = (sys.executable, "-m", "headrace.server.engine_process")
+ENGINE = (sys.executable, "-P", "-m", "headrace.server.engine_process")
 """The command, before the descriptors of its socket and of its heartbeat and the id of this process."""
 
 
@@ -23,11 +23,15 @@ class StartedEngine(NamedTuple):
 
 
 def start_engine() -> StartedEngine:
-    """Start a process, which ends with this one or when its connection is closed."""
+    """Start a process, which ends with this one or when its connection is closed.
+
+    It imports from where this one does, and never from the working directory, which may well be a checkout of another version.
+    """
     ours, theirs = socket.socketpair()
     heartbeat = Heartbeat.create()
     process = subprocess.Popen(
         [*ENGINE, str(theirs.fileno()), str(heartbeat.fd), str(os.getpid())],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
         pass_fds=(theirs.fileno(), heartbeat.fd),
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C in the terminal is for this process

@@ -171,6 +171,14 @@ def _read_to_end(connection: socket.socket) -> bytes:
 
 
 class TestEngines:
+    def test_one_imports_nothing_from_the_working_directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As it would import Headrace itself from a checkout, were it not installed in place."""
+        (tmp_path / "msgspec.py").write_text("raise SystemExit(9)")
+        monkeypatch.chdir(tmp_path)
+        with engine_start.starting_engine() as started:
+            started.connection.close()
+            assert started.process.wait(SECONDS) == 0
+
     def test_one_that_is_killed_is_started_again(self, fresh: Running) -> None:
         body = LONG | {"stream": True}
         first = fresh.engine_pid
