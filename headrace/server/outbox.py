@@ -22,7 +22,7 @@ class Outbox:
         self._events.put(None)
 
     def write_next(self, connection: socket.socket) -> bool:
-        """Wait for events, and write all that are there; whether there may be more. Raises OSError where nobody reads any more.
+        """Wait for events, and write all that are there; whether there may be more. Raises OSError where the other end has closed.
 
         A reader that is behind so gets fewer events, not later ones.
         """
