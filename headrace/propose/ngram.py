@@ -1,5 +1,7 @@
 """Prompt lookup: drafts what followed the last few tokens where they occurred before, in prompt or output (Saxena 2023)."""
 
+from array import array
+from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
 from headrace.batch import NO_DRAFT, Commit, DraftTree
@@ -18,8 +20,8 @@ _MAX_MATCH = 16
 _ACCEPTANCE = (0.5, 0.75, 0.85, 0.95)
 """Where matches of 2, 4, 8 and 16 tokens are right before anything is measured, as `ProposerTraits.acceptance`: a little below what 96
 answers of the default model gave, to prompts to quote, edit, transform and chat (`benchmarks/acceptance.py`: 0.59, 0.82, 0.89, 0.96)."""
-_MAX_RUNS = 1 << 16
-"""Most runs kept of a sequence; the oldest is dropped first."""
+_MAX_RUNS = 1 << 15
+"""Most runs of a size that are kept of a sequence; the oldest is dropped first."""
 
 
 class NgramProposer:
@@ -51,40 +53,65 @@ class NgramProposer:
 
 
 class _Index:
-    """The places where each run of tokens was followed by another token."""
+    """The places where each run of tokens was followed by another token: by size of the runs."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, ...], list[int]] = {}  # run -> positions after it, ascending
+        self._runs = [_Runs(size) for size in _SIZES]
         self._length = 0
 
     def extend(self, known: list[int]) -> None:
         """Add the runs before each new token."""
-        places = self._places
-        for position in range(self._length, len(known)):
-            for size in _SIZES:
-                if size <= position:
-                    run = tuple(known[position - size : position])
-                    found = places.get(run)
-                    if found is None:
-                        places[run] = [position]
-                    else:
-                        found.append(position)
-                        if len(found) > _MAX_PLACES:
-                            del found[0]
+        for runs in self._runs:
+            runs.extend(known, self._length)
         self._length = len(known)
-        while len(places) > _MAX_RUNS:
-            del places[next(iter(places))]
 
     def matches(self, known: list[int]) -> list[tuple[int, int]]:
         """(length, position after it) of earlier occurrences of what ends the sequence: the longest first, of equal ones the latest."""
         found: dict[int, int] = {}
-        for size in _SIZES:
-            for place in reversed(self._places.get(tuple(known[-size:]), ())):
+        for runs in self._runs:
+            for place in runs.places(_key(known[-runs.size :])):
                 if place not in found:
-                    found[place] = _match_length(known, place, size)
+                    found[place] = _match_length(known, place, runs.size)
             if len(found) >= _MAX_CANDIDATES:
                 break
         return sorted(((length, place) for place, length in found.items()), reverse=True)[:_MAX_CANDIDATES]
+
+
+class _Runs:
+    """The places behind runs of `size` tokens. Each leads to the one before it, so a long prompt is added without a list for each run."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._last: dict[bytes, int] = {}
+        """The latest place behind each run; the run that was met first is the first to be dropped."""
+        self._before = array("i", [-1]) * size
+        """By place: the one before it behind the same run; -1: there is none."""
+
+    def extend(self, known: list[int], length: int) -> None:
+        """Add the runs before each token from `length` on."""
+        last, before = self._last, self._before
+        first = max(length, self.size)
+        data, step, width = _key(known[first - self.size : -1]), self._before.itemsize, self._before.itemsize * self.size
+        for place, start in enumerate(range(0, len(data) - width + 1, step), first):
+            run = data[start : start + width]
+            before.append(last.get(run, -1))
+            last[run] = place
+        while len(last) > _MAX_RUNS:
+            del last[next(iter(last))]
+
+    def places(self, run: bytes) -> Iterator[int]:
+        """The latest places behind a run, the latest first."""
+        place = self._last.get(run, -1)
+        for _ in range(_MAX_PLACES):
+            if place < 0:
+                return
+            yield place
+            place = self._before[place]
+
+
+def _key(tokens: list[int]) -> bytes:
+    """A run, or several that overlap, as bytes: sooner made and found than tuples, and nothing for the garbage collector."""
+    return array("i", tokens).tobytes()
 
 
 def _match_length(known: list[int], place: int, size: int) -> int:

@@ -4,9 +4,11 @@ import gc
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.batch import DraftTree
-from headrace.propose.ngram import NgramProposer
+from headrace.propose.ngram import NgramProposer, _Index, _key
 
 
 @dataclass(eq=False)
@@ -64,20 +66,33 @@ def test_of_matches_of_sixteen_tokens_and_more_the_latest_comes_first() -> None:
     assert draft([*text, 50, *text[5:], 60, *text], 2)[:2] == ([50, 60], [-1, -1])
 
 
+@given(st.lists(st.integers(0, 2), max_size=60), st.lists(st.integers(1, 12), max_size=8))
+def test_places_are_those_of_a_search(known: list[int], more: list[int]) -> None:
+    """However the tokens come, many at once or one by one."""
+    index, length = _Index(), 0
+    for count in [*more, len(known)]:
+        length = min(len(known), length + count)
+        index.extend(known[:length])
+    for runs in index._runs:
+        for end in range(runs.size, len(known) + 1):
+            run = known[end - runs.size : end]
+            places = [place for place in range(runs.size, len(known)) if known[place - runs.size : place] == run]
+            assert list(runs.places(_key(run))) == places[:-5:-1]
+
+
 def test_the_latest_four_places_of_a_run_are_kept() -> None:
     proposer, view = NgramProposer(16), View([1, 2] * 8)
     proposer.propose([view], [1])
-    assert proposer._indices[view]._places[1, 2] == [8, 10, 12, 14]
+    assert list(proposer._indices[view]._runs[-1].places(_key([1, 2]))) == [14, 12, 10, 8]
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.propose.ngram._MAX_RUNS", 50)
     proposer, view = NgramProposer(16), View(list(range(1000)))
     proposer.propose([view], [4])
-    assert len(proposer._indices[view]._places) == 50
+    assert [len(runs._last) for runs in proposer._indices[view]._runs] == [50] * 3
     view.known += [1, 2] * 500
     assert proposer.propose([view], [3])[0].tokens == [1, 2, 1]
-    assert max(map(len, proposer._indices[view]._places.values())) <= 4
 
 
 def test_the_index_grows_with_the_sequence_and_is_dropped_with_it() -> None:
@@ -88,7 +103,8 @@ def test_the_index_grows_with_the_sequence_and_is_dropped_with_it() -> None:
         view.known.append(token)
         fresh, other = NgramProposer(16), View(list(view.known))
         assert proposer.propose([view], [3]) == fresh.propose([other], [3])
-        assert proposer._indices[view] is index and index._places == fresh._indices[other]._places
+        assert proposer._indices[view] is index
+        assert [vars(runs) for runs in index._runs] == [vars(runs) for runs in fresh._indices[other]._runs]
     assert proposer.propose([view], [2])[0].tokens == [3, 9]
     assert len(proposer._indices) == 1
     del view
