@@ -78,6 +78,8 @@ struct Unit {
            (has_min(scales) ? (is_super(scales) ? 16 : 32) * num_scales() : 0);
   }
   constexpr int bytes() const { return codes_offset() + groups() * lines_per_group() * 64; }
+  // Width of what the codes are multiplied as: that of float codes is one more, for the values of kFloat4Codes.
+  constexpr int code_bits() const { return scales == Scales::kPower32 ? 5 : bits; }
   // The code that stands for zero in formats without minimum: 8 or 128, half of the range; that of float codes is kFloat4Zero.
   constexpr int zero() const { return has_min(scales) ? 0 : scales == Scales::kPower32 ? kFloat4Zero : 1 << (bits - 1); }
 };

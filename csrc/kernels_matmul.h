@@ -68,26 +68,21 @@ HR_INLINE Vi start_sum(int32_t zero_sum) {
   return U.zero() == 8 ? set1(zero_sum) : shift_left<4>(set1(zero_sum));
 }
 
-constexpr int8_t kOnes[4] = {1, 1, 1, 1};
-
 // Sums of the group's weights, for the offset of the activations.
 template <Unit U>
 HR_INLINE Vf weight_sums(const Vb* w, const GroupScale<U.scales>& s) {
-  Vi low = set1(-16 * U.zero()), high = low;
-  for (int j = 0; j < 4; j++) {
-    low = dot<U.bits>(low, w[j], kOnes);
-    high = dot<U.bits>(high, w[j + 4], kOnes);
-  }
   if constexpr (!is_sub16(U.scales)) {
-    const Vf codes = mul(to_float(add(low, high)), s.scale);
+    const Vf codes = mul(to_float(sub(code_sums<U.code_bits(), 8>(w), set1(32 * U.zero()))), s.scale);
     return has_min(U.scales) ? fma(s.min, set1(32.0f), codes) : codes;
   } else {
+    const Vi zeros = set1(16 * U.zero());
+    const Vi low = sub(code_sums<U.code_bits(), 4>(w), zeros), high = sub(code_sums<U.code_bits(), 4>(w + 4), zeros);
     const Vf codes = mul(to_float(add(mul(low, s.low), mul(high, s.high))), s.scale);
     return has_min(U.scales) ? fma(to_float(add(s.min_low, s.min_high)), mul(s.min, set1(-8.0f * 16)), codes) : codes;
   }
 }
 
-// Rows m .. m + N - 1 of a block times a group, their integer sums in turns.
+// Rows m .. m + N - 1 of a block times a group, their integer sums together.
 template <Unit U, int N>
 HR_INLINE void add_group(Vf* acc, const Vb* w, const GroupScale<U.scales>& s, const uint8_t* group, int rows, int m) {
   constexpr Scales S = U.scales;
@@ -98,28 +93,30 @@ HR_INLINE void add_group(Vf* acc, const Vb* w, const GroupScale<U.scales>& s, co
     Vi sums[N];
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) sums[i] = start_sum<U>(zero_sums[i]);
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; j++)
-#pragma GCC unroll 4
-      for (int i = 0; i < N; i++) sums[i] = dot<U.bits>(sums[i], w[j], x + kGroup * i + 4 * j);
+    dots<U.code_bits(), 8, N>(sums, w, x);
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) {
       acc[i] = fma(to_float(sums[i]), mul(s.scale, set1(scales[i])), acc[i]);
       if constexpr (has_min(S)) acc[i] = fma(s.min, set1(scales[3 * rows + i]), acc[i]);
     }
   } else {
-    static_assert(N == 1);
-    const int32_t zero_low = zero_sums[rows], zero_high = zero_sums[0] - zero_low;
-    Vi low = start_sum<U>(zero_low), high = start_sum<U>(zero_high);
-    for (int j = 0; j < 4; j++) {
-      low = dot<U.bits>(low, w[j], x + 4 * j);
-      high = dot<U.bits>(high, w[j + 4], x + 16 + 4 * j);
+    Vi low[N], high[N];
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i++) {
+      low[i] = start_sum<U>(zero_sums[rows + i]);
+      high[i] = start_sum<U>(zero_sums[i] - zero_sums[rows + i]);
     }
-    const Vf xs = set1(scales[0]);
-    *acc = fma(to_float(add(mul(low, s.low), mul(high, s.high))), mul(s.scale, xs), *acc);
-    if constexpr (has_min(S)) {
-      const Vi minima = add(mul(s.min_low, set1(zero_low)), mul(s.min_high, set1(zero_high)));
-      *acc = fma(to_float(minima), mul(s.min, xs), *acc);
+    dots<U.code_bits(), 4, N>(low, w, x);
+    dots<U.code_bits(), 4, N>(high, w + 4, x + 16);
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i++) {
+      const int32_t zero_low = zero_sums[rows + i], zero_high = zero_sums[i] - zero_low;
+      const Vf xs = set1(scales[i]);
+      acc[i] = fma(to_float(add(mul(low[i], s.low), mul(high[i], s.high))), mul(s.scale, xs), acc[i]);
+      if constexpr (has_min(S)) {
+        const Vi minima = add(mul(s.min_low, set1(zero_low)), mul(s.min_high, set1(zero_high)));
+        acc[i] = fma(to_float(minima), mul(s.min, xs), acc[i]);
+      }
     }
   }
 }
@@ -127,7 +124,7 @@ HR_INLINE void add_group(Vf* acc, const Vb* w, const GroupScale<U.scales>& s, co
 // All rows of a block times a group.
 template <Unit U, int Rows, int M = 0>
 HR_INLINE void add_rows(Vf* acc, const Vb* w, const GroupScale<U.scales>& s, const uint8_t* group) {
-  constexpr int most = is_sub16(U.scales) ? 1 : kSumsTogether, left = Rows - M;
+  constexpr int most = is_sub16(U.scales) ? (kSumsTogether + 1) / 2 : kSumsTogether, left = Rows - M;
   constexpr int turns = (left + most - 1) / most, n = (left + turns - 1) / turns;
   add_group<U, n>(acc + M, w, s, group, Rows, M);
   if constexpr (M + n < Rows) add_rows<U, Rows, M + n>(acc, w, s, group);
@@ -186,12 +183,14 @@ void matmul_i8_row(const uint8_t* tile, int units, const uint8_t* block, float* 
   constexpr int near = 1024;
   for (int u = 0; u < units; u++, tile += unit_bytes(Format::kI8Row), x += kGroup * Rows) {
 #pragma GCC unroll(kMaxRows < 16 ? 1 : 8)
-    for (int j = 0; j < 8; j++) {
-      if constexpr (Rows >= 5) prefetch_l2(tile + kFetchAhead + 64 * j);
-      if constexpr (Rows >= 8) prefetch(tile + near + 64 * j);
-      const Vb w = load_bytes(tile + 64 * j);
-#pragma GCC unroll 16
-      for (int m = 0; m < Rows; m++) sums[j % turns][m] = dot<8>(sums[j % turns][m], w, x + kGroup * m + 4 * j);
+    for (int j = 0; j < 8; j += kLinesTogether) {
+      Vb w[kLinesTogether];
+      for (int i = 0; i < kLinesTogether; i++) {
+        if constexpr (Rows >= 5) prefetch_l2(tile + kFetchAhead + 64 * (j + i));
+        if constexpr (Rows >= 8) prefetch(tile + near + 64 * (j + i));
+        w[i] = load_bytes(tile + 64 * (j + i));
+      }
+      dots<8, kLinesTogether, Rows>(sums[j % turns], w, x + 4 * j);
     }
   }
   const Vf weight_scales = load(reinterpret_cast<const float*>(tile));

@@ -8,7 +8,8 @@ struct Vi {
 using Vb = Vi;
 constexpr int kMaxRows = 4;
 constexpr int kAccumulators = 6;  // vectors of sums that stay in registers
-constexpr int kSumsTogether = 1;
+constexpr int kSumsTogether = 4;  // rows whose integer sums are computed together
+constexpr int kLinesTogether = 8;
 constexpr int kMaxQueries = kAccumulators / 2;
 constexpr bool kHasBf16 = false;
 
@@ -151,23 +152,73 @@ HR_INLINE Vb look_up(Vb nibbles, const uint8_t* table) {
   const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
   return {_mm256_shuffle_epi8(t, nibbles.a), _mm256_shuffle_epi8(t, nibbles.b)};
 }
-// vpmaddubsw saturates at 16 bits: codes up to 127 are safe, and the top bit of an 8-bit code is added apart.
-template <int Bits>
-HR_INLINE __m256i dot_half(__m256i acc, __m256i w, __m256i x) {
-  const __m256i ones = _mm256_set1_epi16(1);
-  if constexpr (Bits == 4) return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), ones));
-  const __m256i low = _mm256_and_si256(w, _mm256_set1_epi8(127));
-  const __m256i top = _mm256_and_si256(_mm256_srli_epi16(w, 7), _mm256_set1_epi8(1));
-  const __m256i a = _mm256_madd_epi16(_mm256_maddubs_epi16(low, x), ones);
-  const __m256i b = _mm256_madd_epi16(_mm256_maddubs_epi16(top, x), _mm256_set1_epi16(128));
-  return _mm256_add_epi32(acc, _mm256_add_epi32(a, b));
+// Products of unsigned codes and signed bytes, the sum of each two in 16 bits.
+HR_INLINE Vi products(Vb w, __m256i x) { return {_mm256_maddubs_epi16(w.a, x), _mm256_maddubs_epi16(w.b, x)}; }
+HR_INLINE Vi add_shorts(Vi x, Vi y) { return {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)}; }
+HR_INLINE Vi add_pairs(Vi acc, Vi shorts, int16_t factor) {
+  const __m256i f = _mm256_set1_epi16(factor);
+  return add(acc, {_mm256_madd_epi16(shorts.a, f), _mm256_madd_epi16(shorts.b, f)});
 }
-template <int Bits>
-HR_INLINE Vi dot(Vi acc, Vb w, const int8_t* x) {
-  int32_t quad;
-  memcpy(&quad, x, 4);
-  const __m256i xx = _mm256_set1_epi32(quad);
-  return {dot_half<Bits>(acc.a, w.a, xx), dot_half<Bits>(acc.b, w.b, xx)};
+// Holds the compiler to the order of the source, or it makes all products first and keeps them in memory.
+HR_INLINE void stay_in_registers(Vi& x) { asm volatile("" : "+x"(x.a), "+x"(x.b)); }
+HR_INLINE __m256i quad(const int8_t* x) {
+  int32_t bytes;
+  memcpy(&bytes, x, 4);
+  return _mm256_set1_epi32(bytes);
+}
+// Of R rows of x, 32 bytes apart: sums[i] += sum of w[j][4 lane + b] * x[32 i + 4 j + b] over Lines lines. Bits is the width of w.
+//
+// Sums stay in 16 bits as long as none can overflow, with |x| <= 127: over 8 lines of 4 bits, 4 of 5 bits, 2 of 6 bits. Codes of 8 bits are
+// two of 4. Rows share the loads of w, as many as there are registers for their sums.
+template <int Bits, int Lines, int R>
+HR_INLINE void dots(Vi* sums, const Vb* w, const int8_t* x) {
+  constexpr bool twice = Bits == 8;
+  constexpr int most = 32767 / (2 * 127 * ((1 << (twice ? 4 : Bits)) - 1)), together = twice ? 2 : 4;
+  static_assert(most > 0);
+  if constexpr (R > together) {
+    dots<Bits, Lines, together>(sums, w, x);
+    dots<Bits, Lines, R - together>(sums + together, w, x + 32 * together);
+  } else if constexpr (Lines > most) {
+    dots<Bits, most, R>(sums, w, x);
+    dots<Bits, Lines - most, R>(sums, w + most, x + 4 * most);
+  } else {
+    Vi low[R], high[R];
+#pragma GCC unroll 8
+    for (int j = 0; j < Lines; j++) {
+      const Vb a = twice ? low_nibbles(w[j]) : w[j], b = high_nibbles(w[j]);
+#pragma GCC unroll 4
+      for (int i = 0; i < R; i++) {
+        const __m256i four = quad(x + 32 * i + 4 * j);
+        low[i] = j ? add_shorts(low[i], products(a, four)) : products(a, four);
+        stay_in_registers(low[i]);
+        if constexpr (!twice) continue;
+        high[i] = j ? add_shorts(high[i], products(b, four)) : products(b, four);
+        stay_in_registers(high[i]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < R; i++) {
+      sums[i] = add_pairs(sums[i], low[i], 1);
+      if constexpr (twice) sums[i] = add_pairs(sums[i], high[i], 16);
+    }
+  }
+}
+
+// The sums of w[j][4 lane + b] over Lines lines and b, in bytes at first, which they must not overflow. Bits is the width of w.
+template <int Bits, int Lines>
+HR_INLINE Vi code_sums(const Vb* w) {
+  constexpr bool twice = Bits == 8;
+  static_assert(Lines * ((1 << (twice ? 4 : Bits)) - 1) < 256);
+  const auto add_bytes = [](Vb x, Vb y) { return Vb{_mm256_add_epi8(x.a, y.a), _mm256_add_epi8(x.b, y.b)}; };
+  Vb low = twice ? low_nibbles(w[0]) : w[0], high = high_nibbles(w[0]);
+#pragma GCC unroll 8
+  for (int j = 1; j < Lines; j++) {
+    low = add_bytes(low, twice ? low_nibbles(w[j]) : w[j]);
+    if constexpr (twice) high = add_bytes(high, high_nibbles(w[j]));
+  }
+  const __m256i ones = _mm256_set1_epi8(1);
+  const Vi sums = add_pairs(set1(0), products(low, ones), 1);
+  return twice ? add_pairs(sums, products(high, ones), 16) : sums;
 }
 using Pair = float;
 constexpr int kPairStride = 2;

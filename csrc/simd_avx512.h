@@ -9,7 +9,8 @@ struct Vi {
 using Vb = Vi;
 constexpr int kMaxRows = 16;
 constexpr int kAccumulators = 24;  // vectors of sums that stay in registers
-constexpr int kSumsTogether = 2;   // integer sums that go on in turns: a dot product waits for the one before it in the same sum
+constexpr int kLinesTogether = 1;
+constexpr int kSumsTogether = 2;  // integer sums that go on in turns: a dot product waits for the one before it in the same sum
 constexpr int kMaxQueries = kAccumulators / 2;
 
 HR_INLINE Vf zero() { return _mm512_setzero_ps(); }
@@ -80,10 +81,23 @@ HR_INLINE Vb look_up(Vb nibbles, const uint8_t* table) {
   const __m512i t = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
   return {_mm512_shuffle_epi8(t, nibbles.v)};
 }
-template <int Bits>
-HR_INLINE Vi dot(Vi acc, Vb w, const int8_t* x) {
-  asm volatile("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*reinterpret_cast<const int32_t*>(x)));
-  return acc;
+// Of R rows of x, 32 bytes apart: sums[i] += sum of w[j][4 lane + b] * x[32 i + 4 j + b] over Lines lines, whatever the width of w.
+template <int Bits, int Lines, int R>
+HR_INLINE void dots(Vi* sums, const Vb* w, const int8_t* x) {
+#pragma GCC unroll 8
+  for (int j = 0; j < Lines; j++)
+#pragma GCC unroll 16
+    for (int i = 0; i < R; i++)
+      asm volatile("vpdpbusd %2%{1to16%}, %1, %0"
+                   : "+v"(sums[i].v)
+                   : "v"(w[j].v), "m"(*reinterpret_cast<const int32_t*>(x + 32 * i + 4 * j)));
+}
+// The sums of w[j][4 lane + b] over Lines lines and b. Bits is the width of w.
+template <int Bits, int Lines>
+HR_INLINE Vi code_sums(const Vb* w) {
+  Vi sums = set1(0);
+  for (int j = 0; j < Lines; j++) sums.v = _mm512_dpbusd_epi32(sums.v, w[j].v, _mm512_set1_epi8(1));
+  return sums;
 }
 #ifdef __AVX512BF16__
 constexpr bool kHasBf16 = true;

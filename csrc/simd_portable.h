@@ -11,6 +11,7 @@ struct Vb {  // 16 lanes of 4 bytes
 constexpr int kMaxRows = 4;
 constexpr int kAccumulators = 4;  // vectors of sums that stay in registers
 constexpr int kSumsTogether = 1;
+constexpr int kLinesTogether = 1;
 constexpr int kMaxQueries = kAccumulators / 2;
 constexpr bool kHasBf16 = false;
 
@@ -149,12 +150,23 @@ HR_INLINE Vb look_up(Vb nibbles, const uint8_t* table) {
   memcpy(&nibbles, bytes, 64);
   return nibbles;
 }
-// acc[i] += sum of w[4 i + b] * x[b]; Bits is the width of w.
-template <int Bits>
-HR_INLINE Vi dot(Vi acc, Vb w, const int8_t* x) {
-  const Vint sum = (w.v & 255) * static_cast<int32_t>(x[0]) + (w.v >> 8 & 255) * static_cast<int32_t>(x[1]) +
-                   (w.v >> 16 & 255) * static_cast<int32_t>(x[2]) + (w.v >> 24 & 255) * static_cast<int32_t>(x[3]);
-  return {acc.v + sum};
+// Of R rows of x, 32 bytes apart: sums[i] += sum of w[j][4 lane + b] * x[32 i + 4 j + b] over Lines lines. Bits is the width of w.
+template <int Bits, int Lines, int R>
+HR_INLINE void dots(Vi* sums, const Vb* w, const int8_t* x) {
+  for (int j = 0; j < Lines; j++)
+    for (int i = 0; i < R; i++) {
+      const int8_t* q = x + 32 * i + 4 * j;
+      const Vint v = w[j].v;
+      sums[i].v += (v & 255) * static_cast<int32_t>(q[0]) + (v >> 8 & 255) * static_cast<int32_t>(q[1]) +
+                   (v >> 16 & 255) * static_cast<int32_t>(q[2]) + (v >> 24 & 255) * static_cast<int32_t>(q[3]);
+    }
+}
+// The sums of w[j][4 lane + b] over Lines lines and b. Bits is the width of w.
+template <int Bits, int Lines>
+HR_INLINE Vi code_sums(const Vb* w) {
+  Vint sums = {};
+  for (int j = 0; j < Lines; j++) sums += (w[j].v & 255) + (w[j].v >> 8 & 255) + (w[j].v >> 16 & 255) + (w[j].v >> 24 & 255);
+  return {sums};
 }
 // A line of 16 bf16 pairs times one activation pair in float32.
 using Pair = float;

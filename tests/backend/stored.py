@@ -16,16 +16,19 @@ _SCALES = {
 }
 
 
-def random_stored(format_name: str, rows: int, cols: int, seed: int, name: str = "w", scale: float = 0.1) -> StoredTensor:
-    """A [rows, cols] tensor of random codes and scales; values are of the order of `scale`."""
+def random_stored(
+    format_name: str, rows: int, cols: int, seed: int, name: str = "w", scale: float = 0.1, fill: int | None = None
+) -> StoredTensor:
+    """A [rows, cols] tensor of random codes and scales; values are of the order of `scale`. With `fill` all bytes of codes are that one."""
     rng = np.random.default_rng(seed)
+    random_bytes = lambda shape: rng.integers(0, 256, shape, np.uint8) if fill is None else np.full(shape, fill, np.uint8)  # noqa: E731
     form = FORMATS[format_name]
     if "row_scales" in form.parts:
-        codes = rng.integers(0, 256, rows * cols, dtype=np.uint8)
+        codes = random_bytes(rows * cols)
         row_scales = (rng.uniform(-1, 1, rows) * scale / 64).astype(np.float32)
         return StoredTensor.from_bytes(name, form, (rows, cols), codes, row_scales=row_scales)
     if "MXFP4" in format_name:
-        blocks = rng.integers(0, 256, (rows, cols // 32, form.nbytes), dtype=np.uint8)
+        blocks = random_bytes((rows, cols // 32, form.nbytes))
         powers = rng.integers(-5, 0, (rows, cols // 32), dtype=np.int64) + 127 + round(float(np.log2(scale)))
         if "block_scales" in form.parts:
             return StoredTensor.from_bytes(name, form, (rows, cols), blocks.reshape(-1), block_scales=powers.astype(np.uint8))
@@ -40,7 +43,7 @@ def random_stored(format_name: str, rows: int, cols: int, seed: int, name: str =
         else:
             data = (round_bf16(values).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
         return StoredTensor.from_bytes(name, form, (rows, cols), data.reshape(-1))
-    blocks = rng.integers(0, 256, (rows * cols // form.block, form.nbytes), dtype=np.uint8)
+    blocks = random_bytes((rows * cols // form.block, form.nbytes))
     for at in _SCALES[format_name]:
         scales = (rng.uniform(-1, 1, len(blocks)) * scale / 16).astype(np.float16)
         blocks[:, at : at + 2] = scales[:, None].view(np.uint8)

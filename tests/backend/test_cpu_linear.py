@@ -44,14 +44,14 @@ def run_rows(plan: _native.Plan, num_rows: int) -> None:
     plan.run(i32(rows), i32(zeros), i32(np.arange(num_rows + 1)), i32(zeros), i32(zeros + 1), (), None, i32([0]))
 
 
-def expected(isa: str, format_name: str, x: Array, rows: int, seed: int, offset: bool) -> tuple[Array, Array]:
+def exact(isa: str, stored: StoredTensor, x: Array, offset: bool) -> tuple[Array, Array]:
     """The exact product over the activations as the kernel sees them, and the scale of its rounding error."""
-    weight = random_stored(format_name, rows, x.shape[1], seed).dequantise().astype(np.float64)
-    if "row_scales" in FORMATS[format_name].parts:
+    weight = stored.dequantise().astype(np.float64)
+    if "row_scales" in stored.format.parts:
         x = quantised_rows(x, False, x.shape[1])
-    elif FORMATS[format_name].quantised:
+    elif stored.format.quantised:
         x = quantised_rows(x, offset)
-    elif format_name == "BF16" and isa == "avx512bf16":
+    elif stored.format.name == "BF16" and isa == "avx512bf16":
         x = round_bf16(x)
     return x @ weight.T, np.abs(x) @ np.abs(weight).T
 
@@ -67,7 +67,7 @@ def test_linear_matches_the_stored_format(
     cols = block * min(blocks, 3) if block > 1 else 7 * blocks
     x = np.random.default_rng(seed).standard_normal((num_rows, cols)).astype(np.float32) + np.float32(offset)
     got = linear(isa, format_name, x, rows, seed, offset)
-    want, error_scale = expected(isa, format_name, x, rows, seed, offset)
+    want, error_scale = exact(isa, random_stored(format_name, rows, cols, seed), x, offset)
     assert np.all(np.abs(got - want) <= 2e-6 * error_scale + 1e-7)
 
 
@@ -80,6 +80,21 @@ def test_a_row_does_not_depend_on_its_neighbours(isa: str, format_name: str, off
     whole = linear(isa, format_name, x, 50, 2, offset, threads=2)
     for first, last in ((0, 1), (5, 6), (3, 20), (0, 36), (30, 37)):
         assert np.array_equal(whole[first:last], linear(isa, format_name, x[first:last], 50, 2, offset))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("format_name", [name for name, form in FORMATS.items() if form.quantised])
+def test_codes_and_activations_at_the_ends_of_their_ranges(isa: str, format_name: str, offset: bool) -> None:
+    """Sums of products may be kept in 16 bits, which the largest ones must not overflow."""
+    x = np.ones((6, 256), np.float32) * np.array([[1], [-1], [1], [-1], [0.5], [3]], np.float32)
+    x[2:4, ::2] *= -1
+    if offset:
+        x[:, 5::32] *= -1  # the middle of the range stays at 0
+    for byte in (0x00, 0x77, 0x7F, 0x80, 0xF0, 0xFF):
+        stored = random_stored(format_name, 16, 256, byte, fill=byte)
+        want, error_scale = exact(isa, stored, x, offset)
+        assert np.all(np.abs(product(isa, stored, x, offset) - want) <= 2e-6 * error_scale.max() + 1e-7)  # a minimum may cancel a weight
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
