@@ -5,7 +5,8 @@
 namespace headrace {
 namespace {
 
-constexpr int kItemQueries = 48;  // query vectors (rows x heads of a group) that walk over the context together
+constexpr int kItemQueries = 48;    // query vectors (rows x heads of a group) that walk over the context together
+constexpr int kItemsPerThread = 4;  // an item that is more than its share of so many is cut
 
 }  // namespace
 
@@ -14,28 +15,33 @@ void AttentionWork::prepare(const Plan& plan, const Step& step) {
   step_ = plan.step_number();
   items.clear();
   merges.clear();
-  const int heads = plan.kv(group).heads(), rows_per_item = std::max(1, kItemQueries / share);
-  int64_t whole = 0;
-  for (int b = 0; b < step.num_seqs; b++)
-    whole += static_cast<int64_t>(step.row_start[b + 1] - step.row_start[b] + rows_per_item - 1) / rows_per_item * heads;
-  const bool cut = plan.threads() > 1 && whole < 4 * plan.threads();
   partial.resize(0, 0);
+  const int heads = plan.kv(group).heads(), rows_per_item = std::max(1, kItemQueries / share);
+  std::vector<AttentionItem> whole;
   for (int b = 0; b < step.num_seqs; b++)
     for (int row = step.row_start[b]; row < step.row_start[b + 1]; row += rows_per_item) {
       const int last = std::min(row + rows_per_item, step.row_start[b + 1]);
       const auto [low, high] = std::minmax_element(step.positions + row, step.positions + last);
       const int first = first_visible(*low) / kSplitTokens;
       const int sinks = first_visible(*high) ? (sink_tokens + kSplitTokens - 1) / kSplitTokens : 0;
-      for (int h = 0; h < heads; h++) add({b, h, row, last, 0, sinks + *high / kSplitTokens + 1 - first, sinks, first, *high + 1, -1}, cut);
+      for (int h = 0; h < heads; h++)
+        whole.push_back({b, h, row, last, 0, sinks + *high / kSplitTokens + 1 - first, sinks, first, *high + 1, -1});
     }
-  // Long ones first, so that the threads end together.
-  const auto cost = [&](const AttentionItem& i) {
-    const int before = i.window_split - i.sink_parts;  // so that a part with sinks counts as a whole split
-    return static_cast<int64_t>(i.rows()) *
-           (std::min((before + i.last_part) * kSplitTokens, i.context) - (before + i.first_part) * kSplitTokens);
-  };
-  if (items.size() > static_cast<size_t>(plan.threads()))
-    std::stable_sort(items.begin(), items.end(), [&](const AttentionItem& a, const AttentionItem& b) { return cost(a) > cost(b); });
+  int64_t total = 0;
+  for (const AttentionItem& item : whole) total += item.cost();
+  for (const AttentionItem& item : whole) add(item, plan.threads() > 1 && item.cost() * plan.threads() * kItemsPerThread > total);
+  if (items.size() > static_cast<size_t>(plan.threads())) deal(plan.threads());
+}
+
+// Every thread has long items first and short ones at the end, so that all end together.
+void AttentionWork::deal(int threads) {
+  std::stable_sort(items.begin(), items.end(), [](const AttentionItem& a, const AttentionItem& b) { return a.cost() > b.cost(); });
+  std::vector<AttentionItem> dealt;
+  dealt.reserve(items.size());
+  const size_t n = static_cast<size_t>(threads);
+  for (size_t t = 0; t < n; t++)
+    for (size_t i = t; i < items.size(); i += n) dealt.push_back(items[i]);
+  items = std::move(dealt);
 }
 
 void AttentionWork::add(const AttentionItem& item, bool cut) {

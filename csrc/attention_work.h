@@ -1,5 +1,6 @@
 // What there is to attend to in a step: items of work for the threads, the same for every layer of a group.
 #pragma once
+#include <algorithm>
 #include <vector>
 
 #include "plan.h"
@@ -18,6 +19,11 @@ struct AttentionItem {
   int rows() const { return last_row - first_row; }
   bool is_sinks(int part) const { return part < sink_parts; }
   int split(int part) const { return is_sinks(part) ? part : window_split + part - sink_parts; }
+  // Pairs of a row and a token, about; a part with sinks counts as a whole split.
+  int64_t cost() const {
+    const int before = window_split - sink_parts;
+    return static_cast<int64_t>(rows()) * (std::min((before + last_part) * kSplitTokens, context) - (before + first_part) * kSplitTokens);
+  }
 };
 
 // Softmax of some query vectors over a part of their context: maximum, sum of weights, weighted values.
@@ -50,6 +56,7 @@ class AttentionWork {
 
  private:
   void add(const AttentionItem& item, bool cut);
+  void deal(int threads);
 
   const int window_;
   int64_t step_ = -1;

@@ -22,7 +22,7 @@ void pause_cpu() {
 }
 
 constexpr int kSpins = 2000;  // about 20-50 us: longer than any wait inside a step on a quiet machine
-constexpr int kChunksPerThread = 8;
+constexpr int kShare = 8;     // a chunk is this part of what is left of a range: large ones first, single items at the end
 // How long a worker waits for the next step before it parks: longer than what Python does between two steps, short enough not to
 // keep a core from others for long.
 constexpr std::chrono::microseconds kLinger{300};
@@ -43,16 +43,17 @@ void Deal::reset(int items) {
     ranges_[t].next.store(static_cast<int>(static_cast<int64_t>(items) * t / n), std::memory_order_relaxed);
     ranges_[t].end = static_cast<int>(static_cast<int64_t>(items) * (t + 1) / n);
   }
-  chunk_ = std::max(1, items / (n * kChunksPerThread));
 }
 
 bool Deal::next(int thread, int& begin, int& end) {
   const int n = static_cast<int>(ranges_.size());
   for (int i = 0; i < n; i++) {
     Range& range = ranges_[(thread + i) % n];
-    if (range.next.load(std::memory_order_relaxed) >= range.end) continue;
-    begin = range.next.fetch_add(chunk_, std::memory_order_relaxed);
-    end = std::min(begin + chunk_, range.end);
+    const int left = range.end - range.next.load(std::memory_order_relaxed);
+    if (left <= 0) continue;
+    const int chunk = std::max(1, left / kShare);
+    begin = range.next.fetch_add(chunk, std::memory_order_relaxed);
+    end = std::min(begin + chunk, range.end);
     if (begin < end) return true;
   }
   return false;

@@ -26,7 +26,6 @@ class Deal {
     int end = 0;
   };
   std::vector<Range> ranges_;
-  int chunk_ = 1;
 };
 
 // Of the exceptions that threads met, the first to come: it is thrown again where all of them are done.
