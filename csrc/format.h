@@ -4,10 +4,11 @@
 // the 16 rows, 4 adjacent bytes: the operand of a byte dot product whose lane is the row. So a tile is one linear stream, no
 // sum ever crosses lanes, and AVX2 or portable code reads the same bytes in two halves or one by one.
 //
-// Quantised units are made of 32-column groups. Of a 4-bit group, line j (0..3) holds column 4j + b in the low nibble of
-// byte b and column 16 + 4j + b in the high one; of an 8-bit group, line j (0..7) holds column 4j + b.
+// Quantised units are made of 32-column groups, whose codes lie in planes: one of their low bits and, in formats whose width is no
+// power of two, one of the bits above. A plane of n bits is n lines for a group, the 8 / n fields of a byte counted from its low end: field
+// f of byte b of line j has the bits of column 4 (n f + j) + b. So a plane is what the byte dot product takes but for a shift and a mask.
 // Of float codes (kFloat4) a nibble is the number of one of 16 values, kFloat4Codes.
-// A tile of kI8Row is such 8-bit groups without scales, then one line with the 16 float scales of its rows.
+// A tile of kI8Row is groups of 8 bits without scales, then one line with the 16 float scales of its rows.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -36,19 +37,20 @@ enum class Format : int {
   kQ4,        // Q4_0
   kQ4Min,     // Q4_1
   kQ4Super,   // Q4_K
-  kQ4Sub,     // Q3_K, widened
-  kQ4SubMin,  // Q2_K, widened
-  kQ8,        // Q8_0, and Q5_0 widened
-  kQ8Min,     // Q5_1, widened
-  kQ8Super,   // Q5_K, widened
-  kQ8Sub,     // Q6_K, widened
+  kQ5,        // Q5_0
+  kQ5Min,     // Q5_1
+  kQ5Super,   // Q5_K
+  kQ8,        // Q8_0
+  kQ2SubMin,  // Q2_K
+  kQ3Sub,     // Q3_K
+  kQ6Sub,     // Q6_K
   kFloat4,    // MXFP4
   kBf16,
   kF16,
   kF32,
   kI8Row,  // int8 with one scale a row
 };
-constexpr int kNumFormats = 14;
+constexpr int kNumFormats = 15;
 
 // How a kernel wants its activations. An activation buffer holds every form that its readers need.
 // kQ8 is symmetric int8 per 32 columns. kQ8Offset puts the range of the codes around the middle of the group's numbers: behind a
@@ -63,25 +65,27 @@ constexpr bool is_sub16(Scales s) { return s == Scales::kSuper16 || s == Scales:
 
 // Geometry of a quantised unit, in bytes, for 16 rows.
 struct Unit {
-  int bits;
+  int low_bits, high_bits;  // of a code, in the two planes
   Scales scales;
 
+  constexpr int bits() const { return low_bits + high_bits; }
   constexpr int columns() const { return is_super(scales) ? 256 : scales == Scales::kPower32 ? 128 : 64; }
   constexpr int groups() const { return columns() / kGroup; }
-  constexpr int lines_per_group() const { return bits == 4 ? 4 : 8; }
+  constexpr int lines_per_group() const { return bits(); }
   // Offsets of the parts. Plain: f16 scale[groups][16], f16 min[groups][16]; of powers u8 exponent[groups][16]. Super: f16 d[16], f16
-  // dmin[16] (64 bytes either way), then s8 scale[n][16] and u8 min[n][16] with n integers per unit.
+  // dmin[16] (64 bytes either way), then s8 scale[n][16] and u8 min[n][16] with n integers per unit. Integers of 16 columns lie in pairs, those
+  // of a group side by side, [n / 2][16][2]; those of kSuper16Min have 4 bits and share a byte, the scale low.
   constexpr int num_scales() const { return is_sub16(scales) ? columns() / 16 : groups(); }
   constexpr int min_offset() const { return is_super(scales) ? 64 + 16 * num_scales() : 32 * groups(); }
   constexpr int codes_offset() const {
-    return (is_super(scales) ? 64 + 16 * num_scales() : (scales == Scales::kPower32 ? 16 : 32) * groups()) +
-           (has_min(scales) ? (is_super(scales) ? 16 : 32) * num_scales() : 0);
+    if (is_super(scales)) return min_offset() + (scales == Scales::kSuper32Min ? 16 * num_scales() : 0);
+    return groups() * (scales == Scales::kPower32 ? 16 : has_min(scales) ? 64 : 32);
   }
   constexpr int bytes() const { return codes_offset() + groups() * lines_per_group() * 64; }
   // Width of what the codes are multiplied as: that of float codes is one more, for the values of kFloat4Codes.
-  constexpr int code_bits() const { return scales == Scales::kPower32 ? 5 : bits; }
-  // The code that stands for zero in formats without minimum: 8 or 128, half of the range; that of float codes is kFloat4Zero.
-  constexpr int zero() const { return has_min(scales) ? 0 : scales == Scales::kPower32 ? kFloat4Zero : 1 << (bits - 1); }
+  constexpr int code_bits() const { return scales == Scales::kPower32 ? 5 : bits(); }
+  // The code that stands for zero in formats without minimum: half of the range; that of float codes is kFloat4Zero.
+  constexpr int zero() const { return has_min(scales) ? 0 : scales == Scales::kPower32 ? kFloat4Zero : 1 << (bits() - 1); }
 };
 
 // Whether the scales are those of groups.
@@ -90,25 +94,27 @@ constexpr bool is_grouped(Format f) { return f < Format::kBf16; }
 constexpr Unit unit_of(Format f) {
   switch (f) {
     case Format::kQ4:
-      return {4, Scales::kGroup32};
+      return {4, 0, Scales::kGroup32};
     case Format::kQ4Min:
-      return {4, Scales::kGroup32Min};
+      return {4, 0, Scales::kGroup32Min};
     case Format::kQ4Super:
-      return {4, Scales::kSuper32Min};
-    case Format::kQ4Sub:
-      return {4, Scales::kSuper16};
-    case Format::kQ4SubMin:
-      return {4, Scales::kSuper16Min};
-    case Format::kQ8:
-      return {8, Scales::kGroup32};
-    case Format::kQ8Min:
-      return {8, Scales::kGroup32Min};
-    case Format::kQ8Super:
-      return {8, Scales::kSuper32Min};
+      return {4, 0, Scales::kSuper32Min};
+    case Format::kQ5:
+      return {4, 1, Scales::kGroup32};
+    case Format::kQ5Min:
+      return {4, 1, Scales::kGroup32Min};
+    case Format::kQ5Super:
+      return {4, 1, Scales::kSuper32Min};
+    case Format::kQ2SubMin:
+      return {2, 0, Scales::kSuper16Min};
+    case Format::kQ3Sub:
+      return {2, 1, Scales::kSuper16};
+    case Format::kQ6Sub:
+      return {4, 2, Scales::kSuper16};
     case Format::kFloat4:
-      return {4, Scales::kPower32};
+      return {4, 0, Scales::kPower32};
     default:
-      return {8, Scales::kSuper16};
+      return {8, 0, Scales::kGroup32};
   }
 }
 
@@ -129,7 +135,7 @@ constexpr size_t tile_bytes(Format f, int units) {
 constexpr int kMaxRowColumns = 1 << 17;
 
 // Q8 activations: for a block of n rows and each 32-column group, n x 48 bytes: s8 x[n][32], f32 scale[n],
-// s32 zero_sum[n] = -8 * sum(x), s32 zero_sum_low[n], the same over the first 16 columns, f32 sum[n] = scale * sum(x);
+// s32 zero_sum[n] = -8 * sum(x), s16 half_sums[n][2] = -4 * the sums over the first and the last 16 columns, f32 sum[n] = scale * sum(x);
 // with offset 4 more: f32 offset[n], to be added to every number of the group.
 constexpr int q8_group_bytes(bool offset) { return offset ? 52 : 48; }
 

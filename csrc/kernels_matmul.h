@@ -5,11 +5,11 @@
 // how many rows share the block (promise 1). All loops over the rows are unrolled by hand: one that is not makes the compiler keep
 // the accumulators in memory.
 
-// Scale and minimum of one group of 32 columns; `low` and `high` are the integers of its 16-column halves.
+// Scale and minimum of one group of 32 columns; `integers` and `minima` are those of its two 16-column halves.
 template <Scales S>
 struct GroupScale {
   Vf scale, min;
-  Vi low, high, min_low, min_high;
+  Vs integers, minima;
 };
 
 template <Unit U>
@@ -24,67 +24,79 @@ HR_INLINE GroupScale<U.scales> group_scale(const uint8_t* unit, int g) {
     if constexpr (has_min(S)) r.min = halves(U.groups() + g);
   } else {
     const auto* integers = reinterpret_cast<const int8_t*>(unit + 64);
-    const uint8_t* minima = unit + U.min_offset();
     r.scale = halves(0);
     if constexpr (S == Scales::kSuper32Min) {
       r.scale = mul(r.scale, to_float(load_s8(integers + 16 * g)));
-      r.min = sub(zero(), mul(halves(1), to_float(load_u8(minima + 16 * g))));
+      r.min = sub(zero(), mul(halves(1), to_float(load_u8(unit + U.min_offset() + 16 * g))));
+    } else if constexpr (S == Scales::kSuper16) {
+      r.integers = load_pairs_s8(integers + 32 * g);
     } else {
-      r.low = load_s8(integers + 32 * g);
-      r.high = load_s8(integers + 32 * g + 16);
-      if constexpr (has_min(S)) {  // zero sums carry a factor -8
-        r.min = mul(halves(1), set1(0.125f));
-        r.min_low = load_u8(minima + 32 * g);
-        r.min_high = load_u8(minima + 32 * g + 16);
-      }
+      const Vs both = load_pairs_u8(unit + 64 + 32 * g);
+      r.integers = low_nibbles(both);
+      r.minima = high_nibbles(both);
+      r.min = mul(halves(1), set1(0.25f));  // half sums carry a factor -4
     }
   }
   return r;
 }
 
+// The codes of a group: line j has columns 4j .. 4j + 3.
 template <Unit U>
-HR_INLINE void decode_group(const uint8_t* codes, Vb* w) {
-  for (int j = 0; j < 4; j++) {
-    if constexpr (U.scales == Scales::kPower32) {
-      const Vb line = load_bytes(codes + 64 * j);
-      w[j] = look_up(low_nibbles(line), kFloat4Codes);
-      w[j + 4] = look_up(high_nibbles(line), kFloat4Codes);
-    } else if constexpr (U.bits == 4) {
-      const Vb line = load_bytes(codes + 64 * j);
-      w[j] = low_nibbles(line);
-      w[j + 4] = high_nibbles(line);
-    } else {
-      w[j] = load_bytes(codes + 64 * j);
-      w[j + 4] = load_bytes(codes + 64 * (j + 4));
+struct GroupCodes {
+  const uint8_t* planes;
+  int first = 0;
+
+  HR_INLINE Vb operator[](int j) const {
+    constexpr int low = U.low_bits, high = U.high_bits;
+    const int quad = first + j;
+    Vb codes = fields(load_bytes(planes + 64 * (quad % low)), quad / low * low, (1 << low) - 1);
+    if constexpr (high > 0) {
+      const Vb above = load_bytes(planes + 64 * (low + quad % high));
+      codes = or_fields(codes, above, quad / high * high - low, ((1 << high) - 1) << low);
     }
+    return U.scales == Scales::kPower32 ? look_up(codes, kFloat4Codes) : codes;
   }
+  HR_INLINE GroupCodes operator+(int lines) const { return {planes, first + lines}; }
+};
+
+// Minus the zero code times a sum of activations, of which x is -Factor times: what a group's integer sum starts from.
+template <Unit U, int Factor>
+HR_INLINE Vi minus_zero(Vi x) {
+  static_assert(U.zero() % Factor == 0);
+  if constexpr (U.zero() == 0) return set1(0);
+  if constexpr (U.zero() == Factor) return x;
+  return shift_left<U.zero() ? __builtin_ctz(U.zero() / Factor) : 0>(x);
 }
 
-// The sum that a group's integer accumulator starts from: minus the zero code times the sum of the activations.
+// The sums of a group's halves, each times its integer. Pairs of 16 bits have room for all but those of 6 bits.
 template <Unit U>
-HR_INLINE Vi start_sum(int32_t zero_sum) {
-  if constexpr (U.zero() == 0) return set1(0);
-  if constexpr (U.zero() == 16) return shift_left<1>(set1(zero_sum));
-  return U.zero() == 8 ? set1(zero_sum) : shift_left<4>(set1(zero_sum));
+HR_INLINE Vi scale_halves(Vi low, Vi high, Vs integers) {
+  if constexpr (16 * 127 * ((1 << U.bits()) - 1) <= 32767)
+    return dot_shorts(join_shorts(low, high), integers);
+  else
+    return add(mul(low, low_shorts(integers)), mul(high, high_shorts(integers)));
 }
+
+constexpr int16_t kOnes[2] = {1, 1};
 
 // Sums of the group's weights, for the offset of the activations.
-template <Unit U>
-HR_INLINE Vf weight_sums(const Vb* w, const GroupScale<U.scales>& s) {
+template <Unit U, class W>
+HR_INLINE Vf weight_sums(const W& w, const GroupScale<U.scales>& s) {
   if constexpr (!is_sub16(U.scales)) {
     const Vf codes = mul(to_float(sub(code_sums<U.code_bits(), 8>(w), set1(32 * U.zero()))), s.scale);
     return has_min(U.scales) ? fma(s.min, set1(32.0f), codes) : codes;
   } else {
     const Vi zeros = set1(16 * U.zero());
     const Vi low = sub(code_sums<U.code_bits(), 4>(w), zeros), high = sub(code_sums<U.code_bits(), 4>(w + 4), zeros);
-    const Vf codes = mul(to_float(add(mul(low, s.low), mul(high, s.high))), s.scale);
-    return has_min(U.scales) ? fma(to_float(add(s.min_low, s.min_high)), mul(s.min, set1(-8.0f * 16)), codes) : codes;
+    const Vf codes = mul(to_float(dot_shorts(join_shorts(low, high), s.integers)), s.scale);
+    if constexpr (!has_min(U.scales)) return codes;
+    return fma(to_float(dot_shorts(s.minima, load_pair(kOnes))), mul(s.min, set1(-4.0f * 16)), codes);
   }
 }
 
 // Rows m .. m + N - 1 of a block times a group, their integer sums together.
-template <Unit U, int N>
-HR_INLINE void add_group(Vf* acc, const Vb* w, const GroupScale<U.scales>& s, const uint8_t* group, int rows, int m) {
+template <Unit U, int N, class W>
+HR_INLINE void add_group(Vf* acc, const W& w, const GroupScale<U.scales>& s, const uint8_t* group, int rows, int m) {
   constexpr Scales S = U.scales;
   const auto* x = reinterpret_cast<const int8_t*>(group) + kGroup * m;
   const auto* scales = reinterpret_cast<const float*>(group + kGroup * rows) + m;
@@ -92,7 +104,7 @@ HR_INLINE void add_group(Vf* acc, const Vb* w, const GroupScale<U.scales>& s, co
   if constexpr (!is_sub16(S)) {
     Vi sums[N];
 #pragma GCC unroll 4
-    for (int i = 0; i < N; i++) sums[i] = start_sum<U>(zero_sums[i]);
+    for (int i = 0; i < N; i++) sums[i] = minus_zero<U, 8>(set1(zero_sums[i]));
     dots<U.code_bits(), 8, N>(sums, w, x);
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) {
@@ -100,30 +112,27 @@ HR_INLINE void add_group(Vf* acc, const Vb* w, const GroupScale<U.scales>& s, co
       if constexpr (has_min(S)) acc[i] = fma(s.min, set1(scales[3 * rows + i]), acc[i]);
     }
   } else {
+    const auto* half_sums = reinterpret_cast<const int16_t*>(zero_sums + rows);
     Vi low[N], high[N];
 #pragma GCC unroll 4
-    for (int i = 0; i < N; i++) {
-      low[i] = start_sum<U>(zero_sums[rows + i]);
-      high[i] = start_sum<U>(zero_sums[i] - zero_sums[rows + i]);
-    }
+    for (int i = 0; i < N; i++) low[i] = high[i] = set1(0);
     dots<U.code_bits(), 4, N>(low, w, x);
     dots<U.code_bits(), 4, N>(high, w + 4, x + 16);
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) {
-      const int32_t zero_low = zero_sums[rows + i], zero_high = zero_sums[i] - zero_low;
+      const Vs halves = load_pair(half_sums + 2 * i);
       const Vf xs = set1(scales[i]);
-      acc[i] = fma(to_float(add(mul(low[i], s.low), mul(high[i], s.high))), mul(s.scale, xs), acc[i]);
-      if constexpr (has_min(S)) {
-        const Vi minima = add(mul(s.min_low, set1(zero_low)), mul(s.min_high, set1(zero_high)));
-        acc[i] = fma(to_float(minima), mul(s.min, xs), acc[i]);
-      }
+      Vi sum = scale_halves<U>(low[i], high[i], s.integers);
+      if constexpr (U.zero() > 0) sum = add(sum, minus_zero<U, 4>(dot_shorts(s.integers, halves)));
+      acc[i] = fma(to_float(sum), mul(s.scale, xs), acc[i]);
+      if constexpr (has_min(S)) acc[i] = fma(to_float(dot_shorts(s.minima, halves)), mul(s.min, xs), acc[i]);
     }
   }
 }
 
 // All rows of a block times a group.
-template <Unit U, int Rows, int M = 0>
-HR_INLINE void add_rows(Vf* acc, const Vb* w, const GroupScale<U.scales>& s, const uint8_t* group) {
+template <Unit U, int Rows, int M = 0, class W>
+HR_INLINE void add_rows(Vf* acc, const W& w, const GroupScale<U.scales>& s, const uint8_t* group) {
   constexpr int most = is_sub16(U.scales) ? (kSumsTogether + 1) / 2 : kSumsTogether, left = Rows - M;
   constexpr int turns = (left + most - 1) / most, n = (left + turns - 1) / turns;
   add_group<U, n>(acc + M, w, s, group, Rows, M);
@@ -147,8 +156,7 @@ void matmul_grouped(const uint8_t* tile, int units, const uint8_t* block, float*
         constexpr int share = U.bytes() / U.groups();
         for (int i = 0; i < share; i += 64) prefetch_l2(tile + g * share + kFetchAhead + i);
       }
-      Vb w[8];
-      decode_group<U>(tile + U.codes_offset() + g * U.lines_per_group() * 64, w);
+      const GroupCodes<U> w{tile + U.codes_offset() + g * U.lines_per_group() * 64};
       const auto s = group_scale<U>(tile, g);
       add_rows<U, Rows>(acc, w, s, block);
       if constexpr (Offset) {

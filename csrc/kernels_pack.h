@@ -33,7 +33,9 @@ HR_INLINE void pack_group(const float* x, int n, uint8_t* group, int rows, int m
   auto* sums = reinterpret_cast<int32_t*>(scales);
   scales[0] = top / 127.0f;
   sums[rows] = -8 * sum;
-  sums[2 * rows] = -8 * sum_low;
+  auto* halves = reinterpret_cast<int16_t*>(group + kGroup * rows + 8 * rows) + 2 * m;
+  halves[0] = static_cast<int16_t>(-4 * sum_low);
+  halves[1] = static_cast<int16_t>(-4 * (sum - sum_low));
   scales[3 * rows] = scales[0] * static_cast<float>(sum);
   if constexpr (Offset) scales[4 * rows] = middle;
 }

@@ -136,7 +136,7 @@ double dot_rate_of(int64_t iterations) {
   const auto forget = [&read] { asm volatile("" : "+r"(read) : : "memory"); };  // what was read may be other now
   forget();
   Vb w[8];
-  for (Vb& each : w) each = low_nibbles(load_bytes(reinterpret_cast<const uint8_t*>(read)));
+  for (Vb& each : w) each = fields(load_bytes(reinterpret_cast<const uint8_t*>(read)), 0, 15);
   Vi sums[12];
   Vf floats[12];
   // All lanes are different, or one chain would do for several.

@@ -6,6 +6,7 @@ struct Vi {
   __m256i a, b;
 };
 using Vb = Vi;
+using Vs = Vi;  // two 16-bit numbers in each lane
 constexpr int kMaxRows = 4;
 constexpr int kAccumulators = 6;  // vectors of sums that stay in registers
 constexpr int kSumsTogether = 4;  // rows whose integer sums are computed together
@@ -133,25 +134,56 @@ HR_INLINE Vf load_bf16(const uint16_t* p) {
           _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1)), 16))};
 }
 HR_INLINE Vi load_s8(const int8_t* p) {
-  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return {_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))};
+  return {_mm256_cvtepi8_epi32(_mm_loadu_si64(p)), _mm256_cvtepi8_epi32(_mm_loadu_si64(p + 8))};
 }
 HR_INLINE Vi load_u8(const uint8_t* p) {
-  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return {_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))};
+  return {_mm256_cvtepu8_epi32(_mm_loadu_si64(p)), _mm256_cvtepu8_epi32(_mm_loadu_si64(p + 8))};
 }
 HR_INLINE Vb load_bytes(const uint8_t* p) {
   const __m256i* q = reinterpret_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
 }
-HR_INLINE __m256i nibble_mask() { return _mm256_set1_epi8(15); }
-HR_INLINE Vb low_nibbles(Vb x) { return {_mm256_and_si256(x.a, nibble_mask()), _mm256_and_si256(x.b, nibble_mask())}; }
-HR_INLINE Vb high_nibbles(Vb x) { return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
+HR_INLINE __m256i fields_half(__m256i x, int down, int mask) {
+  if (mask == 255) return x;
+  const __m256i moved = down > 0 ? _mm256_srli_epi16(x, down) : down < 0 ? _mm256_slli_epi16(x, -down) : x;
+  return _mm256_and_si256(moved, _mm256_set1_epi8(static_cast<char>(mask)));
+}
+// Of each byte the bits of the mask, once it has been moved so many bits down; up, where that is negative.
+HR_INLINE Vb fields(Vb x, int down, int mask) { return {fields_half(x.a, down, mask), fields_half(x.b, down, mask)}; }
+// These bits beside those of `others`, which are 0 there.
+HR_INLINE Vb or_fields(Vb others, Vb x, int down, int mask) {
+  return {_mm256_or_si256(others.a, fields_half(x.a, down, mask)), _mm256_or_si256(others.b, fields_half(x.b, down, mask))};
+}
 // Of nibbles, the byte of the table that each is the number of.
 HR_INLINE Vb look_up(Vb nibbles, const uint8_t* table) {
   const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
   return {_mm256_shuffle_epi8(t, nibbles.a), _mm256_shuffle_epi8(t, nibbles.b)};
 }
+HR_INLINE Vs load_pairs_s8(const int8_t* p) {
+  const __m128i* q = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128(q)), _mm256_cvtepi8_epi16(_mm_loadu_si128(q + 1))};
+}
+HR_INLINE Vs load_pairs_u8(const uint8_t* p) {
+  const __m128i* q = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtepu8_epi16(_mm_loadu_si128(q)), _mm256_cvtepu8_epi16(_mm_loadu_si128(q + 1))};
+}
+// Of numbers below 256.
+HR_INLINE Vs low_nibbles(Vs x) { return {_mm256_and_si256(x.a, _mm256_set1_epi16(15)), _mm256_and_si256(x.b, _mm256_set1_epi16(15))}; }
+HR_INLINE Vs high_nibbles(Vs x) { return {_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}; }
+// The same two in every lane.
+HR_INLINE Vs load_pair(const int16_t* p) {
+  int32_t pair;
+  memcpy(&pair, p, 4);
+  return set1(pair);
+}
+// Of numbers that 16 bits have room for.
+HR_INLINE Vs join_shorts(Vi low, Vi high) {
+  return {_mm256_blend_epi16(low.a, _mm256_slli_epi32(high.a, 16), 0xAA), _mm256_blend_epi16(low.b, _mm256_slli_epi32(high.b, 16), 0xAA)};
+}
+HR_INLINE Vi high_shorts(Vs x) { return {_mm256_srai_epi32(x.a, 16), _mm256_srai_epi32(x.b, 16)}; }
+HR_INLINE Vi low_shorts(Vs x) { return high_shorts(shift_left<16>(x)); }
+// The products of the low and of the high ones, added up.
+HR_INLINE Vi dot_shorts(Vs x, Vs y) { return {_mm256_madd_epi16(x.a, y.a), _mm256_madd_epi16(x.b, y.b)}; }
 // Products of unsigned codes and signed bytes, the sum of each two in 16 bits.
 HR_INLINE Vi products(Vb w, __m256i x) { return {_mm256_maddubs_epi16(w.a, x), _mm256_maddubs_epi16(w.b, x)}; }
 HR_INLINE Vi add_shorts(Vi x, Vi y) { return {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)}; }
@@ -170,8 +202,8 @@ HR_INLINE __m256i quad(const int8_t* x) {
 //
 // Sums stay in 16 bits as long as none can overflow, with |x| <= 127: over 8 lines of 4 bits, 4 of 5 bits, 2 of 6 bits. Codes of 8 bits are
 // two of 4. Rows share the loads of w, as many as there are registers for their sums.
-template <int Bits, int Lines, int R>
-HR_INLINE void dots(Vi* sums, const Vb* w, const int8_t* x) {
+template <int Bits, int Lines, int R, class W>
+HR_INLINE void dots(Vi* sums, const W& w, const int8_t* x) {
   constexpr bool twice = Bits == 8;
   constexpr int most = 32767 / (2 * 127 * ((1 << (twice ? 4 : Bits)) - 1)), together = twice ? 2 : 4;
   static_assert(most > 0);
@@ -185,7 +217,7 @@ HR_INLINE void dots(Vi* sums, const Vb* w, const int8_t* x) {
     Vi low[R], high[R];
 #pragma GCC unroll 8
     for (int j = 0; j < Lines; j++) {
-      const Vb a = twice ? low_nibbles(w[j]) : w[j], b = high_nibbles(w[j]);
+      const Vb line = w[j], a = twice ? fields(line, 0, 15) : line, b = fields(line, 4, 15);
 #pragma GCC unroll 4
       for (int i = 0; i < R; i++) {
         const __m256i four = quad(x + 32 * i + 4 * j);
@@ -205,16 +237,17 @@ HR_INLINE void dots(Vi* sums, const Vb* w, const int8_t* x) {
 }
 
 // The sums of w[j][4 lane + b] over Lines lines and b, in bytes at first, which they must not overflow. Bits is the width of w.
-template <int Bits, int Lines>
-HR_INLINE Vi code_sums(const Vb* w) {
+template <int Bits, int Lines, class W>
+HR_INLINE Vi code_sums(const W& w) {
   constexpr bool twice = Bits == 8;
   static_assert(Lines * ((1 << (twice ? 4 : Bits)) - 1) < 256);
   const auto add_bytes = [](Vb x, Vb y) { return Vb{_mm256_add_epi8(x.a, y.a), _mm256_add_epi8(x.b, y.b)}; };
-  Vb low = twice ? low_nibbles(w[0]) : w[0], high = high_nibbles(w[0]);
+  Vb low = set1(0), high = low;
 #pragma GCC unroll 8
-  for (int j = 1; j < Lines; j++) {
-    low = add_bytes(low, twice ? low_nibbles(w[j]) : w[j]);
-    if constexpr (twice) high = add_bytes(high, high_nibbles(w[j]));
+  for (int j = 0; j < Lines; j++) {
+    const Vb line = w[j];
+    low = add_bytes(low, twice ? fields(line, 0, 15) : line);
+    if constexpr (twice) high = add_bytes(high, fields(line, 4, 15));
   }
   const __m256i ones = _mm256_set1_epi8(1);
   const Vi sums = add_pairs(set1(0), products(low, ones), 1);

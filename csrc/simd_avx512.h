@@ -7,6 +7,7 @@ struct Vi {
   __m512i v;
 };
 using Vb = Vi;
+using Vs = Vi;  // two 16-bit numbers in each lane
 constexpr int kMaxRows = 16;
 constexpr int kAccumulators = 24;  // vectors of sums that stay in registers
 constexpr int kLinesTogether = 1;
@@ -74,16 +75,44 @@ HR_INLINE Vf load_bf16(const uint16_t* p) {
 HR_INLINE Vi load_s8(const int8_t* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
 HR_INLINE Vi load_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
 HR_INLINE Vb load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-HR_INLINE Vb low_nibbles(Vb x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(15))}; }
-HR_INLINE Vb high_nibbles(Vb x) { return {_mm512_and_si512(_mm512_srli_epi16(x.v, 4), _mm512_set1_epi8(15))}; }
+// Of each byte the bits of the mask, once it has been moved so many bits down; up, where that is negative.
+HR_INLINE __m512i moved_down(__m512i x, int down) {
+  typedef uint16_t Words __attribute__((vector_size(64)));
+  const auto words = reinterpret_cast<Words>(x);
+  return reinterpret_cast<__m512i>(down < 0 ? words << -down : words >> down);
+}
+HR_INLINE Vb fields(Vb x, int down, int mask) {
+  return {mask == 255 ? x.v : _mm512_and_si512(moved_down(x.v, down), _mm512_set1_epi8(static_cast<char>(mask)))};
+}
+// These bits beside those of `others`, which are 0 there: others | (x & mask).
+HR_INLINE Vb or_fields(Vb others, Vb x, int down, int mask) {
+  return {_mm512_ternarylogic_epi64(others.v, moved_down(x.v, down), _mm512_set1_epi8(static_cast<char>(mask)), 0xF8)};
+}
 // Of nibbles, the byte of the table that each is the number of.
 HR_INLINE Vb look_up(Vb nibbles, const uint8_t* table) {
   const __m512i t = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
   return {_mm512_shuffle_epi8(t, nibbles.v)};
 }
+HR_INLINE Vs load_pairs_s8(const int8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+HR_INLINE Vs load_pairs_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+// Of numbers below 256.
+HR_INLINE Vs low_nibbles(Vs x) { return {_mm512_and_si512(x.v, _mm512_set1_epi16(15))}; }
+HR_INLINE Vs high_nibbles(Vs x) { return {_mm512_srli_epi16(x.v, 4)}; }
+// The same two in every lane.
+HR_INLINE Vs load_pair(const int16_t* p) {
+  int32_t pair;
+  memcpy(&pair, p, 4);
+  return set1(pair);
+}
+// Of numbers that 16 bits have room for.
+HR_INLINE Vs join_shorts(Vi low, Vi high) { return {_mm512_mask_blend_epi16(0xAAAAAAAA, low.v, _mm512_slli_epi32(high.v, 16))}; }
+HR_INLINE Vi high_shorts(Vs x) { return {_mm512_srai_epi32(x.v, 16)}; }
+HR_INLINE Vi low_shorts(Vs x) { return {_mm512_srai_epi32(_mm512_slli_epi32(x.v, 16), 16)}; }
+// The products of the low and of the high ones, added up.
+HR_INLINE Vi dot_shorts(Vs x, Vs y) { return {_mm512_madd_epi16(x.v, y.v)}; }
 // Of R rows of x, 32 bytes apart: sums[i] += sum of w[j][4 lane + b] * x[32 i + 4 j + b] over Lines lines, whatever the width of w.
-template <int Bits, int Lines, int R>
-HR_INLINE void dots(Vi* sums, const Vb* w, const int8_t* x) {
+template <int Bits, int Lines, int R, class W>
+HR_INLINE void dots(Vi* sums, const W& w, const int8_t* x) {
 #pragma GCC unroll 8
   for (int j = 0; j < Lines; j++)
 #pragma GCC unroll 16
@@ -93,8 +122,8 @@ HR_INLINE void dots(Vi* sums, const Vb* w, const int8_t* x) {
                    : "v"(w[j].v), "m"(*reinterpret_cast<const int32_t*>(x + 32 * i + 4 * j)));
 }
 // The sums of w[j][4 lane + b] over Lines lines and b. Bits is the width of w.
-template <int Bits, int Lines>
-HR_INLINE Vi code_sums(const Vb* w) {
+template <int Bits, int Lines, class W>
+HR_INLINE Vi code_sums(const W& w) {
   Vi sums = set1(0);
   for (int j = 0; j < Lines; j++) sums.v = _mm512_dpbusd_epi32(sums.v, w[j].v, _mm512_set1_epi8(1));
   return sums;

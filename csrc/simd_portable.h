@@ -8,6 +8,9 @@ struct Vi {
 struct Vb {  // 16 lanes of 4 bytes
   Vint v;
 };
+struct Vs {  // 16 lanes of two 16-bit numbers
+  int16_t v[32];
+};
 constexpr int kMaxRows = 4;
 constexpr int kAccumulators = 4;  // vectors of sums that stay in registers
 constexpr int kSumsTogether = 1;
@@ -140,8 +143,12 @@ HR_INLINE Vb load_bytes(const uint8_t* p) {
   memcpy(&r, p, 64);
   return r;
 }
-HR_INLINE Vb low_nibbles(Vb a) { return {a.v & 0x0f0f0f0f}; }
-HR_INLINE Vb high_nibbles(Vb a) { return {(a.v >> 4) & 0x0f0f0f0f}; }
+// Of each byte the bits of the mask, once it has been moved so many bits down; up, where that is negative.
+HR_INLINE Vb fields(Vb a, int down, int mask) {
+  return {(down < 0 ? a.v << -down : a.v >> down) & static_cast<int32_t>(static_cast<uint32_t>(mask) * 0x01010101u)};
+}
+// These bits beside those of `others`, which are 0 there.
+HR_INLINE Vb or_fields(Vb others, Vb a, int down, int mask) { return {others.v | fields(a, down, mask).v}; }
 // Of nibbles, the byte of the table that each is the number of.
 HR_INLINE Vb look_up(Vb nibbles, const uint8_t* table) {
   uint8_t bytes[64];
@@ -150,9 +157,39 @@ HR_INLINE Vb look_up(Vb nibbles, const uint8_t* table) {
   memcpy(&nibbles, bytes, 64);
   return nibbles;
 }
+#define EACH_SHORT(expr)                                            \
+  Vs r;                                                             \
+  for (int i = 0; i < 32; i++) r.v[i] = static_cast<int16_t>(expr); \
+  return r
+HR_INLINE Vs load_pairs_s8(const int8_t* p) { EACH_SHORT(p[i]); }
+HR_INLINE Vs load_pairs_u8(const uint8_t* p) { EACH_SHORT(p[i]); }
+// Of numbers below 256.
+HR_INLINE Vs low_nibbles(const Vs& a) { EACH_SHORT(a.v[i] & 15); }
+HR_INLINE Vs high_nibbles(const Vs& a) { EACH_SHORT(a.v[i] >> 4); }
+// The same two in every lane.
+HR_INLINE Vs load_pair(const int16_t* p) { EACH_SHORT(p[i % 2]); }
+// Of numbers that 16 bits have room for.
+HR_INLINE Vs join_shorts(Vi low, Vi high) { EACH_SHORT(i % 2 ? high.v[i / 2] : low.v[i / 2]); }
+#undef EACH_SHORT
+HR_INLINE Vi low_shorts(const Vs& a) {
+  Vint r;
+  for (int i = 0; i < 16; i++) r[i] = a.v[2 * i];
+  return {r};
+}
+HR_INLINE Vi high_shorts(const Vs& a) {
+  Vint r;
+  for (int i = 0; i < 16; i++) r[i] = a.v[2 * i + 1];
+  return {r};
+}
+// The products of the low and of the high ones, added up.
+HR_INLINE Vi dot_shorts(const Vs& a, const Vs& b) {
+  Vint r;
+  for (int i = 0; i < 16; i++) r[i] = a.v[2 * i] * b.v[2 * i] + a.v[2 * i + 1] * b.v[2 * i + 1];
+  return {r};
+}
 // Of R rows of x, 32 bytes apart: sums[i] += sum of w[j][4 lane + b] * x[32 i + 4 j + b] over Lines lines. Bits is the width of w.
-template <int Bits, int Lines, int R>
-HR_INLINE void dots(Vi* sums, const Vb* w, const int8_t* x) {
+template <int Bits, int Lines, int R, class W>
+HR_INLINE void dots(Vi* sums, const W& w, const int8_t* x) {
   for (int j = 0; j < Lines; j++)
     for (int i = 0; i < R; i++) {
       const int8_t* q = x + 32 * i + 4 * j;
@@ -162,8 +199,8 @@ HR_INLINE void dots(Vi* sums, const Vb* w, const int8_t* x) {
     }
 }
 // The sums of w[j][4 lane + b] over Lines lines and b. Bits is the width of w.
-template <int Bits, int Lines>
-HR_INLINE Vi code_sums(const Vb* w) {
+template <int Bits, int Lines, class W>
+HR_INLINE Vi code_sums(const W& w) {
   Vint sums = {};
   for (int j = 0; j < Lines; j++) sums += (w[j].v & 255) + (w[j].v >> 8 & 255) + (w[j].v >> 16 & 255) + (w[j].v >> 24 & 255);
   return {sums};

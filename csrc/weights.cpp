@@ -66,7 +66,6 @@ void read_q5_0(const uint8_t* b, int, Group& r) {
   r.scale = read16(b);
   nibbles(b + 6, r.codes);
   add_fifth_bits(b + 2, r.codes);
-  for (auto& c : r.codes) c = static_cast<uint8_t>(c + 112);  // zero 16 becomes 128
 }
 
 void read_q5_1(const uint8_t* b, int, Group& r) {
@@ -94,7 +93,7 @@ void read_q2_k(const uint8_t* b, int g, Group& r) {  // scales[16], codes[64], d
 
 void read_q3_k(const uint8_t* b, int g, Group& r) {  // high bits[32], low bits[64], scales[12], d
   const uint8_t* q = b + 32 + 32 * (g / 4);
-  for (int i = 0; i < 32; i++) r.codes[i] = static_cast<uint8_t>((q[i] >> 2 * (g % 4) & 3) + (b[i] >> g & 1) * 4 + 4);  // zero 4 becomes 8
+  for (int i = 0; i < 32; i++) r.codes[i] = static_cast<uint8_t>((q[i] >> 2 * (g % 4) & 3) | (b[i] >> g & 1) << 2);
   const uint8_t* s = b + 96;
   for (int h = 0; h < 2; h++) {
     const int j = 2 * g + h, low = j < 8 ? s[j] & 15 : s[j - 8] >> 4, high = s[8 + j % 4] >> 2 * (j / 4) & 3;
@@ -122,7 +121,7 @@ void read_q5_k(const uint8_t* b, int g, Group& r) {  // d, dmin, scales[12], hig
 void read_q6_k(const uint8_t* b, int g, Group& r) {  // low bits[128], high bits[64], scales[16], d
   const uint8_t *low = b + 64 * (g / 4) + 32 * (g % 2), *high = b + 128 + 32 * (g / 4);
   const int shift = 4 * (g % 4 / 2);
-  for (int i = 0; i < 32; i++) r.codes[i] = static_cast<uint8_t>(((low[i] >> shift & 15) | (high[i] >> 2 * (g % 4) & 3) << 4) + 96);
+  for (int i = 0; i < 32; i++) r.codes[i] = static_cast<uint8_t>((low[i] >> shift & 15) | (high[i] >> 2 * (g % 4) & 3) << 4);
   for (int h = 0; h < 2; h++) r.scales[h] = static_cast<int8_t>(b[192 + 2 * g + h]);
   r.d = read16(b + 208);
 }
@@ -154,14 +153,14 @@ struct Source {
 constexpr Source kSources[] = {
     {"Q4_0", Format::kQ4, 32, 18, read_q4_0},
     {"Q4_1", Format::kQ4Min, 32, 20, read_q4_1},
-    {"Q5_0", Format::kQ8, 32, 22, read_q5_0},
-    {"Q5_1", Format::kQ8Min, 32, 24, read_q5_1},
+    {"Q5_0", Format::kQ5, 32, 22, read_q5_0},
+    {"Q5_1", Format::kQ5Min, 32, 24, read_q5_1},
     {"Q8_0", Format::kQ8, 32, 34, read_q8_0},
-    {"Q2_K", Format::kQ4SubMin, 256, 84, read_q2_k},
-    {"Q3_K", Format::kQ4Sub, 256, 110, read_q3_k},
+    {"Q2_K", Format::kQ2SubMin, 256, 84, read_q2_k},
+    {"Q3_K", Format::kQ3Sub, 256, 110, read_q3_k},
     {"Q4_K", Format::kQ4Super, 256, 144, read_q4_k},
-    {"Q5_K", Format::kQ8Super, 256, 176, read_q5_k},
-    {"Q6_K", Format::kQ8Sub, 256, 210, read_q6_k},
+    {"Q5_K", Format::kQ5Super, 256, 176, read_q5_k},
+    {"Q6_K", Format::kQ6Sub, 256, 210, read_q6_k},
     {"MXFP4", Format::kFloat4, 32, 17, read_mxfp4},
     {"MXFP4_PAIRS", Format::kFloat4, 32, 16, read_mxfp4_pairs, true},
     {"BF16", Format::kBf16, 1, 2, nullptr},
@@ -178,16 +177,37 @@ const Source& source_of(const std::string& name) {
 
 int units_of(Format f, int cols) { return (cols + unit_columns(f) - 1) / unit_columns(f); }
 
+// Of each of a group's codes, `bits` from bit `shift` on: the plane that begins at `lines`, for one row.
+void place_plane(const uint8_t* codes, int shift, int bits, uint8_t* lines) {
+  const uint32_t mask = 0x01010101u * ((1u << bits) - 1);
+  for (int j = 0; j < bits; j++) {
+    uint32_t quad = 0;
+    for (int f = 0; f < 8 / bits; f++) {
+      uint32_t columns;
+      std::memcpy(&columns, codes + 4 * (bits * f + j), 4);
+      quad |= (columns >> shift & mask) << bits * f;
+    }
+    std::memcpy(lines + 64 * j, &quad, 4);
+  }
+}
+
+// The bits of column i in a plane.
+int plane_bits(const uint8_t* lines, int bits, int i) {
+  const int quad = i / 4;
+  return lines[64 * (quad % bits) + i % 4] >> bits * (quad / bits) & ((1 << bits) - 1);
+}
+
 // Row r (of 16) of group g of a quantised unit.
 void place(uint8_t* unit, Unit shape, int g, int r, const Group& group) {
   if (is_super(shape.scales)) {
     std::memcpy(unit + 2 * r, &group.d, 2);
-    const int n = is_sub16(shape.scales) ? 2 : 1;
     if (has_min(shape.scales)) std::memcpy(unit + 32 + 2 * r, &group.dmin, 2);
+    const int n = is_sub16(shape.scales) ? 2 : 1;
     for (int h = 0; h < n; h++) {
-      unit[64 + 16 * (n * g + h) + r] = static_cast<uint8_t>(group.scales[h]);
-      if (has_min(shape.scales)) unit[shape.min_offset() + 16 * (n * g + h) + r] = group.mins[h];
+      const int shared = shape.scales == Scales::kSuper16Min ? group.mins[h] << 4 : 0;
+      unit[64 + n * (16 * g + r) + h] = static_cast<uint8_t>(group.scales[h] | shared);
     }
+    if (shape.scales == Scales::kSuper32Min) unit[shape.min_offset() + 16 * g + r] = group.mins[0];
   } else if (shape.scales == Scales::kPower32) {
     unit[16 * g + r] = group.power;
   } else {
@@ -195,14 +215,8 @@ void place(uint8_t* unit, Unit shape, int g, int r, const Group& group) {
     if (has_min(shape.scales)) std::memcpy(unit + shape.min_offset() + 32 * g + 2 * r, &group.min, 2);
   }
   uint8_t* lines = unit + shape.codes_offset() + g * shape.lines_per_group() * 64 + 4 * r;
-  for (int j = 0; j < shape.lines_per_group(); j++) {
-    uint8_t quad[4];
-    for (int b = 0; b < 4; b++) {
-      const int k = 4 * j + b;
-      quad[b] = shape.bits == 4 ? static_cast<uint8_t>(group.codes[k] | group.codes[k + 16] << 4) : group.codes[k];
-    }
-    std::memcpy(lines + 64 * j, quad, 4);
-  }
+  place_plane(group.codes, 0, shape.low_bits, lines);
+  if (shape.high_bits) place_plane(group.codes, shape.low_bits, shape.high_bits, lines + 64 * shape.low_bits);
 }
 
 void pack_grouped_row(const Source& source, const uint8_t* row, const uint8_t* block_scales, int cols, uint8_t* tile, int r) {
@@ -249,9 +263,9 @@ float unpack_grouped(const Weight& w, const uint8_t* tile, int r, int k) {
   const Unit shape = unit_of(w.format);
   const uint8_t* unit = tile + static_cast<size_t>(k / shape.columns()) * shape.bytes();
   const int g = k % shape.columns() / kGroup, i = k % kGroup;
-  const uint8_t* lines = unit + shape.codes_offset() + g * shape.lines_per_group() * 64;
-  const uint8_t byte = lines[(shape.bits == 4 ? i % 16 : i) / 4 * 64 + 4 * r + i % 4];
-  const int stored = shape.bits == 4 ? (i < 16 ? byte & 15 : byte >> 4) : byte;
+  const uint8_t* lines = unit + shape.codes_offset() + g * shape.lines_per_group() * 64 + 4 * r;
+  int stored = plane_bits(lines, shape.low_bits, i);
+  if (shape.high_bits) stored |= plane_bits(lines + 64 * shape.low_bits, shape.high_bits, i) << shape.low_bits;
   if (shape.scales == Scales::kPower32) {
     const uint8_t power = unit[16 * g + r];
     return power ? std::ldexp(static_cast<float>(kFloat4Codes[stored] - kFloat4Zero), power - 127) : 0.0f;
@@ -260,10 +274,11 @@ float unpack_grouped(const Weight& w, const uint8_t* tile, int r, int k) {
   const auto half = [&](size_t at) { return half_to_float(read16(unit + at + 2 * r)); };
   if (!is_super(shape.scales))
     return half(32 * g) * static_cast<float>(code) + (has_min(shape.scales) ? half(shape.min_offset() + 32 * g) : 0.0f);
-  const int n = is_sub16(shape.scales) ? 2 * g + i / 16 : g;
-  const float scale = half(0) * static_cast<float>(static_cast<int8_t>(unit[64 + 16 * n + r]));
-  return scale * static_cast<float>(code) -
-         (has_min(shape.scales) ? half(32) * static_cast<float>(unit[shape.min_offset() + 16 * n + r]) : 0.0f);
+  const uint8_t integer = unit[64 + (is_sub16(shape.scales) ? 2 * (16 * g + r) + i / 16 : 16 * g + r)];
+  if (shape.scales == Scales::kSuper16) return half(0) * static_cast<float>(static_cast<int8_t>(integer)) * static_cast<float>(code);
+  const bool shared = shape.scales == Scales::kSuper16Min;
+  const int scale = shared ? integer & 15 : integer, min = shared ? integer >> 4 : unit[shape.min_offset() + 16 * g + r];
+  return half(0) * static_cast<float>(scale) * static_cast<float>(code) - half(32) * static_cast<float>(min);
 }
 
 }  // namespace

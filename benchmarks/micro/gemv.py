@@ -1,8 +1,7 @@
 """Linear ops of few rows on cold weights: what share of the memory's pace they keep, and what more rows cost.
 
 One row reads each weight once, so bandwidth is the roof; a few rows more (a small batch, or drafts) should come nearly free,
-until arithmetic bounds: the limit of a row count is the larger of the two times. The bytes are those of the packed weight,
-which a few formats widen at load.
+until arithmetic bounds: the limit of a row count is the larger of the two times. The bytes are those of the packed weight.
 """
 
 from harness import Bench, Column, main, verdict
@@ -12,7 +11,7 @@ from headrace.program.op import Kind
 from headrace.quant.formats import FORMATS
 from tests.backend.stored import random_stored
 
-NAMES = ("Q4_0", "Q4_1", "Q8_0", "I8_ROW", "Q4_K", "Q6_K", "BF16")
+NAMES = ("Q4_0", "Q4_1", "Q8_0", "I8_ROW", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "BF16")
 SHAPES = ((2048, 2048), (8192, 2048), (2048, 8192))
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 COLUMNS = (

@@ -100,7 +100,7 @@ class LinearPlan:
 
     @property
     def bits(self) -> float:
-        """Bits that the kernel reads for a weight; formats that are widened at load take more than in the file."""
+        """Bits that the kernel reads for a weight, scales included; the file may have a few per cent less."""
         return 8 * self.weight_bytes / (self.stored.rows * self.stored.cols)
 
     def refuse_wrong_results(self) -> None:

@@ -82,7 +82,7 @@ class TestMemory:
     """A model that does not fit is refused by what it takes in memory, and nothing of it is loaded."""
 
     @pytest.mark.parametrize("backend", BACKENDS)
-    @pytest.mark.parametrize("kind", ["F32", "Q5_0"])  # Q5_0 is widened on cpu
+    @pytest.mark.parametrize("kind", ["F32", "Q5_0"])
     def test_a_byte_decides(self, backend: str, kind: str, write_gguf: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
         model = write_gguf(kind=kind)
         checkpoint = open_checkpoint(model)

@@ -25,8 +25,8 @@ from tests.tiny import Tensors, tiny_model
 KV = KvConfig((2,), 32, "bf16")
 BITS = {  # of a packed number, scales included, where nothing is padded
     **{"F32": 32, "F16": 16, "BF16": 16, "I8_ROW": 8.0625},
-    **{"Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q8_0": 8.5, "MXFP4": 4.25, "MXFP4_PAIRS": 4.25},
-    **{"Q5_0": 8.5, "Q5_1": 9, "Q2_K": 5.125, "Q3_K": 4.625, "Q5_K": 8.625, "Q6_K": 8.625},  # widened
+    **{"Q4_0": 4.5, "Q4_1": 5, "Q5_0": 5.5, "Q5_1": 6, "Q8_0": 8.5, "MXFP4": 4.25, "MXFP4_PAIRS": 4.25},
+    **{"Q2_K": 2.625, "Q3_K": 3.625, "Q4_K": 4.625, "Q5_K": 5.625, "Q6_K": 6.625},
 }
 Lower = Callable[[Program, Tensors], Program]
 
@@ -145,7 +145,7 @@ def zeros(name, shape):
 spec = tiny_model(0)[0]
 spec = replace(spec, dim=1024, num_heads=8, num_kv_heads=4, head_dim=128, ffn_dim=2816, vocab_size=4096)
 sizes = {}
-for layers in range(2, 24):
+for layers in range(2, 48):
     spec = replace(spec, num_layers=layers)
     tensors = {name: zeros(name, shape) for name, shape in tensor_shapes(spec).items()}
     size = lower_program("cpu", trace_model(spec, tensors), tensors).weight_bytes
