@@ -140,8 +140,8 @@ HR_INLINE void add_rows(Vf* acc, const W& w, const GroupScale<U.scales>& s, cons
 }
 
 // Weights are fetched this far ahead, into L2: it has room for more misses under way than L1, and the hardware's prefetcher falls
-// behind as soon as there is something to compute. (4 to 16 KB do equally well; into L1, five rows of Q8_0 take 1.6 times as long. A single
-// row runs at the pace of memory without.)
+// behind as soon as there is something to compute. (4 to 16 KB do equally well; into L1, five rows of Q8_0 take 1.6 times as long. Where dot
+// products are one instruction, a single row runs at the pace of memory without; in AVX2 it takes twice as long.)
 constexpr int kFetchAhead = 7168;
 
 template <Format F, int Rows, bool Offset>
@@ -152,7 +152,7 @@ void matmul_grouped(const uint8_t* tile, int units, const uint8_t* block, float*
   for (int m = 0; m < Rows; m++) acc[m] = zero();
   for (int u = 0; u < units; u++, tile += U.bytes()) {
     for (int g = 0; g < U.groups(); g++, block += q8_group_bytes(Offset) * Rows) {
-      if constexpr (Rows >= 2) {
+      if constexpr (Rows >= kRowsToFetchFor) {
         constexpr int share = U.bytes() / U.groups();
         for (int i = 0; i < share; i += 64) prefetch_l2(tile + g * share + kFetchAhead + i);
       }

@@ -12,6 +12,7 @@ constexpr int kMaxRows = 16;
 constexpr int kAccumulators = 24;  // vectors of sums that stay in registers
 constexpr int kLinesTogether = 1;
 constexpr int kSumsTogether = 2;  // integer sums that go on in turns: a dot product waits for the one before it in the same sum
+constexpr int kRowsToFetchFor = 2;  // from so many rows in a block, weights with scales by group are fetched ahead
 constexpr int kMaxQueries = kAccumulators / 2;
 
 HR_INLINE Vf zero() { return _mm512_setzero_ps(); }
