@@ -73,8 +73,8 @@ struct Unit {
   constexpr int groups() const { return columns() / kGroup; }
   constexpr int lines_per_group() const { return bits(); }
   // Offsets of the parts. Plain: f16 scale[groups][16], f16 min[groups][16]; of powers u8 exponent[groups][16]. Super: f16 d[16], f16
-  // dmin[16] (64 bytes either way), then s8 scale[n][16] and u8 min[n][16] with n integers per unit. Integers of 16 columns lie in pairs, those
-  // of a group side by side, [n / 2][16][2]; those of kSuper16Min have 4 bits and share a byte, the scale low.
+  // dmin[16] (64 bytes either way), then s8 scale[n][16] and u8 min[n][16] with n integers per unit. Integers of 16 columns lie in pairs,
+  // those of a group side by side, [n / 2][16][2]; those of kSuper16Min have 4 bits and share a byte, the scale low.
   constexpr int num_scales() const { return is_sub16(scales) ? columns() / 16 : groups(); }
   constexpr int min_offset() const { return is_super(scales) ? 64 + 16 * num_scales() : 32 * groups(); }
   constexpr int codes_offset() const {

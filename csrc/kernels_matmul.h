@@ -140,8 +140,8 @@ HR_INLINE void add_rows(Vf* acc, const W& w, const GroupScale<U.scales>& s, cons
 }
 
 // Weights are fetched this far ahead, into L2: it has room for more misses under way than L1, and the hardware's prefetcher falls
-// behind as soon as there is something to compute. (4 to 16 KB do equally well; into L1, five rows of Q8_0 take 1.6 times as long. Where dot
-// products are one instruction, a single row runs at the pace of memory without; in AVX2 it takes twice as long.)
+// behind as soon as there is something to compute. (4 to 16 KB do equally well; into L1, five rows of Q8_0 take 1.6 times as long. Where
+// dot products are one instruction, a single row runs at the pace of memory without; in AVX2 it takes twice as long.)
 constexpr int kFetchAhead = 7168;
 
 template <Format F, int Rows, bool Offset>

@@ -134,12 +134,8 @@ HR_INLINE Vf load_bf16(const uint16_t* p) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), 16)),
           _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1)), 16))};
 }
-HR_INLINE Vi load_s8(const int8_t* p) {
-  return {_mm256_cvtepi8_epi32(_mm_loadu_si64(p)), _mm256_cvtepi8_epi32(_mm_loadu_si64(p + 8))};
-}
-HR_INLINE Vi load_u8(const uint8_t* p) {
-  return {_mm256_cvtepu8_epi32(_mm_loadu_si64(p)), _mm256_cvtepu8_epi32(_mm_loadu_si64(p + 8))};
-}
+HR_INLINE Vi load_s8(const int8_t* p) { return {_mm256_cvtepi8_epi32(_mm_loadu_si64(p)), _mm256_cvtepi8_epi32(_mm_loadu_si64(p + 8))}; }
+HR_INLINE Vi load_u8(const uint8_t* p) { return {_mm256_cvtepu8_epi32(_mm_loadu_si64(p)), _mm256_cvtepu8_epi32(_mm_loadu_si64(p + 8))}; }
 HR_INLINE Vb load_bytes(const uint8_t* p) {
   const __m256i* q = reinterpret_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};

@@ -11,7 +11,7 @@ using Vs = Vi;  // two 16-bit numbers in each lane
 constexpr int kMaxRows = 16;
 constexpr int kAccumulators = 24;  // vectors of sums that stay in registers
 constexpr int kLinesTogether = 1;
-constexpr int kSumsTogether = 2;  // integer sums that go on in turns: a dot product waits for the one before it in the same sum
+constexpr int kSumsTogether = 2;    // integer sums that go on in turns: a dot product waits for the one before it in the same sum
 constexpr int kRowsToFetchFor = 2;  // from so many rows in a block, weights with scales by group are fetched ahead
 constexpr int kMaxQueries = kAccumulators / 2;
 
@@ -76,12 +76,12 @@ HR_INLINE Vf load_bf16(const uint16_t* p) {
 HR_INLINE Vi load_s8(const int8_t* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
 HR_INLINE Vi load_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
 HR_INLINE Vb load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-// Of each byte the bits of the mask, once it has been moved so many bits down; up, where that is negative.
 HR_INLINE __m512i moved_down(__m512i x, int down) {
   typedef uint16_t Words __attribute__((vector_size(64)));
   const auto words = reinterpret_cast<Words>(x);
   return reinterpret_cast<__m512i>(down < 0 ? words << -down : words >> down);
 }
+// Of each byte the bits of the mask, once it has been moved so many bits down; up, where that is negative.
 HR_INLINE Vb fields(Vb x, int down, int mask) {
   return {mask == 255 ? x.v : _mm512_and_si512(moved_down(x.v, down), _mm512_set1_epi8(static_cast<char>(mask)))};
 }
@@ -115,12 +115,14 @@ HR_INLINE Vi dot_shorts(Vs x, Vs y) { return {_mm512_madd_epi16(x.v, y.v)}; }
 template <int Bits, int Lines, int R, class W>
 HR_INLINE void dots(Vi* sums, const W& w, const int8_t* x) {
 #pragma GCC unroll 8
-  for (int j = 0; j < Lines; j++)
+  for (int j = 0; j < Lines; j++) {
+    const Vb line = w[j];
 #pragma GCC unroll 16
     for (int i = 0; i < R; i++)
       asm volatile("vpdpbusd %2%{1to16%}, %1, %0"
                    : "+v"(sums[i].v)
-                   : "v"(w[j].v), "m"(*reinterpret_cast<const int32_t*>(x + 32 * i + 4 * j)));
+                   : "v"(line.v), "m"(*reinterpret_cast<const int32_t*>(x + 32 * i + 4 * j)));
+  }
 }
 // The sums of w[j][4 lane + b] over Lines lines and b. Bits is the width of w.
 template <int Bits, int Lines, class W>

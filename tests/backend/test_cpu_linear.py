@@ -149,6 +149,17 @@ def test_every_value_of_float_codes_is_exact(name: str) -> None:
     assert len(np.unique(want[127])) == 15
 
 
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.block > 1 and "MXFP4" not in name])
+def test_every_code_of_a_row_is_exact(name: str) -> None:
+    """As an embedding: codes are taken out of their planes one by one, and random ones are all that there are."""
+    stored = random_stored(name, 32, 512, 6)
+    plan = _native.Plan("", 1)
+    out = plan.add_buffer(512, "step", False)
+    plan.embed(out, plan.add_weight(name, 32, 512, stored.parts["codes"], None))
+    run_rows(plan, 32)
+    np.testing.assert_array_equal(plan.floats(out, 32), stored.dequantise())
+
+
 def test_what_is_written_in_pieces_has_no_scale_by_row() -> None:
     """The maximum of a row is known once it is complete: such a plan would compute with a wrong one, so it cannot be made."""
     plan = _native.Plan("", 1)
