@@ -50,7 +50,7 @@ from headrace.kv.prefix import Hit, PrefixCache
 STEPS_PER_PRIORITY = 1000
 """How many steps later a request must have come to be as urgent as one of the next level of priority."""
 
-_RANK = attrgetter("rank")
+_RANK, _GROUP, _NUM_UNCOMPUTED = attrgetter("rank"), attrgetter("group"), attrgetter("num_uncomputed")
 
 
 class Scheduler:
@@ -182,8 +182,9 @@ class Scheduler:
             self._preempt(self.running[-1])
         while self._kv.is_overdrawn:  # for the same reason
             self._preempt(self._victim(self.running[0]))
-        for seq in self.running:
-            self._kv.advance(seq.tables, seq.settled, len(seq.known))
+        if self._kv.has_windows:
+            for seq in self.running:
+                self._kv.advance(seq.tables, seq.settled, len(seq.known))
         alone = self._suspect() if self.suspects else None
         budget, groups = self._share_rows(alone)
         output = SchedulerOutput([], [], budget)
@@ -243,16 +244,18 @@ class Scheduler:
         """
         config = self._config
         able = [seq for seq in self.running if not seq.at_limit and alone in (None, seq.request)]
-        groups = [dict.fromkeys(group, 0) for _, group in groupby(able, lambda seq: seq.group)]
-        decoding = [group for group in groups if all(seq.num_uncomputed == 1 for seq in group)]
-        chunked = [group for group in groups if any(seq.num_uncomputed > 1 for seq in group)]
+        groups = [dict.fromkeys(group, 0) for _, group in groupby(able, _GROUP)]
+        decoding: list[dict[Sequence, int]] = []
+        chunked: list[dict[Sequence, int]] = []
+        for group in groups:
+            (chunked if max(map(_NUM_UNCOMPUTED, group)) > 1 else decoding).append(group)
         kept_free = 1 if chunked and chunked[0] is groups[0] else 0
         left = config.max_num_batched_tokens
         for group in decoding:
             if len(group) <= left - kept_free:
                 group.update(dict.fromkeys(group, 1))
                 left -= len(group)
-        budget = RowBudget(left, left, config.max_logit_rows, inf)
+        budget = RowBudget(left, left, config.max_logit_rows or left, inf)
         if decoding:
             budget.chunk_work, budget.attention_crossover = (
                 config.chunked_prefill_size + config.max_num_batched_tokens - left,
@@ -353,8 +356,9 @@ class Scheduler:
 
     def _remember(self, seq: Sequence) -> None:
         """Let the cache know the blocks that finished steps have filled."""
-        if self._cache is not None and seq.node is not None:
-            seq.node = self._cache.extend(seq.node, seq.tables, seq.known, seq.settled, exchange=not seq.num_in_flight)
+        node = seq.node
+        if self._cache is not None and node is not None and (node.depth + 1) * self._kv.block_size <= seq.settled:
+            seq.node = self._cache.extend(node, seq.tables, seq.known, seq.settled, exchange=not seq.num_in_flight)
 
     def _release(self, seq: Sequence) -> None:
         self._remember(seq)

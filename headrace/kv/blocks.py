@@ -138,9 +138,11 @@ class BlockPool:
 
         None where there are not enough blocks.
         """
+        if length == 1 and (index := computed // self.block_size) < len(table) and self._references[table[index]] == 1:
+            return NOTHING_TO_DO  # so it is most of the time
         needed = self._table_length(computed, length)
         shared = [i for i in range(computed // self.block_size, min(needed, len(table))) if self._references[table[i]] > 1]
-        if needed <= len(table) and not shared:  # so it is most of the time
+        if needed <= len(table) and not shared:
             return NOTHING_TO_DO
         if self._price(max(0, needed - len(table)), len(shared)) > self.num_available:
             return None
