@@ -55,9 +55,9 @@ class EngineConfig:
     """Prompt rows in a step that also decodes, beside one row for each decoding sequence; deep in a context fewer, as attention costs
     more there. 16 lets a long prompt stretch the time between tokens of other requests to about three times; large values favour
     throughput. 0: as many as `max_num_batched_tokens`, which then stands here."""
-    max_logit_rows: int = 64
-    """Most rows with logits in one step, beyond one for each sequence, for prompt log-probabilities and drafts: it bounds the memory that
-    logits take. Prompt log-probabilities are computed in chunks of this size, which all sequences of a step share."""
+    max_logit_rows: int = 0
+    """Most rows with logits in one step, beyond one for each sequence, for prompt log-probabilities and drafts, which all sequences of a
+    step share: it bounds the memory that logits take. 0: as many as fit in 64 MiB, and 64 at least."""
     multi_step_ms: float = 10
     """Milliseconds for which steps of plain decoding are run in a row; their tokens are handed out after the last of them.
     A new request ends them with the step that runs. 0: one step at a time. Never changes a token."""

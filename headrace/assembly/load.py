@@ -19,6 +19,9 @@ from headrace.prompts import PromptReader
 from headrace.propose import make_proposers
 from headrace.propose.draft_model import max_rows
 
+_LOGIT_BYTES = 64 << 20
+_LEAST_LOGIT_ROWS = 64
+
 
 class LoadedModel(NamedTuple):
     """A model, ready to run."""
@@ -81,8 +84,13 @@ def load_engine(model: str, config: EngineConfig, checkpoint: Checkpoint, tokeni
     executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads)
     draft_models = compile_draft_models(config, draft_checkpoints, checkpoint, executable, draft_kv)
     limits = EngineLimits(spec.vocab_size, max_model_len, kv, program.kv_groups, program.attention_crossover)
-    config = replace(config, threads=threads)
+    config = replace(config, threads=threads, max_logit_rows=config.max_logit_rows or most_logit_rows(spec.vocab_size))
     return Engine(executable, tokenizer, limits, config, make_proposers(config, draft_models), name=model)
+
+
+def most_logit_rows(vocab_size: int) -> int:
+    """`EngineConfig.max_logit_rows` where that is 0."""
+    return max(_LEAST_LOGIT_ROWS, _LOGIT_BYTES // (4 * vocab_size))
 
 
 def fit_memory(

@@ -21,7 +21,7 @@ _INTEGERS = {  # option: least, most
     "max_num_seqs": (1, 2**16),
     "max_num_batched_tokens": (1, 2**20),
     "chunked_prefill_size": (0, 2**20),
-    "max_logit_rows": (1, 2**20),
+    "max_logit_rows": (0, 2**20),
     "max_draft_tokens": (1, 2**10),
     "draft_layers": (0, 4096),
     "draft_depth": (1, 64),

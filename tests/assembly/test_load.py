@@ -7,7 +7,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.assembly import drafts, load
-from headrace.assembly.load import load_model
+from headrace.assembly.load import load_model, most_logit_rows
 from headrace.assembly.options import engine_config
 from headrace.backend import BACKENDS, lower_program
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
@@ -28,6 +28,7 @@ def test_one_record(model: str) -> None:
     engine, prompts, tokenizer, checkpoint = load_model(model, engine_config({"backend": "reference", "max_model_len": 64}, OFFLINE))
     assert (engine.limits.max_model_len, engine.limits.vocab_size, engine.name) == (64, checkpoint.spec.vocab_size, model)
     assert engine.config.threads > 0 and engine.config.multi_step_ms == 50
+    assert engine.config.max_logit_rows == most_logit_rows(checkpoint.spec.vocab_size)
     assert prompts.read("hello").token_ids == tokenizer.encode("hello")
     engine.close()
 
@@ -99,3 +100,8 @@ class TestMemory:
         monkeypatch.setattr("headrace.assembly.load.compile_program", lambda *arguments: pytest.fail("compiled"))
         with pytest.raises(MemoryLimitError, match=f"{weights:,} bytes of weights, .* {needed:,} bytes, and {needed - 1:,} are available"):
             LLM(str(model), **options)
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(49_152, 341), (256_000, 65), (1 << 20, 64)])
+def test_logit_rows_are_bounded_by_their_memory(vocab: int, rows: int) -> None:
+    assert most_logit_rows(vocab) == rows
