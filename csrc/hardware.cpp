@@ -1,5 +1,10 @@
 #include "hardware.h"
 
+#if defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -32,6 +37,8 @@ std::vector<const Kernels*> available() {
     }
 #endif
   }
+#elif defined(__aarch64__)
+  if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) tables.push_back(kernels_neon());
 #endif
   return tables;
 }

@@ -188,6 +188,8 @@ const Kernels* kernels_portable();
 const Kernels* kernels_avx2();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx512bf16();
+#elif defined(__aarch64__)
+const Kernels* kernels_neon();
 #endif
 
 }  // namespace headrace

@@ -18,6 +18,8 @@ namespace {
 void pause_cpu() {
 #if defined(__x86_64__)
   _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");  // waits for a few dozen cycles, as x86's pause does; `yield` does nothing on most processors
 #endif
 }
 
