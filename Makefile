@@ -15,12 +15,13 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test test-api test-clients test-page soak soak-server cli fuzz gguf sanitize mutate lint format bench micro clean
+.PHONY: help run test test-api test-arm test-clients test-page soak soak-server cli fuzz gguf sanitize mutate lint format bench micro clean
 
 help:
 	@echo 'make run     a real model answers a prompt (MODEL=$(MODEL), PROMPT="...")'
 	@echo 'make test    all tests'
 	@echo 'make test-api CASES=$(CASES) requests made of /openapi.json, by every field of every route; SEED=1: others'
+	@echo 'make test-arm the kernels compiled for aarch64, under qemu: Debian, with g++-aarch64-linux-gnu and qemu-user'
 	@echo 'make test-clients clients of others against running servers: openai, anthropic, litellm, langchain, llm'
 	@echo 'make test-page the page of the server in headless Chromium, with pictures in $(PICTURES)'
 	@echo 'make soak    2,000 rounds of interrupts, closes, forks, failures'
@@ -47,6 +48,9 @@ test: .venv/.test
 
 test-api: .venv/.test
 	HEADRACE_API_CASES=$(CASES) HEADRACE_API_SEED=$(or $(SEED),0) $(BIN)/python -m pytest -s tests/server/test_api.py
+
+test-arm: .venv/.test
+	$(BIN)/python -m tests.arm $(TESTS)
 
 # Each client has a virtual environment of its own below .clients, made once.
 test-clients: .venv/.test
