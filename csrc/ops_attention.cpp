@@ -33,7 +33,7 @@ class Attention : public Op {
 
   void run(const Plan& plan, const Step& step, int begin, int end, int) override {
     SplitRecords records = locate(plan, step, work_.items[begin], work_.items[begin].first_part);
-    // The next item is this thread's, or was dealt to it and has been taken over by another, also where items come one by one.
+    // The next item is this thread's too, but for the last of its range, also where items are dealt one by one.
     const auto next = [this](int i) { return i + 1 < static_cast<int>(work_.items.size()) ? &work_.items[i + 1] : nullptr; };
     for (int i = begin; i < end; i++) run_item(plan, step, work_.items[i], next(i), records, scratch);
   }
