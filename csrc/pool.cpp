@@ -37,6 +37,15 @@ int process_id() {
 #endif
 }
 
+// Processors that this process may run on.
+int num_processors() {
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+#endif
+  return static_cast<int>(std::thread::hardware_concurrency());
+}
+
 }  // namespace
 
 void Deal::reset(int items) {
@@ -61,7 +70,7 @@ bool Deal::next(int thread, int& begin, int& end) {
   return false;
 }
 
-Pool::Pool(int threads) : threads_(std::max(1, threads)), process_(process_id()) {
+Pool::Pool(int threads) : threads_(std::max(1, threads)), spins_(threads_ > num_processors() ? 0 : kSpins), process_(process_id()) {
   try {
     for (int t = 1; t < threads_; t++) workers_.emplace_back([this, t] { work(t); });
   } catch (...) {
@@ -85,27 +94,26 @@ void Pool::stop() {
   for (auto& worker : workers_) worker.join();
 }
 
-void Pool::wait_change(const std::atomic<uint32_t>& value, uint32_t old) {
-  int spins = 0;
-  while (value.load(std::memory_order_acquire) == old) {
-    if (++spins < kSpins)
-      pause_cpu();
-    else
-      std::this_thread::yield();
+// Spins, then sleeps until it is notified: a thread that only gave way to others would be in the way of those that it waits for.
+void Pool::wait_change(const std::atomic<uint32_t>& value, uint32_t old) const {
+  for (int spins = 0; spins < spins_; spins++) {
+    if (value.load(std::memory_order_acquire) != old) return;
+    pause_cpu();
   }
+  value.wait(old, std::memory_order_acquire);
 }
 
 void Pool::work(int thread) {
   uint32_t seen = 0;
   for (;;) {
     const auto deadline = std::chrono::steady_clock::now() + kLinger;
-    while (job_number_.load(std::memory_order_acquire) == seen && std::chrono::steady_clock::now() < deadline)
+    while (spins_ > 0 && job_number_.load(std::memory_order_acquire) == seen && std::chrono::steady_clock::now() < deadline)
       for (int spins = 0; spins < 64 && job_number_.load(std::memory_order_acquire) == seen; spins++) pause_cpu();
     job_number_.wait(seen, std::memory_order_acquire);
     seen = job_number_.load(std::memory_order_acquire);
     if (stop_) return;
     error_->guard([&] { (*job_)(thread); });
-    running_.fetch_sub(1, std::memory_order_release);
+    if (running_.fetch_sub(1, std::memory_order_release) == 1) running_.notify_one();
   }
 }
 
@@ -130,16 +138,11 @@ void Pool::run(const std::function<void(int)>& job) {
   FirstError error;
   job_ = &job;
   error_ = &error;
-  running_.store(threads_ - 1, std::memory_order_relaxed);
+  running_.store(static_cast<uint32_t>(threads_ - 1), std::memory_order_relaxed);
   job_number_.fetch_add(1, std::memory_order_release);
   job_number_.notify_all();
   error.guard([&] { job(0); });
-  for (int spins = 0; running_.load(std::memory_order_acquire) != 0; spins++) {
-    if (spins < kSpins)
-      pause_cpu();
-    else
-      std::this_thread::yield();
-  }
+  for (uint32_t left; (left = running_.load(std::memory_order_acquire)) != 0;) wait_change(running_, left);
   in_use_.store(false, std::memory_order_release);
   error.rethrow();
 }

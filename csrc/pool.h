@@ -72,6 +72,7 @@ class Pool {
       between();
       arrived_.store(0, std::memory_order_relaxed);
       generation_.store(generation + 1, std::memory_order_release);
+      generation_.notify_all();
     } else {
       wait_change(generation_, generation);
     }
@@ -81,19 +82,21 @@ class Pool {
   void parallel(int items, const std::function<void(int, int, int)>& body);
 
  private:
-  static void wait_change(const std::atomic<uint32_t>& value, uint32_t old);
+  void wait_change(const std::atomic<uint32_t>& value, uint32_t old) const;
   void work(int thread);
   void stop();
   bool is_forked() const;
   void keep_off_caller();
 
   const int threads_;
+  // Rounds of a wait before the thread sleeps: none where there are more threads than processors, since what it waits for needs one.
+  const int spins_;
   std::vector<std::thread> workers_;
   const std::function<void(int)>* job_ = nullptr;
   FirstError* error_ = nullptr;
   std::atomic<bool> in_use_{false};
   alignas(64) std::atomic<uint32_t> job_number_{0};
-  alignas(64) std::atomic<int> running_{0};
+  alignas(64) std::atomic<uint32_t> running_{0};
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<uint32_t> generation_{0};
   int caller_cpu_ = -1;

@@ -29,7 +29,7 @@ class EngineConfig:
     backend: str = "cpu"
     """`cpu` (C++ kernels) or `reference` (NumPy, the truth in tests)."""
     threads: int = 0
-    """Compute threads; 0: one for each core that the process may use."""
+    """Compute threads; 0: one for each physical core that the process may use."""
     kv_dtype: KvDtype = "bf16"
     """Number format of keys and values."""
     latent_attention: LatentAttention = "plain"

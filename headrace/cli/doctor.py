@@ -46,7 +46,9 @@ def examine(threads: int) -> dict[str, Any]:
         "isa": os.environ.get("HEADRACE_ISA") or machine.isa,
         "isas": _native.isas(),
         "cores": host.usable_cores(),
-        "cores_of_machine": os.cpu_count(),
+        "processors": len(host.usable_processors()),
+        "processors_of_machine": os.cpu_count(),
+        "numa_nodes": host.numa_nodes(),
         "memory_available": host.available_memory(),
         "huge_pages": host.huge_pages(),
         "threads": machine.threads,
@@ -66,7 +68,8 @@ def _print(facts: dict[str, Any]) -> None:
         {
             "processor": facts["cpu"],
             "instruction set": f"{facts['isa']}, of {', '.join(facts['isas'])}",
-            "cores": f"{facts['cores']} usable, of {facts['cores_of_machine']}",
+            "cores": f"{facts['cores']} usable; {facts['processors']} of {facts['processors_of_machine']} logical processors",
+            "memory nodes": _nodes(facts["numa_nodes"]),
             "memory": f"{size(facts['memory_available'])} available",
             "huge pages": facts["huge_pages"],
             "system": facts["system"],
@@ -76,3 +79,12 @@ def _print(facts: dict[str, Any]) -> None:
     rates = {f"{kind} dot products": f"{rate / 1e9:,.0f} G operations/s" for kind, rate in facts["rates"].items()}
     ridge = {"ridge": f"{facts['ridge_int8']:.0f} int8 operations per byte; a program with fewer is limited by memory bandwidth"}
     print_figures(f"Measured with {facts['threads']} threads", {"memory read": f"{facts['bandwidth'] / 1e9:.1f} GB/s"} | rates | ridge)
+
+
+def _nodes(counts: dict[int, int]) -> str:
+    """How threads and memory lie to each other. A page of weights or KV lies on the node of the thread that writes it first."""
+    if len(counts) < 2:
+        return "one for all cores" if counts else "unknown"
+    shown = ", ".join(f"node {node} near {count} processors" for node, count in counts.items())
+    first = next(iter(counts))
+    return f"{shown}; an engine on one of them reads near memory alone: numactl --cpunodebind={first} --membind={first} headrace ..."

@@ -18,15 +18,32 @@ def cpu_name(root: Path = Path("/")) -> str:
     return platform.processor() or platform.machine()
 
 
+def usable_processors() -> frozenset[int]:
+    """Numbers of the logical processors that this process may run on; several may be threads of one core."""
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset(range(os.cpu_count() or 1))
+
+
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may keep busy: its affinity mask, cut to the CPU quota of its cgroups; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may keep busy: those of its affinity mask, cut to the CPU quota of its cgroups; at least 1.
+
+    Processors that are threads of one core count once: one thread keeps a core's multipliers busy, and a second would only take turns.
+    """
+    topology = root / "sys/devices/system/cpu"
+    cores = len({_text(topology / f"cpu{cpu}/topology/thread_siblings_list") or cpu for cpu in usable_processors()})
     for group in _cgroups(root, "cpu"):
         quota, _, period = _text(group / "cpu.max").partition(" ")  # v2: "max 100000" or "150000 100000"
         quota, period = quota or _text(group / "cpu.cfs_quota_us"), period or _text(group / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit():
             cores = min(cores, max(1, int(quota) // int(period)))
     return cores
+
+
+def numa_nodes(root: Path = Path("/")) -> dict[int, int]:
+    """Logical processors that this process may run on, by the NUMA node that is near to them; empty where the system does not say."""
+    usable = usable_processors()
+    lists = {path: _text(path / "cpulist") for path in (root / "sys/devices/system/node").glob("node[0-9]*")}
+    counts = {int(path.name[4:]): len(usable & _numbers(text)) for path, text in lists.items()}
+    return {node: count for node, count in sorted(counts.items()) if count}
 
 
 def available_memory(root: Path = Path("/")) -> int:
@@ -93,6 +110,12 @@ def _address_space(root: Path) -> int | None:
         if line.startswith("Max address space") and (soft := line.split()[3]).isdigit():
             return int(soft)
     return None
+
+
+def _numbers(text: str) -> set[int]:
+    """Those of a list as the kernel writes it, "0-3,8"."""
+    ends = [tuple(map(int, part.split("-"))) for part in text.split(",") if part]
+    return {number for first, *last in ends for number in range(first, (last or [first])[0] + 1)}
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -105,7 +105,7 @@ LOADS: dict[str, st.SearchStrategy[Any]] = {
     "chunked_prefill_size": st.sampled_from([1, 3, 32]),
     "multi_step_ms": st.sampled_from([0, 1e6]),
     "slots": st.sampled_from([42, 56, 80, 800]),
-    "threads": st.integers(1, 2),
+    "threads": st.sampled_from([1, 2, 5]),
     "prefix_cache": st.booleans(),
     "late": st.booleans(),
 }

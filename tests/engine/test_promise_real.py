@@ -42,9 +42,9 @@ def checkpoint() -> tuple[Checkpoint, Tokenizer]:
 
 @pytest.fixture(scope="module")
 def executables() -> Iterator[dict[int, Executable]]:
-    """The model on one thread and on two."""
+    """The model on one thread, on two, and on more than most machines that run this have processors for."""
     model, _ = checkpoint()
-    made = {n: compile_program("cpu", trace_model(model.spec, model.tensors), model.tensors, KV, n) for n in (1, 2)}
+    made = {n: compile_program("cpu", trace_model(model.spec, model.tensors), model.tensors, KV, n) for n in (1, 2, 8)}
     yield made
     for executable in made.values():
         executable.close()
@@ -72,7 +72,7 @@ def alone(executables: dict[int, Executable]) -> list[RequestOutput]:
 @given(
     order=st.permutations(range(len(PROMPTS))),
     neighbours=st.sampled_from([0, 1, 31]),
-    threads=st.sampled_from([1, 2]),
+    threads=st.sampled_from([1, 2, 8]),
     drafts=st.sampled_from([*(name for name in PROPOSERS if name not in NEEDS), "trees"]),
     control=st.booleans(),
     max_num_batched_tokens=st.sampled_from([7, 32, 100, 512]),

@@ -53,6 +53,21 @@ class TestCores:
         write(tmp_path, {"proc/self/cgroup": "3:cpu:/\n"} | files)
         assert host.usable_cores(tmp_path) == 16
 
+    def test_threads_of_a_core_count_once(self, tmp_path: Path) -> None:
+        topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+        # Six cores of two threads each, and four of one, as on processors with cores of two kinds.
+        siblings = {cpu: f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}" if cpu < 12 else str(cpu) for cpu in range(16)}
+        write(tmp_path, {topology.format(cpu): text + "\n" for cpu, text in siblings.items()})
+        assert host.usable_cores(tmp_path) == 10
+        write(tmp_path, {"proc/self/cgroup": "0::/box\n", "sys/fs/cgroup/box/cpu.max": "800000 100000"})
+        assert host.usable_cores(tmp_path) == 8
+
+    def test_nodes_of_memory(self, tmp_path: Path) -> None:
+        assert host.numa_nodes(tmp_path) == {}
+        lists = {0: "0-3,8", 1: "4-7,9-15,24-31", 2: "", 3: "40-47"}  # node 2 has memory alone; this process may not run beside node 3
+        write(tmp_path, {f"sys/devices/system/node/node{node}/cpulist": text + "\n" for node, text in lists.items()})
+        assert host.numa_nodes(tmp_path) == {0: 5, 1: 11}
+
 
 MEMINFO = {"proc/meminfo": "MemTotal:       16000000 kB\nMemAvailable:    8000000 kB\n"}
 
