@@ -3,11 +3,12 @@
     python benchmarks/shaped.py 1b Q4_0 Q8_0 BF16 --out .bench/models
     python benchmarks/shaped.py 16x2 Q4_0
     python benchmarks/shaped.py 64x8 Q4_0
+    python benchmarks/shaped.py 8b Q4_K
 
-`1b` has the dimensions of Llama-3.2-1B (0.6, 1.1 and 2.1 GB); `16x2` sends each row to 2 of 16 experts (Mixtral's equations), `64x8` to 8
+`1b` has the dimensions of Llama-3.2-1B (0.6, 1.1 and 2.1 GB), `8b` those of Llama-3.1-8B (4.1 GB in Q4_K); `16x2` sends each row to 2 of 16 experts (Mixtral's equations), `64x8` to 8
 of 64 (OLMoE's equations and dimensions), 3.7 GB each in Q4_0; `narrow` is small enough for very long prompts. Each file has the tokenizer
 of the default model. Their speed is that of trained models, and their text is noise. All experts of a layer have the same random
-weights. Needs the package gguf.
+weights. Of K-quants all matrices are in the one format, and their codes are random bits. Needs the package gguf.
 """
 
 import argparse
@@ -55,11 +56,21 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "1b": Shape("llama", 2048, 16, 32, 8, 64, 8192),
+    "8b": Shape("llama", 4096, 32, 32, 8, 128, 14336),
     "16x2": Shape("llama", 2048, 16, 32, 8, 64, 4096, 16, 2),
     "64x8": Shape("olmoe", 2048, 16, 16, 16, 128, 1024, 64, 8),
     "narrow": Shape("llama", 128, 4, 4, 1, 32, 256),
 }
 VOCAB = 49152
+
+K_SCALES = {
+    "Q2_K": {80: 2**-7, 82: 2**-6},
+    "Q3_K": {108: 2**-8},
+    "Q4_K": {0: 2**-10, 2: 2**-7},
+    "Q5_K": {0: 2**-11, 2: 2**-7},
+    "Q6_K": {208: 2**-11},
+}
+"""Where a block of each K-quant has its float16 scales, in bytes, and what they are here: sizes as of trained weights."""
 
 
 def tokenizer_of(model: Path) -> list[gguf.ReaderField]:
@@ -83,7 +94,8 @@ def write(path: Path, shape: Shape, quantisation: str, tokenizer: list[gguf.Read
     writer.add_rope_freq_base(500000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCAB)
-    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{quantisation}"])
+    types = gguf.LlamaFileType.__members__
+    writer.add_file_type(types.get(f"MOSTLY_{quantisation}") or types[f"MOSTLY_{quantisation}_M"])
     if shape.experts:
         writer.add_expert_count(shape.experts)
         writer.add_expert_used_count(shape.top_k)
@@ -94,8 +106,17 @@ def write(path: Path, shape: Shape, quantisation: str, tokenizer: list[gguf.Read
     def random(rows: int, cols: int) -> NDArray[np.float32]:
         return rng.standard_normal((rows, cols), np.float32) / np.sqrt(np.float32(cols))
 
+    def packed_matrix(rows: int, cols: int) -> NDArray[np.uint8]:
+        if quantisation not in K_SCALES:
+            return gguf.quants.quantize(random(rows, cols), stored)
+        block, nbytes = gguf.GGML_QUANT_SIZES[stored]
+        blocks = np.frombuffer(rng.bytes(rows * cols // block * nbytes), np.uint8).reshape(-1, nbytes).copy()
+        for at, scale in K_SCALES[quantisation].items():
+            blocks[:, at : at + 2] = np.float16([scale]).view(np.uint8)
+        return blocks.reshape(rows, -1)
+
     def matrix(name: str, rows: int, cols: int) -> None:
-        packed = gguf.quants.quantize(random(rows, cols), stored)
+        packed = packed_matrix(rows, cols)
         if name.endswith("_exps"):
             packed = np.broadcast_to(packed, (shape.experts, *packed.shape)).copy()
         writer.add_tensor(f"{name}.weight", packed, raw_dtype=stored)
@@ -123,7 +144,7 @@ def main() -> None:
     """Write the files that are not there yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("formats", nargs="+", choices=["Q4_0", "Q8_0", "BF16"])
+    parser.add_argument("formats", nargs="+", choices=["Q4_0", "Q8_0", "BF16", *K_SCALES])
     parser.add_argument("--out", type=Path, default=Path(".bench/models"))
     parser.add_argument("--tokenizer", type=Path, help="GGUF file that lends its tokenizer (default: the default model)")
     args = parser.parse_args()
