@@ -5,10 +5,11 @@
     python benchmarks/shaped.py 64x8 Q4_0
     python benchmarks/shaped.py 8b Q4_K
 
-`1b` has the dimensions of Llama-3.2-1B (0.6, 1.1 and 2.1 GB), `8b` those of Llama-3.1-8B (4.1 GB in Q4_K); `16x2` sends each row to 2 of 16 experts (Mixtral's equations), `64x8` to 8
-of 64 (OLMoE's equations and dimensions), 3.7 GB each in Q4_0; `narrow` is small enough for very long prompts. Each file has the tokenizer
-of the default model. Their speed is that of trained models, and their text is noise. All experts of a layer have the same random
-weights. Of K-quants all matrices are in the one format, and their codes are random bits. Needs the package gguf.
+`1b` has the dimensions of Llama-3.2-1B (0.6, 1.1 and 2.1 GB), `8b` those of Llama-3.1-8B (4.0 GB in Q4_K); `16x2` sends each row to 2 of
+16 experts (Mixtral's equations), `64x8` to 8 of 64 (OLMoE's equations and dimensions), 3.7 GB each in Q4_0; `narrow` is small enough for
+very long prompts. Each file has the tokenizer of the default model. Their speed is that of trained models, and their text is noise. All
+experts of a layer have the same random weights. Of K-quants all matrices are in the one format, and their codes are random bits.
+Needs the package gguf.
 """
 
 import argparse
@@ -78,6 +79,15 @@ def tokenizer_of(model: Path) -> list[gguf.ReaderField]:
     return [field for name, field in gguf.GGUFReader(model).fields.items() if name.startswith("tokenizer.")]
 
 
+def random_blocks(rng: np.random.Generator, stored: gguf.GGMLQuantizationType, rows: int, cols: int) -> NDArray[np.uint8]:
+    """The rows of a matrix in a K-quant: random codes, and the scales of `K_SCALES`."""
+    block, nbytes = gguf.GGML_QUANT_SIZES[stored]
+    blocks = np.frombuffer(rng.bytes(rows * cols // block * nbytes), np.uint8).reshape(-1, nbytes).copy()
+    for at, scale in K_SCALES[stored.name].items():
+        blocks[:, at : at + 2] = np.float16([scale]).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
 def write(path: Path, shape: Shape, quantisation: str, tokenizer: list[gguf.ReaderField]) -> None:
     """Write the model with its matrices in `quantisation`."""
     rng = np.random.default_rng(0)
@@ -106,17 +116,11 @@ def write(path: Path, shape: Shape, quantisation: str, tokenizer: list[gguf.Read
     def random(rows: int, cols: int) -> NDArray[np.float32]:
         return rng.standard_normal((rows, cols), np.float32) / np.sqrt(np.float32(cols))
 
-    def packed_matrix(rows: int, cols: int) -> NDArray[np.uint8]:
-        if quantisation not in K_SCALES:
-            return gguf.quants.quantize(random(rows, cols), stored)
-        block, nbytes = gguf.GGML_QUANT_SIZES[stored]
-        blocks = np.frombuffer(rng.bytes(rows * cols // block * nbytes), np.uint8).reshape(-1, nbytes).copy()
-        for at, scale in K_SCALES[quantisation].items():
-            blocks[:, at : at + 2] = np.float16([scale]).view(np.uint8)
-        return blocks.reshape(rows, -1)
-
     def matrix(name: str, rows: int, cols: int) -> None:
-        packed = packed_matrix(rows, cols)
+        if quantisation in K_SCALES:
+            packed = random_blocks(rng, stored, rows, cols)
+        else:
+            packed = gguf.quants.quantize(random(rows, cols), stored)
         if name.endswith("_exps"):
             packed = np.broadcast_to(packed, (shape.experts, *packed.shape)).copy()
         writer.add_tensor(f"{name}.weight", packed, raw_dtype=stored)

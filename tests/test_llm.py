@@ -141,7 +141,7 @@ class TestGenerate:
     def test_priorities_reach_the_engine(self, model: str) -> None:
         with LLM(model, backend="reference", max_model_len=64, max_num_seqs=1) as llm:
             add, seen = llm._engine.add, []
-            llm._engine.add = lambda request, request_id: seen.append(request.priority) or add(request, request_id)  # type: ignore[method-assign,func-returns-value]
+            llm._engine.add = lambda request, *ids, **how: seen.append(request.priority) or add(request, *ids, **how)  # type: ignore[method-assign,func-returns-value]
             llm.generate(["hello", "w"], GREEDY, priority=[3, -2])
             llm.chat([MESSAGES, MESSAGES], GREEDY, priority=5)
             "".join(llm.stream_text("hello", GREEDY, priority=-1))

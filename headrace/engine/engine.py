@@ -150,8 +150,8 @@ class Engine:
             self._meter.refused += 1
             raise
 
-    def add(self, checked: CheckedRequest, request_id: str | None = None) -> str:
-        """Queue a request that `check` of this engine returned, and return its id.
+    def add(self, checked: CheckedRequest, request_id: str | None = None, *, only_result: bool = False) -> str:
+        """Queue a request that `check` of this engine returned, and return its id; with `only_result` it has no update but the last.
 
         Raises RequestError for an id that is under way, and for an adapter that has been unloaded since.
         """
@@ -164,7 +164,7 @@ class Engine:
         request_id = str(number) if request_id is None else request_id
         limit, acceptor = self._limit(len(known), params, pooling), self._acceptor(params)
         stopwatch, rows = Stopwatch(self._clock), PromptPooling(pooling, len(known)) if pooling else None
-        terms = priority, timeout, cache_salt, adapter, rows, constraint
+        terms = priority, timeout, cache_salt, adapter, rows, constraint, only_result
         request = Request(number, request_id, prompt, known, params, limit, acceptor, stopwatch, *terms)
         begin(request, self.config, self._tokenizer, self.limits.vocab_size)
         self._scheduler.add(request.seqs[0])
@@ -198,7 +198,7 @@ class Engine:
         first, and the one with which a step fails again ends with the error.
         """
         self._check_open()
-        begun, num_tokens, step = self._clock(), 0, None
+        begun, num_tokens, step = self._clock(), -self._loop.num_tokens, None
         updates: list[Update] = []
         try:
             self._expire(updates)
@@ -209,11 +209,12 @@ class Engine:
         except Exception as error:
             step = None
             self._recover(error, updates)
-        for update in updates:
-            num_tokens += len(update.token_ids)
-            if update.result:
-                self._meter.finished += 1
-                self._forget(update.request_id)
+        num_tokens += self._loop.num_tokens
+        for result in [update.result for update in updates if update.result]:
+            if self._requests[result.request_id].acceptor.is_group:
+                num_tokens += sum(len(output.token_ids) for output in result.outputs)
+            self._meter.finished += 1
+            self._forget(result.request_id)
         if step:
             now, num_launches = self._clock(), len(step.tickets)
             self._scheduler.step_timer.record((now - begun) / num_launches)

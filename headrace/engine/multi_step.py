@@ -35,15 +35,15 @@ class MultiStep:
         self._seconds = config.multi_step_ms / 1000
         self._clock = clock
         self._step_seconds = 0.0
-        """Seconds of a launch in the last multi-step decoding; 0 before the first."""
+        """Seconds of a launch of the last plain decoding; 0 before the first."""
 
     def plan(self, scheduled: list[ScheduledSequence]) -> int:
-        """Most launches in a row, with slots reserved for them; 1 where a sequence needs more than plain decoding."""
+        """Most launches in a row, with slots reserved for them; 0 where a sequence needs more than plain decoding."""
         if not self._is_on or not all(item.is_plain for item in scheduled):
-            return 1
+            return 0
         most = _MAX_LAUNCHES
-        if self._step_seconds:  # two at least, so that a launch is timed again after a slow one
-            most = min(most, max(2, ceil(self._seconds / self._step_seconds)))
+        if self._step_seconds:
+            most = min(most, ceil(self._seconds / self._step_seconds))
         for item in scheduled:
             seq = item.seq  # its first token reaches the caller at once
             most = min(most, seq.request.limit - seq.length if seq.output.token_ids else 1)
@@ -69,7 +69,7 @@ class MultiStep:
         tickets: list[Ticket] = []
         for its_batch, its_ops in self._launches(scheduled, batch, ops, most):
             tickets.append(self._executable.launch(its_batch, its_ops, **wanted))
-            if self._clock() >= until or is_wanted() or _any_ended(tickets[-1], ends):
+            if len(tickets) == most or self._clock() >= until or is_wanted() or _any_ended(tickets[-1], ends):
                 break
         self._step_seconds = (self._clock() - begun) / len(tickets)
         for item in scheduled:
@@ -82,6 +82,8 @@ class MultiStep:
         self, scheduled: list[ScheduledSequence], batch: RaggedBatch, ops: list[LogitOp], most: int
     ) -> list[tuple[RaggedBatch, list[LogitOp]]]:
         """The batches of all launches and their ops. They are made before the first, which displaces everything from the caches."""
+        if most == 1:
+            return [(batch, ops)]
         groups = list(zip(*(item.seq.tables for item in scheduled), strict=True))
         source = ints(list(range(len(scheduled))))
         draws = [op for op in ops if isinstance(op, Draw)]

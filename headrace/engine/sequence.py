@@ -68,6 +68,8 @@ class Request:
     """Where the prompt is embedded: its sequence draws nothing, and ends when its rows are pooled."""
     constraint: Constraint | None = None
     """What its outputs may begin with; None: anything."""
+    only_result: bool = False
+    """Whether nothing is said of it before its result."""
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
     """One for each prompt token so far, where they are asked for."""
     seqs: list["Sequence"] = field(default_factory=list)
@@ -103,17 +105,24 @@ class Request:
         return self.acceptor.outputs([seq.output for seq in self.seqs])
 
     @property
+    def reads_prompt_rows(self) -> bool:
+        """Whether rows of its prompt are scored or pooled."""
+        return self.pooling is not None or self.params.prompt_logprobs is not None
+
+    @property
     def width(self) -> int:
         """Sequences that it has once its prompt has ended."""
         return self.params.beam_width or self.params.n
 
     def news(self) -> list[Update]:
         """What there is that was not said before; with the last update of the request comes its result."""
+        if self.only_result and not self.ended:
+            return []
         fresh = [(index, output) for index, output in enumerate(self.outputs) if output.has_news]
         updates = [Update(self.id, index, *output.take(), output.finish_reason, output.stop_reason, None) for index, output in fresh]
         if updates and self.ended:
             updates[-1] = replace(updates[-1], result=self.result())
-        return updates
+        return updates[-1:] if self.only_result else updates
 
     def result(self) -> RequestOutput:
         """All there is to say of the request now."""

@@ -36,6 +36,7 @@ class StepLoop:
     in_flight: deque[InFlightStep] = field(default_factory=deque)
     num_steps: int = 0
     num_rows: int = 0
+    num_tokens: int = 0  # of outputs
     num_drafted: int = 0
     num_accepted: int = 0
 
@@ -72,8 +73,7 @@ class StepLoop:
         seconds = self.clock() - step.begun
         commits = [commit for _, _, commit in kept]
         self.speculation.observe(step.scheduled, step.drafting, commits, results[-1], step.num_rows, seconds, len(results))
-        for seq, _, commit in kept:
-            receive(seq, commit, self.scheduler)
+        self.num_tokens += sum(receive(seq, commit, self.scheduler) for seq, _, commit in kept)
         for request in dict.fromkeys(item.seq.request for item in step.scheduled):
             updates += request.news()
         return step
@@ -94,7 +94,7 @@ class StepLoop:
         batch = build(scheduled, self.kv.block_size)
         draws = prepare_draws(scheduled, self.scheduler)
         wanted = {"logits": draws.needs_logits or self.speculation.needs_logits, "hidden": self.speculation.needs_hidden}
-        if most > 1:
+        if most:
             tickets = self.multi_step.launch(scheduled, batch, draws.ops, most, self.speculation.rest, is_wanted, **wanted)
         else:
             tickets = [self.executable.launch(batch, draws.ops, **wanted)]

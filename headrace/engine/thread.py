@@ -18,7 +18,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 from headrace.engine.engine import Engine
@@ -66,14 +66,6 @@ class Inbox:
         return item
 
 
-class _Route(NamedTuple):
-    """Where the updates of a request go."""
-
-    receiver: Receiver
-    only_results: bool
-    """Whether only the last one is wanted, which has the result: a caller is not woken for the others."""
-
-
 class EngineThread:
     """An engine and the thread that it runs in. All methods may be called from any thread, signal handler or finaliser."""
 
@@ -86,7 +78,8 @@ class EngineThread:
         """That thread."""
         self.step_begun: float | None = None
         """When the step that runs began, by the system's monotonic clock; None between steps."""
-        self._routes: dict[str, _Route] = {}
+        self._routes: dict[str, Receiver] = {}
+        """Where the updates of a request go, by its id."""
         self._pid = os.getpid()
         self._why_closed = ""
         self._is_released = False
@@ -110,8 +103,7 @@ class EngineThread:
 
         Waits for nothing: what goes wrong goes to the receiver. The caller aborts them if it does not wait for their end.
         """
-        route = _Route(receiver, only_results)
-        self._post(lambda: self._add(requests, ids, route))
+        self._post(lambda: self._add(requests, ids, receiver, only_results))
 
     def abort(self, ids: Iterable[str]) -> None:
         """End requests; those that have ended, or never came, are no matter. Waits for nothing, and raises nothing."""
@@ -220,14 +212,14 @@ class EngineThread:
             for _ in range(self._commands.qsize()):
                 self._commands.get_nowait()()
 
-    def _add(self, requests: Iterable[CheckedRequest], ids: Iterable[str], route: _Route) -> None:
+    def _add(self, requests: Iterable[CheckedRequest], ids: Iterable[str], receiver: Receiver, only_results: bool) -> None:
         try:
             self.check_open()
             for request_id, request in zip(ids, requests, strict=True):
-                self._engine.add(request, request_id)
-                self._routes[request_id] = route
+                self._engine.add(request, request_id, only_result=only_results)
+                self._routes[request_id] = receiver
         except BaseException as error:
-            route.receiver.put(error)
+            receiver.put(error)
 
     def _abort(self, ids: Iterable[str]) -> None:
         for request_id in ids:
@@ -236,15 +228,12 @@ class EngineThread:
                 self._engine.abort(request_id)
 
     def _deliver(self, update: Update) -> None:
-        receiver, only_results = self._routes[update.request_id]
-        if update.result:
-            del self._routes[update.request_id]
-        if update.result or not only_results:
-            receiver.put(update)
+        receiver = self._routes.pop(update.request_id) if update.result else self._routes[update.request_id]
+        receiver.put(update)
 
     def _close(self) -> None:
         if not self._is_released:
-            receivers = {id(route.receiver): route.receiver for route in self._routes.values()}
+            receivers = {id(receiver): receiver for receiver in self._routes.values()}
             self._routes.clear()
             for receiver in receivers.values():
                 receiver.put(ClosedError(self._why_closed))

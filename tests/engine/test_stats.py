@@ -1,6 +1,7 @@
 """What an engine says of itself: counts, rates of the last seconds, empty slots, and which sequence holds which block."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -38,6 +39,20 @@ class TestCounts:
         assert (stats.finished, stats.aborted, stats.running, stats.tokens) == (3, 2, 0, 13)
         assert stats.rows == 20 + 3 * 3 and stats.rows_mean == stats.rows / stats.steps and stats.rows_last == 3
         assert stats.step_seconds > 0 and stats.tokens_per_second > 0
+
+    @pytest.mark.parametrize("params", [{}, {"n": 3}, {"beam_width": 3}, {"stop_token_ids": [7]}])
+    def test_of_tokens_that_are_said_at_once_or_with_the_result_alone(self, params: dict[str, Any]) -> None:
+        said: list[int] = []
+        for only_result in (False, True):
+            engine = toy_engine(proposer=RandomTrees(0, VOCAB, {}, max_nodes=4))
+            request_id = engine.add(engine.check([5, 6], SamplingParams(max_tokens=9, **params)), only_result=only_result)
+            updates = list(drain(engine))
+            (result,) = [update.result for update in updates if update.result]
+            assert updates[-1].result is result and {update.request_id for update in updates} == {request_id}
+            assert len(updates) == 1 or not only_result
+            said.append(engine.stats().tokens)
+            assert said[-1] == sum(len(output.token_ids) for output in result.outputs)
+        assert said[0] == said[1]
 
     def test_of_an_engine_that_did_nothing(self) -> None:
         stats = toy_engine().stats()
