@@ -117,10 +117,8 @@ def write(path: Path, shape: Shape, quantisation: str, tokenizer: list[gguf.Read
         return rng.standard_normal((rows, cols), np.float32) / np.sqrt(np.float32(cols))
 
     def matrix(name: str, rows: int, cols: int) -> None:
-        if quantisation in K_SCALES:
-            packed = random_blocks(rng, stored, rows, cols)
-        else:
-            packed = gguf.quants.quantize(random(rows, cols), stored)
+        is_random = quantisation in K_SCALES
+        packed = random_blocks(rng, stored, rows, cols) if is_random else gguf.quants.quantize(random(rows, cols), stored)
         if name.endswith("_exps"):
             packed = np.broadcast_to(packed, (shape.experts, *packed.shape)).copy()
         writer.add_tensor(f"{name}.weight", packed, raw_dtype=stored)
