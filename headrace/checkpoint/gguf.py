@@ -10,7 +10,6 @@ import math
 import mmap
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +20,7 @@ from headrace.checkpoint.files import map_file
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.model.fields import Fields
 from headrace.quant.formats import FORMATS, StoredTensor
+from headrace.record import frozen
 
 _MAX_RECORDS = 65_536
 """Most key-values and most tensors in a file."""
@@ -189,7 +189,7 @@ class Metadata(Fields):
         return value
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class GgufFile:
     """An open GGUF file: its metadata and its tensors by name."""
 
@@ -229,7 +229,7 @@ def read_gguf(path: Path) -> GgufFile:
     return GgufFile(path, version, metadata, _read_tensors(cursor, num_tensors, metadata))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Record:
     name: str
     type: int
