@@ -3,7 +3,7 @@
 import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,7 @@ RAW_FORMATS: dict[str, Format] = {"I8": _blocks("I8", 1, 1, dq.i8), "U8": _block
 """Plain numbers, by the name that safetensors has for them, which only a quantisation method can make weights of."""
 
 
-@frozen(eq=False)
+@dataclass(frozen=True, eq=False, slots=True)  # hostile files have many
 class StoredTensor:
     """A tensor in its stored format, usually a view of a memory map: nothing is read until it is used.
 
