@@ -40,17 +40,18 @@ def _frozen(cls: type[_T], eq: bool, kw_only: bool) -> type[_T]:
 
 def _initialiser(cls: Any) -> Callable[..., None]:
     """`__init__`, which puts the fields into the instance in their order."""
-    given_by_name = [one.name for one in fields(cls) if one.kw_only]
     in_order = [one.name for one in fields(cls) if not one.kw_only]
+    names = in_order + [one.name for one in fields(cls) if one.kw_only]
     defaults = {one.name: one.default for one in fields(cls) if one.default is not MISSING}
     factories = {one.name: one.default_factory for one in fields(cls) if one.default_factory is not MISSING}
     has_post_init = hasattr(cls, "__post_init__")
 
     def __init__(self: Any, /, *args: Any, **named: Any) -> None:
-        values = dict(zip(in_order, args))  # noqa: B905 - the next line is faster than `strict`
-        if len(args) > len(in_order):
-            raise TypeError(f"{cls.__name__} takes {len(in_order)} positional arguments, and {len(args)} were given")
-        for name in (*in_order[len(args) :], *given_by_name):
+        count = len(args)
+        if count > len(in_order):
+            raise TypeError(f"{cls.__name__} takes {len(in_order)} positional arguments, and {count} were given")
+        values = dict(zip(in_order, args, strict=False))
+        for name in names[count:]:
             if name in named:
                 values[name] = named.pop(name)
             elif name in defaults:
