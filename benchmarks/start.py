@@ -55,11 +55,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout, with its native module, to take turns with")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout, with its native module, to take turns with")
     args = parser.parse_args()
     headrace = [sys.executable, "-m", "headrace"]
     subprocess.run([*headrace, "pull", args.model], check=True, stdout=subprocess.DEVNULL)
-    checkouts: dict[str, Path | None] = {HERE: None} | ({str(args.beside): args.beside} if args.beside else {})
+    checkouts: dict[str, Path | None] = {HERE: None} | ({str(args.against): args.against} if args.against else {})
     print(f"cold start, {args.runs} runs each, seconds")
     print(f"{'':14}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}")
     for name, words in COMMANDS.items():
@@ -70,9 +70,9 @@ def main() -> None:
         for which in checkouts:
             times, cpu = zip(*(one[which] for one in rounds), strict=True)
             figures = statistics.median(times), min(times), max(times), statistics.median(cpu)
-            print(f"{name:14}{''.join(f'{figure:8.3f}' for figure in figures)}  {which if args.beside else ''}".rstrip())
-        if args.beside:
-            ratio = statistics.median(one[HERE].first_byte / one[str(args.beside)].first_byte for one in rounds)
+            print(f"{name:14}{''.join(f'{figure:8.3f}' for figure in figures)}  {which if args.against else ''}".rstrip())
+        if args.against:
+            ratio = statistics.median(one[HERE].first_byte / one[str(args.against)].first_byte for one in rounds)
             print(f"{name:14}{ratio:8.2f} of its time, in the median of the rounds")
 
 
