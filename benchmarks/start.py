@@ -1,48 +1,79 @@
 """How long a newcomer waits: `headrace --help`, and a cold `headrace run` up to its first token.
 
 Every run is a new process; the model file is in the page cache, as on any second start. Times are wall-clock seconds seen
-from outside, process start included.
+from outside, process start included; beside them the processor's, of all threads and child processes up to the end.
 """
 
 import argparse
+import os
+import resource
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import NamedTuple
 
 COMMANDS = {
     "--help": ["--help"],
     "first token": ["run", "{model}", "Hi", "--max-tokens", "1"],
 }
+HERE = "this one"
 
 
-def seconds_to_first_byte(command: list[str]) -> float:
-    start = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+class Start(NamedTuple):
+    """One run, in seconds."""
+
+    first_byte: float
+    cpu: float
+
+
+def cpu_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def start(command: list[str], checkout: Path | None) -> Start:
+    # Without bytecode every run would compile all modules, which an installed package does once.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    if checkout:
+        env["PYTHONPATH"] = str(checkout.resolve())
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    before, begun = cpu_of_children(), time.perf_counter()
+    with subprocess.Popen(command, env=env, cwd=checkout, **pipes) as process:
         assert process.stdout is not None and process.stderr is not None
         first = process.stdout.read(1)
-        elapsed = time.perf_counter() - start
+        elapsed = time.perf_counter() - begun
         process.stdout.read()
         errors = process.stderr.read()
     if process.returncode or not first:
         sys.exit(f"{' '.join(command)} failed:\n{errors.decode()}")
-    return elapsed
+    return Start(elapsed, cpu_of_children() - before)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout, with its native module, to take turns with")
     args = parser.parse_args()
     headrace = [sys.executable, "-m", "headrace"]
     subprocess.run([*headrace, "pull", args.model], check=True, stdout=subprocess.DEVNULL)
+    checkouts: dict[str, Path | None] = {HERE: None} | ({str(args.against): args.against} if args.against else {})
     print(f"cold start, {args.runs} runs each, seconds")
-    print(f"{'':14}{'median':>8}{'min':>8}{'max':>8}")
+    print(f"{'':14}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}")
     for name, words in COMMANDS.items():
         command = [*headrace, *(word.format(model=args.model) for word in words)]
-        seconds_to_first_byte(command)  # fills caches: bytecode, page cache, this machine's measurement
-        times = [seconds_to_first_byte(command) for _ in range(args.runs)]
-        print(f"{name:14}{statistics.median(times):8.3f}{min(times):8.3f}{max(times):8.3f}")
+        for checkout in checkouts.values():
+            start(command, checkout)  # fills caches: bytecode, page cache, this machine's measurement
+        rounds = [{which: start(command, checkout) for which, checkout in checkouts.items()} for _ in range(args.runs)]
+        for which in checkouts:
+            times, cpu = zip(*(one[which] for one in rounds), strict=True)
+            figures = statistics.median(times), min(times), max(times), statistics.median(cpu)
+            print(f"{name:14}{''.join(f'{figure:8.3f}' for figure in figures)}  {which if args.against else ''}".rstrip())
+        if args.against:
+            ratio = statistics.median(one[HERE].first_byte / one[str(args.against)].first_byte for one in rounds)
+            print(f"{name:14}{ratio:8.2f} of its time, in the median of the rounds")
 
 
 if __name__ == "__main__":

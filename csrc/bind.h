@@ -25,5 +25,6 @@ P& available(P& plan) {
 void bind_plan(nanobind::module_& m);
 void bind_ops(nanobind::class_<Plan>& plan);
 void bind_sampler(nanobind::module_& m);
+void bind_strings(nanobind::module_& m);
 
 }  // namespace headrace

@@ -11,4 +11,5 @@ NB_MODULE(_native, m) {
 #endif
   headrace::bind_plan(m);
   headrace::bind_sampler(m);
+  headrace::bind_strings(m);
 }

@@ -141,51 +141,18 @@ void read_mxfp4_pairs(const uint8_t* b, int, Group& r) {  // the scale lies apar
   }
 }
 
-// What a file calls a format, the bytes of its blocks, and the way from there to the packed one.
-struct Source {
-  const char* name;
-  Format format;
-  int block_columns, block_bytes;
-  void (*read)(const uint8_t* block, int group, Group& out);
-  bool has_block_scales = false;
-};
-
-constexpr Source kSources[] = {
-    {"Q4_0", Format::kQ4, 32, 18, read_q4_0},
-    {"Q4_1", Format::kQ4Min, 32, 20, read_q4_1},
-    {"Q5_0", Format::kQ5, 32, 22, read_q5_0},
-    {"Q5_1", Format::kQ5Min, 32, 24, read_q5_1},
-    {"Q8_0", Format::kQ8, 32, 34, read_q8_0},
-    {"Q2_K", Format::kQ2SubMin, 256, 84, read_q2_k},
-    {"Q3_K", Format::kQ3Sub, 256, 110, read_q3_k},
-    {"Q4_K", Format::kQ4Super, 256, 144, read_q4_k},
-    {"Q5_K", Format::kQ5Super, 256, 176, read_q5_k},
-    {"Q6_K", Format::kQ6Sub, 256, 210, read_q6_k},
-    {"MXFP4", Format::kFloat4, 32, 17, read_mxfp4},
-    {"MXFP4_PAIRS", Format::kFloat4, 32, 16, read_mxfp4_pairs, true},
-    {"BF16", Format::kBf16, 1, 2, nullptr},
-    {"F16", Format::kF16, 1, 2, nullptr},
-    {"F32", Format::kF32, 1, 4, nullptr},
-    {"I8_ROW", Format::kI8Row, 1, 1, nullptr},
-};
-
-const Source& source_of(const std::string& name) {
-  for (const Source& s : kSources)
-    if (name == s.name) return s;
-  throw std::invalid_argument("no kernel reads weights stored as " + name);
-}
-
 int units_of(Format f, int cols) { return (cols + unit_columns(f) - 1) / unit_columns(f); }
 
-// Of each of a group's codes, `bits` from bit `shift` on: the plane that begins at `lines`, for one row.
-void place_plane(const uint8_t* codes, int shift, int bits, uint8_t* lines) {
-  const uint32_t mask = 0x01010101u * ((1u << bits) - 1);
-  for (int j = 0; j < bits; j++) {
+// Of each of a group's codes, kBits from bit `shift` on: the plane that begins at `lines`, for one row.
+template <int kBits>
+void place_plane(const uint8_t* codes, int shift, uint8_t* lines) {
+  constexpr uint32_t kMask = 0x01010101u * ((1u << kBits) - 1);
+  for (int j = 0; j < kBits; j++) {
     uint32_t quad = 0;
-    for (int f = 0; f < 8 / bits; f++) {
+    for (int f = 0; f < 8 / kBits; f++) {
       uint32_t columns;
-      std::memcpy(&columns, codes + 4 * (bits * f + j), 4);
-      quad |= (columns >> shift & mask) << bits * f;
+      std::memcpy(&columns, codes + 4 * (kBits * f + j), 4);
+      quad |= (columns >> shift & kMask) << kBits * f;
     }
     std::memcpy(lines + 64 * j, &quad, 4);
   }
@@ -198,35 +165,39 @@ int plane_bits(const uint8_t* lines, int bits, int i) {
 }
 
 // Row r (of 16) of group g of a quantised unit.
-void place(uint8_t* unit, Unit shape, int g, int r, const Group& group) {
-  if (is_super(shape.scales)) {
+template <Format kFormat>
+void place(uint8_t* unit, int g, int r, const Group& group) {
+  constexpr Unit kShape = unit_of(kFormat);
+  if constexpr (is_super(kShape.scales)) {
     std::memcpy(unit + 2 * r, &group.d, 2);
-    if (has_min(shape.scales)) std::memcpy(unit + 32 + 2 * r, &group.dmin, 2);
-    const int n = is_sub16(shape.scales) ? 2 : 1;
+    if (has_min(kShape.scales)) std::memcpy(unit + 32 + 2 * r, &group.dmin, 2);
+    constexpr int n = is_sub16(kShape.scales) ? 2 : 1;
     for (int h = 0; h < n; h++) {
-      const int shared = shape.scales == Scales::kSuper16Min ? group.mins[h] << 4 : 0;
+      const int shared = kShape.scales == Scales::kSuper16Min ? group.mins[h] << 4 : 0;
       unit[64 + n * (16 * g + r) + h] = static_cast<uint8_t>(group.scales[h] | shared);
     }
-    if (shape.scales == Scales::kSuper32Min) unit[shape.min_offset() + 16 * g + r] = group.mins[0];
-  } else if (shape.scales == Scales::kPower32) {
+    if (kShape.scales == Scales::kSuper32Min) unit[kShape.min_offset() + 16 * g + r] = group.mins[0];
+  } else if constexpr (kShape.scales == Scales::kPower32) {
     unit[16 * g + r] = group.power;
   } else {
     std::memcpy(unit + 32 * g + 2 * r, &group.scale, 2);
-    if (has_min(shape.scales)) std::memcpy(unit + shape.min_offset() + 32 * g + 2 * r, &group.min, 2);
+    if (has_min(kShape.scales)) std::memcpy(unit + kShape.min_offset() + 32 * g + 2 * r, &group.min, 2);
   }
-  uint8_t* lines = unit + shape.codes_offset() + g * shape.lines_per_group() * 64 + 4 * r;
-  place_plane(group.codes, 0, shape.low_bits, lines);
-  if (shape.high_bits) place_plane(group.codes, shape.low_bits, shape.high_bits, lines + 64 * shape.low_bits);
+  uint8_t* lines = unit + kShape.codes_offset() + g * kShape.lines_per_group() * 64 + 4 * r;
+  place_plane<kShape.low_bits>(group.codes, 0, lines);
+  if constexpr (kShape.high_bits > 0) place_plane<kShape.high_bits>(group.codes, kShape.low_bits, lines + 64 * kShape.low_bits);
 }
 
-void pack_grouped_row(const Source& source, const uint8_t* row, const uint8_t* block_scales, int cols, uint8_t* tile, int r) {
-  const Unit shape = unit_of(source.format);
-  const int block_groups = source.block_columns / kGroup;
+// Row r of a tile. One function for each format of a file, so that what to do with a group is known when it is compiled.
+template <Format kFormat, int kBlockColumns, int kBlockBytes, void (*kRead)(const uint8_t*, int, Group&)>
+void pack_grouped_row(const uint8_t* row, const uint8_t* block_scales, int cols, uint8_t* tile, int r) {
+  constexpr Unit kShape = unit_of(kFormat);
+  constexpr int kBlockGroups = kBlockColumns / kGroup;
   Group group{};
   for (int i = 0; i < cols / kGroup; i++) {
-    source.read(row + static_cast<size_t>(i / block_groups) * source.block_bytes, i % block_groups, group);
+    kRead(row + static_cast<size_t>(i / kBlockGroups) * kBlockBytes, i % kBlockGroups, group);
     if (block_scales) group.power = half_power(block_scales[i]);
-    place(tile + static_cast<size_t>(i / shape.groups()) * shape.bytes(), shape, i % shape.groups(), r, group);
+    place<kFormat>(tile + static_cast<size_t>(i / kShape.groups()) * kShape.bytes(), i % kShape.groups(), r, group);
   }
 }
 
@@ -243,6 +214,45 @@ void pack_float_row(Format f, const uint8_t* row, int cols, uint8_t* tile, int r
 void pack_i8_row(const uint8_t* row, int cols, float scale, uint8_t* tile, int units, int r) {
   for (int k = 0; k < cols; k++) tile[k / 4 * 64 + 4 * r + k % 4] = row[k] ^ 0x80;
   std::memcpy(tile + static_cast<size_t>(units) * unit_bytes(Format::kI8Row) + 4 * r, &scale, 4);
+}
+
+// What a file calls a format, the bytes of its blocks, and the way from there to the packed one.
+struct Source {
+  const char* name;
+  Format format;
+  int block_columns, block_bytes;
+  void (*pack_row)(const uint8_t* row, const uint8_t* block_scales, int cols, uint8_t* tile, int r) = nullptr;  // of grouped formats
+  bool has_block_scales = false;
+};
+
+template <Format kFormat, int kBlockColumns, int kBlockBytes, void (*kRead)(const uint8_t* block, int group, Group& out)>
+constexpr Source grouped(const char* name, bool has_block_scales = false) {
+  return {name, kFormat, kBlockColumns, kBlockBytes, pack_grouped_row<kFormat, kBlockColumns, kBlockBytes, kRead>, has_block_scales};
+}
+
+constexpr Source kSources[] = {
+    grouped<Format::kQ4, 32, 18, read_q4_0>("Q4_0"),
+    grouped<Format::kQ4Min, 32, 20, read_q4_1>("Q4_1"),
+    grouped<Format::kQ5, 32, 22, read_q5_0>("Q5_0"),
+    grouped<Format::kQ5Min, 32, 24, read_q5_1>("Q5_1"),
+    grouped<Format::kQ8, 32, 34, read_q8_0>("Q8_0"),
+    grouped<Format::kQ2SubMin, 256, 84, read_q2_k>("Q2_K"),
+    grouped<Format::kQ3Sub, 256, 110, read_q3_k>("Q3_K"),
+    grouped<Format::kQ4Super, 256, 144, read_q4_k>("Q4_K"),
+    grouped<Format::kQ5Super, 256, 176, read_q5_k>("Q5_K"),
+    grouped<Format::kQ6Sub, 256, 210, read_q6_k>("Q6_K"),
+    grouped<Format::kFloat4, 32, 17, read_mxfp4>("MXFP4"),
+    grouped<Format::kFloat4, 32, 16, read_mxfp4_pairs>("MXFP4_PAIRS", true),
+    {"BF16", Format::kBf16, 1, 2},
+    {"F16", Format::kF16, 1, 2},
+    {"F32", Format::kF32, 1, 4},
+    {"I8_ROW", Format::kI8Row, 1, 1},
+};
+
+const Source& source_of(const std::string& name) {
+  for (const Source& s : kSources)
+    if (name == s.name) return s;
+  throw std::invalid_argument("no kernel reads weights stored as " + name);
 }
 
 float unpack_i8_row(const Weight& w, const uint8_t* tile, int r, int k) {
@@ -323,8 +333,8 @@ Weight pack(const Stored& stored, uint8_t* to, size_t stride, Pool& pool) {
       const int64_t from = stored.row_order.empty() ? row : stored.row_order[row];
       const uint8_t* bytes = stored.data + from * row_bytes(stored, source);
       uint8_t* tile = to + static_cast<size_t>(row / kTileRows) * stride;
-      if (source.read)
-        pack_grouped_row(source, bytes, scales_of(from), w.cols, tile, row % kTileRows);
+      if (source.pack_row)
+        source.pack_row(bytes, scales_of(from), w.cols, tile, row % kTileRows);
       else if (w.format == Format::kI8Row)
         pack_i8_row(bytes, w.cols, stored.row_scales[from], tile, w.units, row % kTileRows);
       else

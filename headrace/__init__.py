@@ -17,12 +17,14 @@ _HOME |= dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput", "Samplin
 
 def __getattr__(name: str) -> "Any":
     """Import the public names when they are first used, so that `import headrace` and the command line start fast."""
-    from importlib import import_module, metadata
-
-    if name == "__version__":
-        return metadata.version("headrace")
     if name in _HOME:
+        from importlib import import_module
+
         return getattr(import_module(f"headrace.{_HOME[name]}"), name)
+    if name == "__version__":
+        from importlib import metadata  # which takes longer than any other module: `from headrace import _native` comes here too
+
+        return metadata.version("headrace")
     raise AttributeError(f"module 'headrace' has no attribute {name!r}")
 
 

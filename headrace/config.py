@@ -1,16 +1,18 @@
 """Configuration records: small, frozen, typed. Every field has a default, and each face of Headrace says which it changes, and why."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 from typing import Any, Literal
+
+from headrace.record import frozen
 
 KvDtype = Literal["bf16", "f32", "int8", "int4"]
 LatentAttention = Literal["plain", "absorbed"]
 AcceptanceMethod = Literal["exact", "rejection", "typical"]
 
 
-@dataclass(frozen=True)
+@frozen
 class KvConfig:
     """Size and number format of the KV cache that an executable holds."""
 
@@ -22,7 +24,7 @@ class KvConfig:
     """Number format of keys and values: int8 and int4 have a scale for each token and head."""
 
 
-@dataclass(frozen=True)
+@frozen
 class EngineConfig:
     """How the engine schedules, independent of model and backend."""
 
@@ -105,7 +107,7 @@ class EngineConfig:
         return f"sees {sinks}the last {self.attention_window:,} alone"
 
 
-@dataclass(frozen=True)
+@frozen
 class FaceDefaults:
     """What a face of Headrace sets unless its user says otherwise; for all else the records' own defaults hold."""
 

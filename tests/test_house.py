@@ -64,7 +64,7 @@ def import_table() -> dict[str, set[str]]:
 
 
 ALLOWED = import_table()
-RECORDS = {"batch", "logit_ops", "proposer", "constraint", "request", "structured_outputs", "config", "stats", "errors"}
+RECORDS = {"batch", "logit_ops", "proposer", "constraint", "request", "structured_outputs", "config", "stats", "errors", "record"}
 ALLOWED |= {"__init__": {"llm", "async_llm", *RECORDS}, "__main__": {"cli"}}
 
 

@@ -1,7 +1,7 @@
 """The models that draft for a model: found, checked and compiled."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +20,12 @@ from headrace.propose import DraftModel, DraftModels, asked_for
 from headrace.propose.draft_model import max_rows
 from headrace.propose.medusa import head_forward
 from headrace.quant.formats import StoredTensor
+from headrace.record import frozen
 
 _MOST_HEADS = 16
 
 
-@dataclass(frozen=True)
+@frozen
 class DraftCheckpoints:
     """What a configuration asks for beside the model itself, opened and not yet compiled."""
 

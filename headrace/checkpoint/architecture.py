@@ -19,10 +19,11 @@ def layout_of(name: str, layouts: Iterable[_Layout | None], where: str, tensor_n
 
     Raises UnsupportedModelError, which names what is nearest by the names of the tensors.
     """
-    known = [layout for layout in layouts if layout]
-    for layout in known:
+    known = []
+    for layout in filter(None, layouts):
         if name in layout.architectures:
             return layout
+        known.append(layout)
     raise _unknown(name, known, where, tensor_names)
 
 

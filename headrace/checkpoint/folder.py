@@ -1,7 +1,6 @@
 """What a Hugging Face folder says of its model: which family and how it is quantised, its specification, its chat template."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,13 @@ from headrace.model.family import ConfigLayout
 from headrace.model.fields import JsonFields
 from headrace.model.spec import ModelSpec
 from headrace.quant.formats import StoredTensor
+from headrace.record import frozen
 
 _QUANTISATION = "quantization_config"
 _MAX_TEMPLATE_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Folder:
     """A folder whose `config.json` has been read and checked; of its tensors nothing has been opened."""
 

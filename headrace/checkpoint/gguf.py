@@ -10,17 +10,18 @@ import math
 import mmap
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace import _native
 from headrace.checkpoint.files import map_file
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.model.fields import Fields
 from headrace.quant.formats import FORMATS, StoredTensor
+from headrace.record import frozen
 
 _MAX_RECORDS = 65_536
 """Most key-values and most tensors in a file."""
@@ -57,6 +58,7 @@ class _Cursor:
 
     def __init__(self, data: mmap.mmap, name: str, offset: int = 0) -> None:
         self.data = data
+        self.bytes = np.frombuffer(data, np.uint8)
         self.name = name
         self.offset = offset
 
@@ -90,15 +92,10 @@ class _Cursor:
             self.fail(f"{what} is not valid {encoding}")
 
     def skip_strings(self, count: int) -> None:
-        """Step over `count` strings; the one loop here that runs once for each entry of a vocabulary."""
-        data, offset, end, read = self.data, self.offset, len(self.data) - 8, _U64
-        for _ in range(count):
-            if offset > end:
-                self.fail("an array of strings runs past the end of the file")
-            offset += 8 + read(data, offset)[0]
-        if offset > len(data):
+        try:
+            self.offset = _native.skip_strings(self.bytes, self.offset, count)
+        except IndexError:
             self.fail("an array of strings runs past the end of the file")
-        self.offset = offset
 
     def skip_value(self, kind: int, depth: int = 0) -> None:
         if kind in _SCALAR_BYTES:
@@ -143,14 +140,8 @@ class _Cursor:
     def strings(self, count: int) -> list[str]:
         if count > _MAX_STRINGS:
             self.fail(f"an array of {count:,} strings, more than {_MAX_STRINGS:,}")
-        data, offset, read = self.data, self.offset, _U64
-        result = []
-        for _ in range(count):
-            start = offset + 8
-            offset = start + read(data, offset)[0]
-            result.append(data[start:offset].decode())
-        self.offset = offset
-        return result
+        strings, self.offset = _native.read_strings(self.bytes, self.offset, count)
+        return strings
 
 
 class Metadata(Fields):
@@ -189,7 +180,7 @@ class Metadata(Fields):
         return value
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class GgufFile:
     """An open GGUF file: its metadata and its tensors by name."""
 
@@ -229,8 +220,7 @@ def read_gguf(path: Path) -> GgufFile:
     return GgufFile(path, version, metadata, _read_tensors(cursor, num_tensors, metadata))
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
+class _Record(NamedTuple):
     name: str
     type: int
     shape: tuple[int, ...]  # NumPy order
@@ -245,7 +235,7 @@ def _read_tensors(cursor: _Cursor, count: int, metadata: Metadata) -> dict[str, 
     if not 8 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
         cursor.fail(f"alignment {alignment:,} is not a power of two from 8 to {_MAX_ALIGNMENT:,}")
     base = -(-cursor.offset // alignment) * alignment
-    data = np.frombuffer(cursor.data, np.uint8)
+    data = cursor.bytes
     tensors: dict[str, StoredTensor] = {}
     end, last = base, "the header"
     for record in sorted(records.values(), key=lambda record: record.offset):

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelErr
 from headrace.model import FAMILIES
 from headrace.model.spec import ExpertSpec, LatentSpec, ModelSpec, RopeSpec
 from headrace.quant.formats import StoredTensor
+from headrace.record import frozen
 
 if TYPE_CHECKING:
     from headrace.checkpoint.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ _MAX_WIDTH = 1 << 20
 """Most query columns: what we build per column stays small whatever a file claims."""
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Checkpoint:
     """A model as it lies on disk: tensors are views of memory maps, and rotary rows are in interleaved order."""
 

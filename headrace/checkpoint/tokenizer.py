@@ -5,12 +5,12 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
 
 import tokenizers
 
 from headrace.errors import FormatError, HeadraceError, RequestError
+from headrace.record import frozen
 
 END_OF_GENERATION = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "<|end_of_text|>", "</s>"}
@@ -49,7 +49,7 @@ def library_calls(what: str, error: type[HeadraceError] = FormatError) -> Iterat
         raise error(f"{what}: {reason[:300]}") from failure
 
 
-@dataclass(frozen=True)
+@frozen
 class Vocabulary:
     """What a checkpoint says of its tokens beyond the tokenizer itself."""
 

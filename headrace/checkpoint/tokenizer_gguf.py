@@ -3,6 +3,7 @@
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, processors
 
+from headrace import _native
 from headrace.checkpoint.gguf import Metadata
 from headrace.checkpoint.pretokenizers import pre_tokenizer
 from headrace.checkpoint.tokenizer import END_OF_GENERATION, Tokenizer, Vocabulary, library_calls
@@ -81,7 +82,7 @@ def _added_token(content: str, kind: int) -> AddedToken:
 
 
 def _byte_level_model(metadata: Metadata, vocab: dict[str, int], whole_words: bool) -> models.BPE:
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in metadata.strings(f"{_PREFIX}merges"))]
+    pairs = _native.cut_at_space(metadata.strings(f"{_PREFIX}merges"))
     with library_calls(f"{metadata.where}: {_PREFIX}merges"):
         return models.BPE(vocab, pairs, ignore_merges=whole_words)
 

@@ -3,10 +3,10 @@
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import ModelNotFoundError
+from headrace.record import frozen
 
 _SOURCE = re.compile(
     r"pypi:(?P<distribution>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9][A-Za-z0-9.+!_-]*))?"
@@ -15,7 +15,7 @@ _SOURCE = re.compile(
 _UNPINNED = "unpinned"
 
 
-@dataclass(frozen=True)
+@frozen
 class WheelSource:
     """A file inside a wheel: which distribution, which version (None: the newest), where in it, and its SHA-256 if known."""
 

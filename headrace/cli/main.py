@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from traceback import walk_tb
 from typing import Any, NoReturn, TextIO
 
 from headrace.cli.terminal import say
@@ -116,6 +115,8 @@ def _explain(error: BaseException) -> tuple[int, str]:
             return 1, f"{where}: {error.strerror or error}"
     if sys.flags.dev_mode:
         raise error
+    from traceback import walk_tb
+
     *_, (frame, line) = walk_tb(error.__traceback__)
     where = f"{os.path.basename(frame.f_code.co_filename)}:{line}"
     return 1, f"internal error: {type(error).__name__} at {where}: {error}; `python -X dev -m headrace ...` shows where it came from"

@@ -1,5 +1,6 @@
 """A loaded model and its answers, for `headrace run` alone and in a chat."""
 
+import gc
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
@@ -25,6 +26,7 @@ class Session:
         """`adapter`: name and path of the one that all is answered with."""
         self.config = config
         self._engine, self._prompts, _, self._checkpoint = load_model(model, config)
+        gc.freeze()  # all of it stays, so that the collector need not look at it again, at exit either
         self._adapter = adapter[0] if adapter else None
         self._matrices: Adapter = {}
         if adapter:

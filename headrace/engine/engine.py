@@ -4,7 +4,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import count, islice
 from math import inf
 from time import perf_counter
@@ -38,6 +37,7 @@ from headrace.kv.manager import Demand, KvManager
 from headrace.program.adapter import Adapter
 from headrace.program.kv import KvGroup
 from headrace.proposer import Proposer
+from headrace.record import frozen
 from headrace.request import CheckedRequest, PoolingParams, RequestOutput, SamplingParams, Update, check_terms, token_ids
 from headrace.stats import BlockMap, Stats
 from headrace.structured.constraint import Constraints
@@ -52,7 +52,7 @@ NO_PROPOSERS: Mapping[str, Proposer] = MappingProxyType({})
 """Plain decoding."""
 
 
-@dataclass(frozen=True)
+@frozen
 class EngineLimits:
     """What the model and its executable can hold."""
 

@@ -1,48 +1,66 @@
 """Model families by name, and the programs and tensors of their models."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
+from importlib import import_module
 
 from headrace.errors import UnsupportedModelError
-from headrace.model.bloom import BLOOM
-from headrace.model.cohere import COHERE, COHERE2
-from headrace.model.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from headrace.model.falcon import FALCON
 from headrace.model.family import Family
-from headrace.model.gemma import GEMMA2, GEMMA3
-from headrace.model.gpt2 import GPT2, GPT_BIGCODE
-from headrace.model.gpt_neox import GPT_NEOX
-from headrace.model.gpt_oss import GPT_OSS
-from headrace.model.gptj import GPTJ
-from headrace.model.granite import GRANITE
-from headrace.model.llama import LLAMA
-from headrace.model.mistral import MISTRAL
-from headrace.model.mixtral import MIXTRAL
-from headrace.model.mpt import MPT
-from headrace.model.olmo2 import OLMO2
-from headrace.model.olmoe import OLMOE
-from headrace.model.phi2 import PHI2
-from headrace.model.phi3 import PHI3
-from headrace.model.qwen2 import QWEN2
-from headrace.model.qwen3 import QWEN3
-from headrace.model.qwen_moe import QWEN2_MOE, QWEN3_MOE
-from headrace.model.smollm3 import SMOLLM3
 from headrace.model.spec import ModelSpec
-from headrace.model.stablelm import STABLELM
-from headrace.model.starcoder2 import STARCODER2
 from headrace.program.op import Weight
 from headrace.program.ops import Linear
 from headrace.program.trace import Program, Tracer, trace
 from headrace.quant.formats import StoredTensor
 
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, GEMMA2, GEMMA3, PHI2, PHI3, SMOLLM3, GRANITE, OLMO2, OLMOE),
-        *(COHERE, COHERE2, STABLELM, STARCODER2, GPT2, GPT_BIGCODE, GPTJ, GPT_NEOX, FALCON, BLOOM, MPT),
-        *(DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
-    )
+_FILES = {
+    "llama": "llama",
+    "mistral": "mistral",
+    "mixtral": "mixtral",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen2_moe": "qwen_moe",
+    "qwen3_moe": "qwen_moe",
+    "gemma2": "gemma",
+    "gemma3": "gemma",
+    "phi2": "phi2",
+    "phi3": "phi3",
+    "smollm3": "smollm3",
+    "granite": "granite",
+    "olmo2": "olmo2",
+    "olmoe": "olmoe",
+    "cohere": "cohere",
+    "cohere2": "cohere",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
+    "gpt2": "gpt2",
+    "gpt_bigcode": "gpt2",
+    "gptj": "gptj",
+    "gpt_neox": "gpt_neox",
+    "falcon": "falcon",
+    "bloom": "bloom",
+    "mpt": "mpt",
+    "deepseek_v2": "deepseek",
+    "deepseek_v3": "deepseek",
+    "gpt_oss": "gpt_oss",
 }
+"""The file of each family, which has it under its name in capitals."""
+
+
+class _Families(Mapping[str, Family]):
+    """The families by name. The file of one is imported when it is asked for, since a process needs one of them, or two."""
+
+    def __getitem__(self, name: str) -> Family:
+        family: Family = getattr(import_module(f"headrace.model.{_FILES[name]}"), name.upper())
+        return family
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_FILES)
+
+    def __len__(self) -> int:
+        return len(_FILES)
+
+
+FAMILIES: Mapping[str, Family] = _Families()
 
 
 def trace_model(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Program:

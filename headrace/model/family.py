@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Self
 
 import numpy as np
@@ -13,6 +13,7 @@ from headrace.model.spec import ModelSpec
 from headrace.program.op import Value
 from headrace.program.trace import Tracer
 from headrace.quant.formats import StoredTensor
+from headrace.record import frozen
 
 Tensors = Mapping[str, StoredTensor]
 Rows = NDArray[np.int64]
@@ -22,7 +23,7 @@ Numbers = tuple[int, ...]
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-@dataclass(frozen=True)
+@frozen
 class Stored:
     """Where a file has one of our tensors.
 
@@ -39,7 +40,7 @@ class Stored:
     plus: float = 0.0
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@frozen(eq=False, kw_only=True)
 class Layout:
     """How one kind of file names and stores the tensors of a family.
 
@@ -73,7 +74,7 @@ class Layout:
         return number.isdecimal() and len(number) < 9 and int(number) >= spec.num_layers
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@frozen(eq=False, kw_only=True)
 class ConfigLayout(Layout):
     """A Hugging Face folder: `config.json`, whose `architectures` or `model_type` name the family, and safetensors.
 
@@ -85,7 +86,7 @@ class ConfigLayout(Layout):
     fields: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@frozen(eq=False, kw_only=True)
 class GgufLayout(Layout):
     """A GGUF file: metadata, whose `general.architecture` names the family, and tensors, some of which the specification follows from."""
 
@@ -93,7 +94,7 @@ class GgufLayout(Layout):
     ignored: tuple[str, ...] = ("rope_freqs.weight", "attn_rot_embd.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Family:
     """A model family, all of it in one file; a line in `model/__init__.py` makes it known.
 

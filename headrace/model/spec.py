@@ -1,12 +1,13 @@
 """What a checkpoint says of its model, in one record; the equations and the planner read nothing else."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from headrace.program.ops import Activation, NormKind
+from headrace.record import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class RopeSpec:
     """Rotary position embedding.
 
@@ -32,7 +33,7 @@ class RopeSpec:
     long_factors: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True)
+@frozen
 class ExpertSpec:
     """A mixture of experts in the place of an MLP; `mixture.Route` says what the fields of the choice mean."""
 
@@ -56,7 +57,7 @@ class ExpertSpec:
     """Layers that have a plain MLP all the same."""
 
 
-@dataclass(frozen=True)
+@frozen
 class LatentSpec:
     """Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads are products with one latent row for each token.
 
@@ -82,7 +83,7 @@ class LatentSpec:
     is_absorbed: bool = False
 
 
-@dataclass(frozen=True)
+@frozen
 class ModelSpec:
     """Shape and constants of a decoder."""
 

@@ -1,7 +1,6 @@
 """Which experts the rows of a phase went to, beside what is to be expected where every row is as likely to go to any of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import mean
 
 import numpy as np
@@ -10,12 +9,13 @@ from numpy.typing import NDArray
 from headrace.planner.profile import Phase
 from headrace.program.mixture import Experts
 from headrace.program.trace import Program
+from headrace.record import frozen
 
 Loads = NDArray[np.int64]
 """Rows that went to each expert, [ops over experts, experts]."""
 
 
-@dataclass(frozen=True)
+@frozen
 class ExpertProfile:
     """The routing of a phase."""
 

@@ -1,12 +1,12 @@
 """What fits in memory: weights once, then KV blocks with what is left."""
 
-from dataclasses import dataclass
+from headrace.record import frozen
 
 RUNTIME_BYTES = 150 << 20
 """Set aside for the interpreter, activations and tables."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Fit:
     """How much of a model fits in `memory` bytes."""
 

@@ -6,12 +6,13 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
 from headrace.planner import host
 from headrace.program.op import Kind
+from headrace.record import frozen
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 READ_BYTES = 256 << 20
@@ -28,7 +29,7 @@ _AGREEMENT = 0.9
 """Two bandwidths agree where the lower is at least this share of the higher."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Machine:
     """What was measured of a machine, with `threads` threads at work."""
 
@@ -46,7 +47,7 @@ class Machine:
         return self.rates[kind] / self.bandwidth
 
 
-@dataclass(frozen=True)
+@frozen
 class _Reading:
     """What one measurement found."""
 

@@ -6,7 +6,6 @@ elsewhere (`Executable.profile`); bytes, operations and limits come from the ops
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
@@ -15,6 +14,7 @@ from headrace.planner.hardware import Machine
 from headrace.planner.roofline import PREFILL_CHUNK, op_kind, op_seconds
 from headrace.program.op import Kind, Load, Op
 from headrace.program.trace import Program
+from headrace.record import frozen
 
 Bound = Literal["memory", "arithmetic", "latency", "neither", "unknown"]
 
@@ -22,7 +22,7 @@ _SHORT = 20e-6
 """Seconds of a call that is mostly start, barrier and first cache misses."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Phase:
     """Steps that are profiled as one."""
 
@@ -60,7 +60,7 @@ def phases(prefill: Iterable[int], depths: Sequence[int], batches: Sequence[int]
     return [prefill_phase(tokens, kv_bytes) for tokens in dict.fromkeys(prefill)] + decode
 
 
-@dataclass(frozen=True)
+@frozen
 class OpProfile:
     """All calls of one kind of op in a phase."""
 
@@ -100,7 +100,7 @@ class OpProfile:
         return "memory" if self.memory_share >= self.arithmetic_share else "arithmetic"
 
 
-@dataclass(frozen=True)
+@frozen
 class PhaseProfile:
     """A phase as it was measured."""
 

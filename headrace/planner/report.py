@@ -1,7 +1,6 @@
 """A whole profile run, and what of it goes to JSON."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,10 @@ from headrace.model.spec import ModelSpec
 from headrace.planner.experts import ExpertProfile
 from headrace.planner.hardware import Machine
 from headrace.planner.profile import OpProfile, PhaseProfile
+from headrace.record import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class Report:
     """The phases that ran, and the machine as it was measured before every turn and at the end."""
 

@@ -1,12 +1,11 @@
 """What layers keep of a token, and for how long: layers that keep alike and see alike form a group, which has blocks of its own."""
 
-from dataclasses import dataclass
-
 from headrace.config import KvDtype
 from headrace.quant import kv
+from headrace.record import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class KvLayout:
     """What one layer keeps of a token: a key and a value for each of some heads.
 
@@ -24,7 +23,7 @@ class KvLayout:
         return self.num_heads * (self.key_dim + self.value_dim)
 
 
-@dataclass(frozen=True)
+@frozen
 class KvGroup:
     """Layers of one layout that see alike."""
 

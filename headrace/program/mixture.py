@@ -1,13 +1,13 @@
 """The ops of mixtures of experts; they say what they cost as those in `ops.py` do."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 from headrace.program.op import Load, Op, Value, Weight
 from headrace.program.ops import Activation, matmul_flops
+from headrace.record import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class Route(Op):
     """Which experts a row goes to, and with what weights: out[t] = `top_k` expert numbers, best first, then their weights.
 
@@ -35,7 +35,7 @@ class Route(Op):
         return self.x.num_rows(load) * (scores * self.x.width + sums + weights)
 
 
-@dataclass(frozen=True)
+@frozen
 class Experts(Op):
     """out[t] = sum over the experts e of row t, in the order of its routing, of weight * down_e(glu(gate_e x, up_e x)).
 
@@ -68,7 +68,7 @@ class Experts(Op):
         return int(super().bytes(load) * self.distinct_experts(self.x.num_rows(load)) / len(self.gate))
 
 
-@dataclass(frozen=True)
+@frozen
 class GateRows(Op):
     """out[t] = x[t] / (1 + exp(-gate[t])), where a gate is one number for its row"""
 

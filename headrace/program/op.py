@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Self
+
+from headrace.record import frozen
 
 Kind = Literal["int8", "bf16", "f32"]
 """Number formats of multiply-adds: VNNI and its like, BF16 dot products, float32 FMA."""
@@ -25,7 +27,7 @@ class Load(NamedTuple):
         return sum(rows for _, rows in self.seqs)
 
 
-@dataclass(frozen=True)
+@frozen
 class Value:
     """A matrix of rows. A packed value is read by linear ops alone, so a
     backend may keep it in the form that its kernels read (quantised, say) and never as float32.
@@ -48,7 +50,7 @@ class Value:
                 return load.pooled_rows
 
 
-@dataclass(frozen=True)
+@frozen
 class Weight:
     """A reference to a stored tensor [rows, cols], or [cols] with rows = 1."""
 
@@ -61,7 +63,7 @@ class Weight:
     """Number format of the multiply-adds with this weight."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Op:
     """Base of all ops. By convention the output field is called `out`."""
 

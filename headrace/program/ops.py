@@ -15,10 +15,10 @@ tests/program/test_costs.py holds each to what the reference backend is seen to 
 All rows of a sequence count as one chain. Rows of a draft tree see less, so that their attention costs at most what is said here.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 from headrace.program.op import Load, Op, Value, Weight
+from headrace.record import frozen
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
 """What makes a gate of a number. `silu` is x / (1 + exp(-x)); `gelu` that with the normal distribution in place of the logistic one, and
@@ -35,7 +35,7 @@ def matmul_flops(rows: int, *weights: Weight) -> int:
     return 2 * rows * sum(w.rows * w.cols for w in weights)
 
 
-@dataclass(frozen=True)
+@frozen
 class Embed(Op):
     """out[t] = weight[token[t]]"""
 
@@ -46,7 +46,7 @@ class Embed(Op):
         return min(load.rows, self.weight.rows) * self.weight.nbytes // self.weight.rows
 
 
-@dataclass(frozen=True)
+@frozen
 class EmbedPosition(Op):
     """out[t] = weight[position[t]]: learned positions (GPT-2, 2019). A position beyond the last is that."""
 
@@ -59,14 +59,14 @@ class EmbedPosition(Op):
         return len(positions) * self.weight.nbytes // self.weight.rows
 
 
-@dataclass(frozen=True)
+@frozen
 class Input(Op):
     """out[t] = the row that the caller gives"""
 
     out: Value
 
 
-@dataclass(frozen=True)
+@frozen
 class RopeAngles(Op):
     """out[t] = cos and sin of position[t] * inverse_frequencies, times `scale`: dim / 2 cosines, then dim / 2 sines."""
 
@@ -78,7 +78,7 @@ class RopeAngles(Op):
         return 5 * load.rows * len(self.inverse_frequencies)
 
 
-@dataclass(frozen=True)
+@frozen
 class Norm(Op):
     """out = x / sqrt(mean(x^2) + eps) * weight + bias, over `size` columns at a time; LayerNorm has x - mean(x) in place of x.
 
@@ -104,7 +104,7 @@ class Norm(Op):
         return ({"rms": 4, "layer": 6}[self.kind] + (self.bias is not None)) * self.out.num_rows(load) * self.x.width
 
 
-@dataclass(frozen=True)
+@frozen
 class Linear(Op):
     """out = x @ weight.T + bias"""
 
@@ -117,7 +117,7 @@ class Linear(Op):
         return matmul_flops(self.x.num_rows(load), self.weight)
 
 
-@dataclass(frozen=True)
+@frozen
 class LinearAdd(Op):
     """out = residual + x @ weight.T + bias"""
 
@@ -131,7 +131,7 @@ class LinearAdd(Op):
         return matmul_flops(self.x.num_rows(load), self.weight)
 
 
-@dataclass(frozen=True)
+@frozen
 class LinearActivate(Op):
     """out = activation(x @ weight.T + bias)"""
 
@@ -145,7 +145,7 @@ class LinearActivate(Op):
         return matmul_flops(self.x.num_rows(load), self.weight)
 
 
-@dataclass(frozen=True)
+@frozen
 class HeadLinear(Op):
     """out[t, head] = x[t, head] @ heads[head].T, each head with a matrix of its own; x may also be one head that all share.
 
@@ -160,7 +160,7 @@ class HeadLinear(Op):
         return matmul_flops(self.x.num_rows(load), *self.heads)
 
 
-@dataclass(frozen=True)
+@frozen
 class ConcatHeads(Op):
     """out[t, head] = the numbers of x[t, head], then those of y[t, head]; either may also be one head that all share."""
 
@@ -172,7 +172,7 @@ class ConcatHeads(Op):
     y_dim: int
 
 
-@dataclass(frozen=True)
+@frozen
 class Rope(Op):
     """Rotates the first pairs (2i, 2i + 1) of every head, as many as there are angles, by the row's angles (Su et al. 2021)."""
 
@@ -186,7 +186,7 @@ class Rope(Op):
         return 6 * self.x.num_rows(load) * pairs
 
 
-@dataclass(frozen=True)
+@frozen
 class KvWrite(Op):
     """KV[layer][slot[t]] = k[t], v[t]; only k[t] where values are part of the keys"""
 
@@ -198,7 +198,7 @@ class KvWrite(Op):
         return int(load.rows * (self.k.width + (self.v.width if self.v else 0)) * load.kv_bytes)
 
 
-@dataclass(frozen=True)
+@frozen
 class QkvRopeWrite(Op):
     """out = rope(x @ q.T); KV[layer][slot] = rope(x @ k.T), x @ v.T"""
 
@@ -221,7 +221,7 @@ class QkvRopeWrite(Op):
         return super().bytes(load) + int(load.rows * 2 * self.k.rows * load.kv_bytes)
 
 
-@dataclass(frozen=True)
+@frozen
 class Attention(Op):
     """Softmax attention of every head over the row's visible slots; `num_heads / num_kv_heads` heads share a KV head.
 
@@ -269,7 +269,7 @@ class Attention(Op):
         return super().bytes(load) + int(slots * self.num_kv_heads * numbers * load.kv_bytes)
 
 
-@dataclass(frozen=True)
+@frozen
 class Glu(Op):
     """out = activation(gate) * up (Shazeer 2020)"""
 
@@ -282,7 +282,7 @@ class Glu(Op):
         return (_ACTIVATION_FLOPS[self.activation] + 1) * self.out.num_rows(load) * self.out.width
 
 
-@dataclass(frozen=True)
+@frozen
 class Activate(Op):
     """out = activation(x)"""
 
@@ -294,7 +294,7 @@ class Activate(Op):
         return _ACTIVATION_FLOPS[self.activation] * self.out.num_rows(load) * self.out.width
 
 
-@dataclass(frozen=True)
+@frozen
 class Scale(Op):
     """out = factor * x"""
 
@@ -306,7 +306,7 @@ class Scale(Op):
         return self.out.num_rows(load) * self.out.width
 
 
-@dataclass(frozen=True)
+@frozen
 class SoftCap(Op):
     """out = cap * tanh(x / cap) (Gemma 2, 2024)"""
 
@@ -318,7 +318,7 @@ class SoftCap(Op):
         return 3 * self.out.num_rows(load) * self.out.width
 
 
-@dataclass(frozen=True)
+@frozen
 class GluLinear(Op):
     """out = activation(x @ gate.T + gate_bias) * (x @ up.T + up_bias)"""
 
@@ -334,7 +334,7 @@ class GluLinear(Op):
         return matmul_flops(self.x.num_rows(load), self.gate, self.up)
 
 
-@dataclass(frozen=True)
+@frozen
 class Add(Op):
     """out = x + y"""
 
@@ -346,7 +346,7 @@ class Add(Op):
         return self.out.num_rows(load) * self.out.width
 
 
-@dataclass(frozen=True)
+@frozen
 class GatherRows(Op):
     """out = the rows of x whose logits are wanted, and behind them those that are pooled"""
 

@@ -1,7 +1,7 @@
 """Running a model function once over symbolic values gives its program."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Literal
 
@@ -31,9 +31,10 @@ from headrace.program.ops import (
     SoftCap,
 )
 from headrace.quant.formats import Format, StoredTensor
+from headrace.record import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class Program:
     """A flat list of ops, each value written once and before it is read; the row count is bound at run time."""
 

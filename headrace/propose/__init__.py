@@ -1,7 +1,6 @@
 """Proposers by name."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from headrace.backend import Executable
 from headrace.config import EngineConfig, KvConfig
@@ -17,6 +16,7 @@ from headrace.propose.online import OnlineProposer
 from headrace.propose.self_draft import SelfDraftProposer
 from headrace.propose.trees import prune
 from headrace.proposer import Proposer
+from headrace.record import frozen
 
 __all__ = [
     "METHODS",
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@frozen
 class DraftModel:
     """A compiled draft model."""
 
@@ -43,7 +43,7 @@ class DraftModel:
     """Tokens of the longest sequence that it was trained for."""
 
 
-@dataclass(frozen=True)
+@frozen
 class DraftModels:
     """What proposers are made from; each takes what it needs."""
 

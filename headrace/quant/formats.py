@@ -11,9 +11,10 @@ from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
 from headrace.quant import dequantise as dq
+from headrace.record import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class TensorPart:
     """One of the arrays that a stored tensor is made of.
 
@@ -28,7 +29,7 @@ class TensorPart:
 _CODES = {"codes": TensorPart("u1")}
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Format:
     """A stored number format.
 
@@ -80,7 +81,7 @@ RAW_FORMATS: dict[str, Format] = {"I8": _blocks("I8", 1, 1, dq.i8), "U8": _block
 """Plain numbers, by the name that safetensors has for them, which only a quantisation method can make weights of."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)  # hostile files have many
 class StoredTensor:
     """A tensor in its stored format, usually a view of a memory map: nothing is read until it is used.
 

@@ -1,6 +1,5 @@
 """The native sampler, made from the sampling parameters of a request, and functions on single rows of logits."""
 
-import hashlib
 import os
 from collections.abc import Iterable
 
@@ -41,7 +40,9 @@ def make_sampler(params: SamplingParams, prompt: list[int], vocab_size: int, see
 
 def derive_seed(seed: int, number: int) -> int:
     """The seed of a request without one: 64 bits from the engine's seed and the number of the request."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest(), "little")
+    from hashlib import blake2b  # which loads OpenSSL, and most requests that are alone in a process bring a seed
+
+    return int.from_bytes(blake2b(f"{seed}/{number}".encode(), digest_size=8).digest(), "little")
 
 
 def token_logprobs(logits: NDArray[np.float32], token: int, num_logprobs: int) -> TokenLogprobs:

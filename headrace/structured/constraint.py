@@ -1,7 +1,7 @@
 """What may follow in an output: its grammar, the tokens that it is allowed, and words that are not to come, as one mask."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 
 import numpy as np
@@ -9,11 +9,12 @@ import numpy as np
 from headrace.batch import DraftTree
 from headrace.constraint import MASK_BITS, GrammarState, Mask, Masks, mask_of
 from headrace.errors import ConstraintError, RequestError
+from headrace.record import frozen
 from headrace.request import SamplingParams
 from headrace.structured.grammars import Grammars, Vocabulary
 
 
-@dataclass(frozen=True)
+@frozen
 class Rules:
     """What holds for all outputs of a request, wherever they are."""
 

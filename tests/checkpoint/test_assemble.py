@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headrace.checkpoint.assemble import assemble, stored_shapes
 from headrace.errors import FormatError, UnsupportedModelError
-from headrace.model import FAMILIES, tensor_shapes
+from headrace.model import tensor_shapes
 from headrace.model.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from headrace.model.family import ConfigLayout, Family, Layout, Numbers, Stored
 from headrace.model.from_config import TENSORS
@@ -72,7 +72,7 @@ FUSED = {
 def fused(monkeypatch: pytest.MonkeyPatch) -> tuple[Family, dict[str, StoredTensor]]:
     """A family whose files have queries, keys and values in one matrix (Q8_0) and one vector."""
     family = family_of(FUSED)
-    monkeypatch.setitem(FAMILIES, "test", family)
+    monkeypatch.setattr("headrace.model.FAMILIES", {"test": family})
     stored = {}
     for name, shape in tensor_shapes(SPEC).items():
         place = family.config.locate(name)[0].name
@@ -147,7 +147,7 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, stacked: bool) -> None:
 
     up = Stored("h.{}.up", of_expert) if stacked else Stored("h.{}.experts.{}.up")
     family = family_of({"layers.{}.experts.{}.up": up}, equations)
-    monkeypatch.setitem(FAMILIES, "test", family)
+    monkeypatch.setattr("headrace.model.FAMILIES", {"test": family})
     rng = np.random.default_rng(0)
     arrays: Arrays = {"model.embed_tokens.weight": rng.normal(size=(9, 32))}
     experts = rng.normal(size=(2, 3, 32, 32)).astype(np.float32)

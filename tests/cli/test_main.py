@@ -12,6 +12,13 @@ from headrace.cli import main as cli
 from headrace.cli.signals import Ended
 from headrace.errors import MemoryLimitError, RequestError
 
+ELSEWHERE = {
+    *("rich", "torch", "transformers", "jinja2", "huggingface_hub", "msgspec", "llguidance", "uvicorn"),
+    *("email", "importlib.metadata", "hashlib", "statistics", "asyncio", "multiprocessing", "urllib.request"),
+    *("headrace.server", "headrace.llm", "headrace.backend.reference", "headrace.cli.chat", "headrace.checkpoint.tokenizer_hf"),
+    *(f"headrace.model.{file}" for file in ("mistral", "qwen2", "qwen_moe", "gemma", "gpt2", "deepseek", "gpt_oss")),
+}
+"""What an answer of a Llama in a GGUF file does not need."""
 HEAVY = {"numpy", "rich", "torch", "transformers", "jinja2", "tokenizers", "huggingface_hub", "headrace._native"}
 
 
@@ -44,6 +51,13 @@ class TestStart:
         script = f"import sys; from headrace.cli.main import main; {code}\nprint('\\n', *sys.modules)"
         output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
         assert not HEAVY & set(output.splitlines()[-1].split())
+
+    def test_an_answer_imports_what_it_needs(self, smollm2: Path) -> None:
+        words = ["run", str(smollm2), "Hi", "--max-tokens", "1", "--quiet"]
+        script = f"import sys; from headrace.cli.main import main; assert not main({words}); print('\\n', *sys.modules)"
+        output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+        imported = set(output.splitlines()[-1].split())
+        assert "headrace.model.llama" in imported and not ELSEWHERE & imported
 
     def test_import_headrace_needs_no_torch(self) -> None:
         script = "import sys, headrace; print('torch' in sys.modules, 'transformers' in sys.modules)"

@@ -1,6 +1,6 @@
 """What an op says of its weights, and what a program says of all of them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
@@ -8,11 +8,12 @@ from headrace.model import trace_model
 from headrace.program.op import Op, Value, Weight
 from headrace.program.ops import Embed, GluLinear, Linear, Norm, QkvRopeWrite
 from headrace.program.trace import Program, trace
+from headrace.record import frozen
 from tests.backend.stored import random_stored
 from tests.tiny import tiny_model
 
 
-@dataclass(frozen=True)
+@frozen
 class Many(Op):
     """An op with weights in tuples, one of them nested, as an op over experts would have."""
 
