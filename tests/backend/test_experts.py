@@ -102,7 +102,7 @@ def test_experts_equal_reference(
     x = random_rows(num_rows, made[1]["router"].cols, seed)
     truth, fast = reference.compile(*made, NO_KV, 1), on_cpu(made, isa, threads)
     want, got = outputs(truth, x), outputs(fast, x)
-    assert np.linalg.norm(got - want) <= TOLERANCE.get(format, 0.03) * np.linalg.norm(want)
+    assert np.linalg.norm(got - want) <= TOLERANCE.get(format, 0.035) * np.linalg.norm(want)
     assert np.array_equal(fast.expert_loads(), truth.expert_loads())
 
 
