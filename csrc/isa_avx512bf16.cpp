@@ -7,6 +7,7 @@
 
 #define HR_SIMD "simd_avx512.h"
 #define HR_INLINE inline __attribute__((always_inline))
+#define HR_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace headrace {
 namespace {

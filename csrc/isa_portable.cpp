@@ -5,6 +5,7 @@
 
 #define HR_SIMD "simd_portable.h"
 #define HR_INLINE inline __attribute__((always_inline))
+#define HR_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace headrace {
 namespace {

@@ -13,46 +13,46 @@ enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu, kClampedSwiglu };
 constexpr int kNumActivations = 5;
 
 enum class KvType : int { kBf16, kF32, kInt8, kInt4 };
+constexpr int kNumKvTypes = 4;
 constexpr bool is_quantised(KvType t) { return t == KvType::kInt8 || t == KvType::kInt4; }
 constexpr int kKvTile = 32;      // tokens in a KV block
 constexpr int kSplitBlocks = 8;  // blocks of a context that are one softmax; such splits are then merged in ascending order
 constexpr int kSplitTokens = kSplitBlocks * kKvTile;
 constexpr float kNoMax = -1e30f;  // maximum of no scores: finite, so that differences of two are numbers
 
-// KV of one head and block: K as [key_dim / per][32 tokens][per], then V as [32 / per][value columns][per], where `per` numbers fill 4
-// bytes. A line is then 16 tokens (K) or 16 dimensions (V) of one bf16 pair or float. With a value_dim of 0 there is no V: values are part
-// of the keys.
+// KV of one head and block: K as [key lines][32 tokens][4 bytes], then V as [32 / per][value lanes][4 bytes], where `per` numbers fill 4
+// bytes. A line is then 16 tokens (K) or 16 dimensions (V) of one bf16 pair, float or four codes. With a value_dim of 0 there is no V:
+// values are part of the keys.
 //
-// Quantised: a number is step * code + least, with a bf16 step and least number for each token's key and value. Codes of K as
-// [key_dim][32 tokens], of V as [32 tokens][code_dim], then the steps and the least numbers of K and those of V, 32 each. In int4 a byte
-// has two numbers of one token, so that no two tokens, which two threads may write, share one: dimensions d and d + 1 of K, d and d + 16
-// of V. Attention computes with a block's numbers in bf16.
+// Quantised: a number is step * code + least, with a bf16 step and least number for each token's key and value; 32 steps and 32 least
+// numbers stand behind the codes of K, and behind those of V. Four bytes are four dimensions of a key (K), or of four values (V), in the
+// order 0, 2, 1, 3: what is at the same place of both 16-bit halves is then a pair, ready for dot products of 16-bit numbers. In int4 a
+// byte has two numbers of one token, so that no two tokens, which two threads may write, share one: dimensions d and d + 16 of each 32.
 struct KvRecord {
   KvType type;
   int key_dim, value_dim;
 
-  constexpr int per() const { return type == KvType::kF32 ? 1 : 2; }
-  constexpr int value_columns() const { return (value_dim + 15) / 16 * 16; }                             // in whole lines
-  constexpr int bits() const { return type == KvType::kInt4 ? 4 : 8; }                                   // of a code
-  constexpr int code_dim() const { return bits() == 4 ? (value_dim + 31) / 32 * 32 : value_columns(); }  // codes of a value
-  constexpr int num_scales() const { return value_dim ? 4 : 2; }                                         // steps, least numbers
+  constexpr int per() const { return is_quantised(type) ? 4 : type == KvType::kF32 ? 1 : 2; }
+  constexpr int value_columns() const { return (value_dim + 15) / 16 * 16; }           // in whole lines
+  constexpr int bits() const { return type == KvType::kInt4 ? 4 : 8; }                 // of a code
+  constexpr int code_bytes(int dim) const { return (dim * bits() + 127) / 128 * 16; }  // of a key or value, in whole lines of V
+  constexpr int key_lines() const { return is_quantised(type) ? code_bytes(key_dim) / 4 : key_dim / per(); }  // of 32 tokens
+  constexpr int value_lanes() const { return is_quantised(type) ? code_bytes(value_dim) : value_columns(); }
   // Numbers that are turned together (`rotate_head`), of keys and of values.
   constexpr int key_turn() const { return key_dim & -key_dim; }
   constexpr int value_turn() const { return value_dim ? value_dim & -value_dim : key_turn(); }
-  constexpr size_t value_offset() const {
-    return is_quantised(type) ? static_cast<size_t>(key_dim) * kKvTile * bits() / 8 : static_cast<size_t>(key_dim) / per() * kKvTile * 4;
-  }
-  constexpr size_t scale_offset() const { return value_offset() + static_cast<size_t>(kKvTile) * code_dim() * bits() / 8; }
-  constexpr size_t bytes() const {
-    const size_t end = is_quantised(type) ? scale_offset() + num_scales() * kKvTile * sizeof(uint16_t)
-                                          : value_offset() + static_cast<size_t>(kKvTile) / per() * value_columns() * 4;
-    return (end + 63) / 64 * 64;
-  }
+  // Where the steps and least numbers stand, in K and in V.
+  constexpr size_t key_scales() const { return static_cast<size_t>(key_lines()) * kKvTile * 4; }
+  constexpr size_t value_scales() const { return static_cast<size_t>(kKvTile) / per() * value_lanes() * 4; }
+  constexpr size_t scale_bytes() const { return is_quantised(type) ? 2 * kKvTile * sizeof(uint16_t) : 0; }
+  constexpr size_t value_offset() const { return key_scales() + scale_bytes(); }
+  constexpr size_t value_bytes() const { return value_dim ? value_scales() + scale_bytes() : 0; }
+  constexpr size_t bytes() const { return (value_offset() + value_bytes() + 63) / 64 * 64; }
   // What attention computes with, where values have so many numbers. The first numbers of keys that were turned can be turned back in whole
   // blocks alone: so many are then values.
   constexpr KvRecord computed(int num_values) const {
     const int block = is_quantised(type) && !value_dim ? key_turn() : 1;
-    return {type == KvType::kF32 ? KvType::kF32 : KvType::kBf16, key_dim, (num_values + block - 1) / block * block};
+    return {type, key_dim, (num_values + block - 1) / block * block};
   }
 };
 
@@ -150,14 +150,12 @@ struct Kernels {
   void (*rotate_tile)(float* x, int rows, const float* cos, const float* sin, size_t stride);
   // The same for a whole row of heads, x[n]: `cos` and `sin` have the numbers of one head, and 16 more from its start.
   void (*rotate_row)(const float* x, const float* cos, const float* sin, int head_dim, int n, float* out);
-  void (*pack_query[2])(const float* q, int key_dim, uint8_t* out);
-  void (*attend[2])(const AttendSplit&);
+  void (*pack_query[kNumKvTypes])(const float* q, int key_dim, uint8_t* out);
+  void (*attend[kNumKvTypes])(const AttendSplit&);
   // Turns a vector into a basis in which no dimension stands out, and back: it is its own inverse.
   void (*rotate_head)(float* x, int n, int size);  // in blocks of `size`, a power of two
   void (*quantise_kv)(const float* x, int n, int bits, KvCodes& out);
-  // A quantised block in the form that attention computes with. `upcoming` is fetched meanwhile: a block as long, wanted soon.
-  void (*expand_kv)(const uint8_t* record, const KvRecord& shape, const uint8_t* upcoming, uint8_t* out);
-  // The first numbers of a block's keys as values, in the form that attention computes with: zeros for those that are not finite.
+  // The first numbers of a block's keys as values: zeros for those that are not finite.
   void (*values_of_keys)(const uint8_t* keys, const KvRecord& shape, uint8_t* out);
   // Folds one softmax state into another: a over the context before, b over what follows.
   void (*merge)(float* max, float* sum, float* out, float max_b, float sum_b, const float* out_b, int n);

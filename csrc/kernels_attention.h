@@ -5,25 +5,100 @@
 // Lanes are tokens for the scores and dimensions for the weighted sum. A query's numbers go through the same operations in the
 // same order whatever other queries share the split, so a row in a prefill tile equals the row alone (promise 1).
 
+// A number format: what sums of products are, and how a line of keys or values is multiplied. x has numbers of the first query, or its
+// weights, and those of the next ones are `stride` apart.
 struct KvBf16 {
-  static constexpr int kPer = 2;
+  using Sum = Vf;
   using Query = Pair;
-  static constexpr int kStride = kPairStride;
-  static HR_INLINE Vf dot(Vf acc, const uint8_t* line, const Query* x) { return dot_pair(acc, load_bytes(line), x); }
+  static constexpr bool kCoded = false;
+  static constexpr int kPer = 2;                                      // tokens of a line of values
+  static constexpr int kParts = 1;                                    // sums that a line of values goes to, of 16 dimensions each
+  static constexpr int kKeyNumbers = kPairStride;                     // of x for a line of keys
+  static constexpr int kWeightSize = kSplitTokens / 2 * kPairStride;  // numbers that are the weights of a split
+  template <int N>
+  static HR_INLINE void dot_keys(Vf (&sums)[N], const uint8_t* line, const Pair* x, size_t stride) {
+    dot_pairs(sums, line, x, stride);
+  }
+  template <int N>
+  static HR_INLINE void dot_values(Vf (&sums)[N], const uint8_t* lines, int i, const Pair* x, size_t stride) {
+    dot_pairs(sums, lines + 64 * i, x, stride);
+  }
+  static HR_INLINE const Pair* query(const AttendSplit& t) { return reinterpret_cast<const Pair*>(t.queries); }
+  static HR_INLINE void put_weights(Pair* weights, int token, Vf w) { store_pairs(weights + token / 2 * kPairStride, w); }
 };
 
 struct KvF32 {
-  static constexpr int kPer = 1;
+  using Sum = Vf;
   using Query = float;
-  static constexpr int kStride = 1;
-  static HR_INLINE Vf dot(Vf acc, const uint8_t* line, const Query* x) {
-    return fma(load(reinterpret_cast<const float*>(line)), set1(*x), acc);
+  static constexpr bool kCoded = false;
+  static constexpr int kPer = 1, kParts = 1;
+  static constexpr int kKeyNumbers = 1;
+  static constexpr int kWeightSize = kSplitTokens;
+  template <int N>
+  static HR_INLINE void dot_keys(Vf (&sums)[N], const uint8_t* line, const float* x, size_t stride) {
+    const Vf w = load(reinterpret_cast<const float*>(line));
+    each<N>([&](int n) HR_INLINE_LAMBDA { stay_in_registers(sums[n] = fma(w, set1(x[n * stride]), sums[n])); });
+  }
+  template <int N>
+  static HR_INLINE void dot_values(Vf (&sums)[N], const uint8_t* lines, int i, const float* x, size_t stride) {
+    dot_keys(sums, lines + 64 * i, x, stride);
+  }
+  static HR_INLINE const float* query(const AttendSplit& t) { return reinterpret_cast<const float*>(t.queries); }
+  static HR_INLINE void put_weights(float* weights, int token, Vf w) { store(weights + token, w); }
+};
+
+// The step and least number of 16 tokens.
+struct TokenScales {
+  Vf step, least;
+};
+
+HR_INLINE TokenScales load_scales(const uint8_t* scales, int token) {
+  const auto* steps = reinterpret_cast<const uint16_t*>(scales) + token;
+  return {load_bf16(steps), load_bf16(steps + kKvTile)};
+}
+
+// A quantised query: 16-bit codes, and what stands before them. The scale is NaN where a number is not finite.
+struct CodedQuery {
+  float scale, sum;  // of a code; of the numbers that the codes stand for
+
+  static HR_INLINE const CodedQuery& of(const AttendSplit& t, int n) {
+    return *reinterpret_cast<const CodedQuery*>(t.queries + n * t.query_stride);
+  }
+};
+
+// Codes of 8 or 4 bits times numbers of 16 bits, which is exact. Queries and weights are rounded to parts of their largest: to 32767 of
+// them, since int32 has just room for 256 tokens times 255 times 32767; queries of more than 257 numbers to as many fewer.
+template <int Bits>
+struct KvCoded {
+  using Sum = Vi;
+  using Query = int16_t;
+  static constexpr bool kCoded = true;
+  static constexpr int kBits = Bits, kPer = 4, kParts = 8 / Bits;
+  static constexpr int kKeyNumbers = 32 / Bits;
+  static constexpr int kWeightSize = kSplitTokens;
+
+  // sums[n] += pairs of codes, the bits from `down` on of both halves of each lane, times a pair of x.
+  template <int N>
+  static HR_INLINE void dot_pairs_of(Vi (&sums)[N], const uint8_t* line, int down, const int16_t* x, size_t stride) {
+    const Vs codes = code_pairs<Bits>(load_bytes(line), down);
+    x = reload(x);
+    each<N>([&](int n) HR_INLINE_LAMBDA { stay_in_registers(sums[n] = add_dot_shorts(sums[n], codes, x + n * stride)); });
+  }
+  template <int N>
+  static HR_INLINE void dot_keys(Vi (&sums)[N], const uint8_t* line, const int16_t* x, size_t stride) {
+    each<16 / Bits>([&](int i) HR_INLINE_LAMBDA { dot_pairs_of(sums, reload(line), Bits * i, x + 2 * i, stride); });
+  }
+  static HR_INLINE const int16_t* query(const AttendSplit& t) { return reinterpret_cast<const int16_t*>(t.queries + sizeof(CodedQuery)); }
+  template <int N>
+  static HR_INLINE void dot_values(Vi (&sums)[N], const uint8_t* lines, int i, const int16_t* x, size_t stride) {
+    const uint8_t* line = lines + i / kParts * 64;
+    each<2>([&](int pair) HR_INLINE_LAMBDA { dot_pairs_of(sums, reload(line), 8 * pair + i % kParts * Bits, x + 2 * pair, stride); });
   }
 };
 
 // A query vector in the form that the scores read. Room for 16 more numbers than key_dim.
 template <class Kv>
-void pack_query(const float* q, int key_dim, uint8_t* out) {
+void pack_numbers(const float* q, int key_dim, uint8_t* out) {
   for (int i = 0; i < key_dim; i += 16) {
     const Vf v = load_partial(q + i, key_dim - i);
     if constexpr (Kv::kPer == 2)
@@ -31,6 +106,43 @@ void pack_query(const float* q, int key_dim, uint8_t* out) {
     else
       store(reinterpret_cast<float*>(out) + i, v);
   }
+}
+
+// Pairs of dimensions of int4 in the order of their codes: d, d + 16, d + 2, d + 18.
+HR_INLINE void interleave(int16_t* codes) {
+  uint32_t pairs[16], out[16];
+  memcpy(pairs, codes, sizeof pairs);
+  for (int i = 0; i < 16; i++) out[i] = pairs[i / 4 * 2 + i % 4 / 2 + i % 2 * 8];
+  memcpy(codes, out, sizeof out);
+}
+
+constexpr float kLeastTop = 1e-33f;  // 32767 over less may overflow
+
+template <int Bits>
+void pack_codes(const float* q, int key_dim, uint8_t* out) {
+  constexpr int step = 128 / Bits;  // numbers of four lines of keys
+  const int most = INT32_MAX / ((1 << Bits) - 1) / key_dim, limit = most < INT16_MAX ? most : INT16_MAX;
+  Vf highest = zero(), zeros = zero();
+  for (int i = 0; i < key_dim; i += 16) {
+    const Vf v = load_partial(q + i, key_dim - i);
+    highest = max(highest, abs(v));
+    zeros = fma(v, zero(), zeros);
+  }
+  const float top = is_finite(zeros) ? reduce_max(highest) : kNotFinite, levels = static_cast<float>(limit);
+  const Vf inverse = set1(top > kLeastTop ? levels / top : 0.0f);
+  auto* codes = reinterpret_cast<int16_t*>(out + sizeof(CodedQuery));
+  Vi total = set1(0);
+  for (int i = 0; i < key_dim; i += step) {
+    for (int j = i; j < i + step; j += 16) {
+      const Vi code = round_to_int(mul(load_partial(q + j, top > kLeastTop ? key_dim - j : 0), inverse));
+      store_s16(codes + j, code);
+      total = add(total, code);
+    }
+    if constexpr (Bits == 4) interleave(codes + i);
+  }
+  const float scale = top / levels;
+  const CodedQuery head{scale, scale * static_cast<float>(reduce_add(total))};
+  memcpy(out, &head, sizeof head);
 }
 
 // The split's tokens that query n, or any query, sees: a range of lanes.
@@ -53,36 +165,42 @@ HR_INLINE Lanes visible_to_any(const AttendSplit& t) {
   return all;
 }
 
+// The sums of 16 tokens as products of query and key; `scales` are those of their block, `token` is the first one's place in it.
+template <class Kv>
+HR_INLINE Vf product(const AttendSplit& t, int n, typename Kv::Sum sum, const uint8_t* scales, int token) {
+  if constexpr (Kv::kCoded) {
+    const auto& query = CodedQuery::of(t, n);
+    const TokenScales of = load_scales(scales, token);
+    return fma(to_float(sum), mul(of.step, set1(query.scale)), mul(of.least, set1(query.sum)));
+  } else {
+    return sum;
+  }
+}
+
 // scores[query][token] = q . k, for the blocks with visible tokens.
 template <class Kv, int Num>
 HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTokens]) {
   const size_t stride = t.query_stride / sizeof(typename Kv::Query);
   for (int b = lanes.begin / kKvTile; b * kKvTile < lanes.end; b++) {
-    Vf sums[Num][2];
-#pragma GCC unroll 12
-    for (int n = 0; n < Num; n++) sums[n][0] = sums[n][1] = zero();
+    typename Kv::Sum left[Num] = {}, right[Num] = {};
     const uint8_t* line = t.kv.at[b];
     // Keys two blocks ahead: the next one would be needed before memory answers.
     const int later = b + 2 - t.kv.blocks;
     const uint8_t* upcoming = !t.next ? nullptr : later < 0 ? t.kv.at[b + 2] : t.next->at[later < t.next->blocks ? later : 0];
-    const auto* query = reinterpret_cast<const typename Kv::Query*>(t.queries);
-    for (int d = 0; d < t.shape.key_dim / Kv::kPer; d++, line += 128, query += Kv::kStride) {
+    const typename Kv::Query* query = Kv::query(t);
+    for (int d = 0; d < t.shape.key_lines(); d++, line += 128, query += Kv::kKeyNumbers) {
       if (upcoming) {
         const uint8_t* values = t.kv.values[b] + 128 * d;
         prefetch_l2(upcoming + 128 * d), prefetch_l2(upcoming + 128 * d + 64);
         prefetch_l2(values), prefetch_l2(values + 64);
       }
-#pragma GCC unroll 12
-      for (int n = 0; n < Num; n++) {
-        sums[n][0] = Kv::dot(sums[n][0], line, query + n * stride);
-        sums[n][1] = Kv::dot(sums[n][1], line + 64, query + n * stride);
-      }
+      Kv::dot_keys(left, line, query, stride);
+      Kv::dot_keys(right, line + 64, query, stride);
     }
-#pragma GCC unroll 12
-    for (int n = 0; n < Num; n++) {
-      store(scores[n] + b * kKvTile, sums[n][0]);
-      store(scores[n] + b * kKvTile + 16, sums[n][1]);
-    }
+    each<Num>([&](int n) HR_INLINE_LAMBDA {
+      store(scores[n] + b * kKvTile, product<Kv>(t, n, left[n], line, 0));
+      store(scores[n] + b * kKvTile + 16, product<Kv>(t, n, right[n], line, 16));
+    });
   }
 }
 
@@ -99,16 +217,46 @@ HR_INLINE void bend(const AttendSplit& t, int n, int begin, int end, float* scor
   }
 }
 
+// The weights of the tokens of a split, as they are multiplied with values. Coded ones have the steps of the values in them, and leave the
+// least numbers of the values to be added.
+template <class Kv, int Num>
+struct Weights {
+  alignas(64) typename Kv::Query numbers[Num][Kv::kWeightSize];
+  float scale[Num], least[Num];  // of a code; of the values, weighted and summed
+};
+
+// Weights times steps to codes, and zeros where only other queries see tokens. What is not a number has some code, and the sum of the
+// weights is NaN beside it.
+template <class Kv, int Num>
+HR_INLINE void encode(const AttendSplit& t, int n, Lanes seen, Lanes all, float* scores, Weights<Kv, Num>& out) {
+  Vf top = zero(), least = zero();
+  for (int i = seen.begin; i < seen.end; i += 16) {
+    const TokenScales of = load_scales(t.kv.values[i / kKvTile] + t.shape.value_scales(), i % kKvTile);
+    const Vf w = load(scores + i), x = mul(w, of.step);
+    least = fma(w, of.least, least);
+    top = max(x, top);
+    store(scores + i, x);
+  }
+  const float highest = reduce_max(top);
+  const Vf inverse = set1(highest > kLeastTop ? INT16_MAX / highest : 0.0f);
+  int16_t* codes = out.numbers[n];
+  for (int i = all.begin; i < seen.begin; i += 16) store_s16(codes + i, set1(0));
+  for (int i = seen.begin; i < seen.end; i += 16) store_s16(codes + i, round_to_int(mul(load(scores + i), inverse)));
+  for (int i = seen.end; i < all.end; i += 16) store_s16(codes + i, set1(0));
+  out.scale[n] = highest / INT16_MAX;
+  out.least[n] = reduce_add(least);
+}
+
 // weights[token] = 2^(s - max), 0 for tokens that query n does not see; their sum. Scores are in units of ln 2, so that a power of
 // two is a power of e.
-template <class Kv>
-HR_INLINE void soften(const AttendSplit& t, int n, Lanes all, float* scores, typename Kv::Query* weights) {
+template <class Kv, int Num>
+HR_INLINE void soften(const AttendSplit& t, int n, Lanes all, float* scores, Weights<Kv, Num>& weights) {
   const Lanes seen = visible_to(t, n);
-  const auto put = [weights](int i, Vf w) {
-    if constexpr (Kv::kPer == 2)
-      store_pairs(weights + i / 2 * Kv::kStride, w);
+  const auto put = [&](int i, Vf w) {
+    if constexpr (Kv::kCoded)
+      store(scores + i, w);
     else
-      store(weights + i, w);
+      Kv::put_weights(weights.numbers[n], i, w);
   };
   // Lanes that query n does not see have a weight of 0: made so in the first and last line, the others are whole.
   const bool any = seen.begin < seen.end;
@@ -120,51 +268,52 @@ HR_INLINE void soften(const AttendSplit& t, int n, Lanes all, float* scores, typ
   Vf top = set1(kNoMax), sum = zero();
   for (int i = begin; i < end; i += 16) top = max(top, load(scores + i));
   const float unit = (bent ? 1.0f : t.scale) * 1.44269504f, high = reduce_max(top) * unit;
-  for (int i = all.begin & -16; i < begin; i += 16) put(i, zero());
 #pragma GCC unroll 2
   for (int i = begin; i < end; i += 16) {
     const Vf w = exp2(fma(load(scores + i), set1(unit), set1(-high)));
     sum = add(sum, w);
     put(i, w);
   }
-  for (int i = end; i < all.end; i += 16) put(i, zero());
   t.max[n] = any ? high : kNoMax;
   t.sum[n] = reduce_add(sum);
+  if constexpr (Kv::kCoded) return encode(t, n, {begin, end}, {all.begin & -16, all.end}, scores, weights);
+  for (int i = all.begin & -16; i < begin; i += 16) put(i, zero());
+  for (int i = end; i < all.end; i += 16) put(i, zero());
 }
 
 // out[query][dims d .. d + 16 Lines) = weights @ V.
 template <class Kv, int Num, int Lines>
-HR_INLINE void weigh_lines(const AttendSplit& t, int d, Lanes lanes, const typename Kv::Query (*weights)[kSplitTokens]) {
-  const int width = t.shape.value_columns();
-  Vf acc[Num][Lines];
-#pragma GCC unroll 12
-  for (int n = 0; n < Num; n++)
-#pragma GCC unroll 8
-    for (int i = 0; i < Lines; i++) acc[n][i] = zero();
+HR_INLINE void weigh_lines(const AttendSplit& t, int d, Lanes lanes, const Weights<Kv, Num>& weights) {
+  const int width = t.shape.value_columns(), part = Lines % Kv::kParts ? d / 16 % Kv::kParts : 0;
+  const size_t row = static_cast<size_t>(t.shape.value_lanes()) * 4, offset = static_cast<size_t>(d / 16 / Kv::kParts) * 64;
+  typename Kv::Sum acc[Lines][Num] = {};
   for (int b = lanes.begin / kKvTile; b * kKvTile < lanes.end; b++) {
     const int begin = lanes.begin - b * kKvTile, end = lanes.end - b * kKvTile;
     const int first = begin < 0 ? 0 : begin / Kv::kPer, last = ((end > kKvTile ? kKvTile : end) + Kv::kPer - 1) / Kv::kPer;
-    const uint8_t* line = t.kv.values[b] + (static_cast<size_t>(first) * width + d) * 4;
-    const uint8_t* upcoming = t.next && d == 0 && b < t.next->blocks ? t.next->at[b] : nullptr;
-    for (int k = first; k < last; k++, line += static_cast<size_t>(width) * 4) {
+    const uint8_t* lines = t.kv.values[b] + first * row + offset;
+    // Keys of the next split, as many as values are read here, so that memory is never idle.
+    const uint8_t* upcoming = t.next && b < t.next->blocks ? t.next->at[b] + offset : nullptr;
+    for (int k = first; k < last; k++, lines += row) {
       if (upcoming)
-        for (int i = 0; i < width * 4; i += 64) prefetch_l2(upcoming + static_cast<size_t>(k) * width * 4 + i);
-      const int pair = (b * (kKvTile / Kv::kPer) + k) * Kv::kStride;
-#pragma GCC unroll 8
-      for (int i = 0; i < Lines; i++)
-#pragma GCC unroll 12
-        for (int n = 0; n < Num; n++) acc[n][i] = Kv::dot(acc[n][i], line + 64 * i, &weights[n][pair]);
+        for (int i = 0; i < Lines; i += Kv::kParts) prefetch_l2(upcoming + k * row + i / Kv::kParts * 64);
+      const auto* w = &weights.numbers[0][(b * kKvTile / Kv::kPer + k) * (Kv::kWeightSize / (kSplitTokens / Kv::kPer))];
+      each<Lines>([&](int i) HR_INLINE_LAMBDA { Kv::dot_values(acc[i], lines, part + i, w, Kv::kWeightSize); });
     }
   }
-#pragma GCC unroll 12
-  for (int n = 0; n < Num; n++)
-#pragma GCC unroll 8
-    for (int i = 0; i < Lines; i++) store(t.out + static_cast<size_t>(n) * width + d + 16 * i, acc[n][i]);
+  each<Lines>([&](int i) HR_INLINE_LAMBDA {
+    each<Num>([&](int n) HR_INLINE_LAMBDA {
+      float* out = t.out + static_cast<size_t>(n) * width + d + 16 * i;
+      if constexpr (Kv::kCoded)
+        store(out, fma(to_float(acc[i][n]), set1(weights.scale[n]), set1(weights.least[n])));
+      else
+        store(out, acc[i][n]);
+    });
+  });
 }
 
 // As many dimensions from d on as fill whole sets of lines; returns the first one left.
 template <class Kv, int Num, int Lines>
-HR_INLINE int weigh(const AttendSplit& t, int d, Lanes lanes, const typename Kv::Query (*weights)[kSplitTokens]) {
+HR_INLINE int weigh(const AttendSplit& t, int d, Lanes lanes, const Weights<Kv, Num>& weights) {
   for (; d + 16 * Lines <= t.shape.value_columns(); d += 16 * Lines) weigh_lines<Kv, Num, Lines>(t, d, lanes, weights);
   return d;
 }
@@ -172,10 +321,10 @@ HR_INLINE int weigh(const AttendSplit& t, int d, Lanes lanes, const typename Kv:
 template <class Kv, int Num>
 void attend_num(const AttendSplit& t) {
   alignas(64) float scores[Num][kSplitTokens];
-  alignas(64) typename Kv::Query weights[Num][kSplitTokens];
+  Weights<Kv, Num> weights;
   const Lanes lanes = visible_to_any(t);
   score<Kv, Num>(t, lanes, scores);
-  for (int n = 0; n < Num; n++) soften<Kv>(t, n, lanes, scores[n], weights[n]);
+  for (int n = 0; n < Num; n++) soften<Kv, Num>(t, n, lanes, scores[n], weights);
   int d = 0;
   if constexpr (8 * Num <= kAccumulators) d = weigh<Kv, Num, 8>(t, d, lanes, weights);
   if constexpr (4 * Num <= kAccumulators) d = weigh<Kv, Num, 4>(t, d, lanes, weights);
@@ -187,6 +336,15 @@ template <class Kv, int Num = 1>
 void attend(const AttendSplit& t) {
   if (t.num == Num) return attend_num<Kv, Num>(t);
   if constexpr (Num < kMaxQueries) attend<Kv, Num + 1>(t);
+}
+
+template <KvType Type, class Kv>
+void fill_attention(Kernels& k) {
+  if constexpr (Kv::kCoded)
+    k.pack_query[static_cast<int>(Type)] = pack_codes<Kv::kBits>;
+  else
+    k.pack_query[static_cast<int>(Type)] = pack_numbers<Kv>;
+  k.attend[static_cast<int>(Type)] = attend<Kv>;
 }
 
 void merge(float* max_a, float* sum_a, float* out_a, float max_b, float sum_b, const float* out_b, int n) {

@@ -1,5 +1,4 @@
-// Quantised keys and values: to codes, and back to the bf16 numbers that attention computes with. Included inside the namespace of an
-// instruction set.
+// Quantised keys and values, and values that are part of keys. Included inside the namespace of an instruction set.
 
 // Walsh-Hadamard transform of blocks of `size` numbers, a power of two, scaled to keep lengths (QuaRot, Ashkboos et al. 2024):
 // queries and keys turned alike have the same products, and what is weighted and summed can be turned back afterwards.
@@ -77,63 +76,6 @@ void quantise_kv(const float* x, int n, int bits, KvCodes& out) {
   for (int i = 0; i < n; i += 16) store_u8(out.codes + i, round_to_int(mul(sub(load_partial(x + i, n - i), set1(least)), set1(inverse))));
 }
 
-HR_INLINE Vi low_codes(Vi bytes) { return sub(bytes, shift_left<4>(shift_right<4>(bytes))); }
-
-template <int Bits>
-HR_INLINE void expand_keys(const uint8_t* record, const KvRecord& shape, uint8_t* out) {
-  const auto* scales = reinterpret_cast<const uint16_t*>(record + shape.scale_offset());
-  for (int t = 0; t < kKvTile; t += 16) {
-    const Vf step = load_bf16(scales + t), least = load_bf16(scales + kKvTile + t);
-    for (int d = 0; d < shape.key_dim; d += 2) {
-      Vi even, odd;
-      if constexpr (Bits == 8) {
-        even = load_u8(record + d * kKvTile + t);
-        odd = load_u8(record + (d + 1) * kKvTile + t);
-      } else {
-        const Vi both = load_u8(record + d / 2 * kKvTile + t);
-        even = low_codes(both);
-        odd = shift_right<4>(both);
-      }
-      store_line(out + d / 2 * (4 * kKvTile) + 4 * t, fma(to_float(even), step, least), fma(to_float(odd), step, least));
-    }
-  }
-}
-
-template <int Bits>
-HR_INLINE void expand_values(const uint8_t* record, const KvRecord& shape, const uint8_t* upcoming, uint8_t* out) {
-  const auto* scales = reinterpret_cast<const uint16_t*>(record + shape.scale_offset()) + 2 * kKvTile;
-  const size_t row = static_cast<size_t>(shape.code_dim()) * Bits / 8, share = shape.bytes() / (kKvTile / 2);
-  const int width = shape.value_columns();
-  const uint8_t* codes = record + shape.value_offset();
-  for (int t = 0; t < kKvTile; t += 2, codes += 2 * row, out += static_cast<size_t>(width) * 4, upcoming += share) {
-    for (size_t i = 0; i < share; i += 64) prefetch_l2(upcoming + i);
-    const Vf step[2] = {set1(from_bf16(scales[t])), set1(from_bf16(scales[t + 1]))};
-    const Vf least[2] = {set1(from_bf16(scales[kKvTile + t])), set1(from_bf16(scales[kKvTile + t + 1]))};
-    const auto put = [&](int d, Vi even, Vi odd) {
-      store_line(out + 4 * d, fma(to_float(even), step[0], least[0]), fma(to_float(odd), step[1], least[1]));
-    };
-    if constexpr (Bits == 8) {
-      for (int d = 0; d < width; d += 16) put(d, load_u8(codes + d), load_u8(codes + row + d));
-    } else {
-      for (int d = 0; d < width; d += 32) {
-        const Vi even = load_u8(codes + d / 2), odd = load_u8(codes + row + d / 2);
-        put(d, low_codes(even), low_codes(odd));
-        if (d + 16 < width) put(d + 16, shift_right<4>(even), shift_right<4>(odd));
-      }
-    }
-  }
-}
-
-template <int Bits>
-HR_INLINE void expand(const uint8_t* record, const KvRecord& shape, const uint8_t* upcoming, uint8_t* out) {
-  if (shape.value_dim) expand_values<Bits>(record, shape, upcoming, out + shape.computed(shape.value_dim).value_offset());
-  expand_keys<Bits>(record, shape, out);
-}
-
-void expand_kv(const uint8_t* record, const KvRecord& shape, const uint8_t* upcoming, uint8_t* out) {
-  return shape.bits() == 8 ? expand<8>(record, shape, upcoming, out) : expand<4>(record, shape, upcoming, out);
-}
-
 // Four words, each two adjacent numbers of two adjacent tokens.
 typedef uint64_t Words __attribute__((vector_size(32)));
 
@@ -187,8 +129,30 @@ HR_INLINE void cross_f32(const float* keys, int num_values, int width, float* ou
       }
 }
 
+// Codes of four tokens and four dimensions: each lane was a token's, and is a dimension's.
+typedef uint8_t Codes __attribute__((vector_size(16)));
+HR_INLINE Codes crossed(Codes x) { return __builtin_shufflevector(x, x, 0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15); }
+
+HR_INLINE void cross_codes(const uint8_t* keys, const KvRecord& shape, uint8_t* out) {
+  const int lanes = shape.value_lanes();
+  for (int i = 0; i < lanes; i += 4)
+    for (int t = 0; t < kKvTile; t += 4) {
+      Codes x;
+      memcpy(&x, keys + i * kKvTile + 4 * t, sizeof x);
+      x = crossed(x);
+      memcpy(out + t * lanes + 4 * i, &x, sizeof x);
+    }
+  uint16_t scales[2 * kKvTile];
+  memcpy(scales, keys + shape.key_scales(), sizeof scales);
+  for (int t = kKvTile; t < 2 * kKvTile; t++)
+    if (scales[t] == kNotFiniteBf16) scales[t] = 0;
+  memcpy(out + shape.value_scales(), scales, sizeof scales);
+}
+
 void values_of_keys(const uint8_t* keys, const KvRecord& shape, uint8_t* out) {
-  if (shape.type == KvType::kF32)
+  if (is_quantised(shape.type))
+    cross_codes(keys, shape, out);
+  else if (shape.type == KvType::kF32)
     cross_f32(reinterpret_cast<const float*>(keys), shape.value_dim, shape.value_columns(), reinterpret_cast<float*>(out));
   else
     cross_bf16(keys, shape, out);

@@ -2,6 +2,7 @@
 // inside its own namespace. Nothing from the standard library is called here: an inline function of it compiled for AVX-512 might be the
 // copy that the linker keeps for all units.
 // clang-format off: each of these needs those before it.
+#include "simd_unroll.h"
 #include HR_SIMD
 #include "kernels_functions.h"
 #include "kernels_rows.h"
@@ -33,13 +34,12 @@ const Kernels* make_table(const char* name) {
   k.finish_tile = finish_tile;
   k.rotate_tile = rotate_tile;
   k.rotate_row = rotate_row;
-  k.pack_query[0] = pack_query<KvBf16>;
-  k.pack_query[1] = pack_query<KvF32>;
-  k.attend[0] = attend<KvBf16>;
-  k.attend[1] = attend<KvF32>;
+  fill_attention<KvType::kBf16, KvBf16>(k);
+  fill_attention<KvType::kF32, KvF32>(k);
+  fill_attention<KvType::kInt8, KvCoded<8>>(k);
+  fill_attention<KvType::kInt4, KvCoded<4>>(k);
   k.rotate_head = rotate_head;
   k.quantise_kv = quantise_kv;
-  k.expand_kv = expand_kv;
   k.values_of_keys = values_of_keys;
   k.merge = merge;
   k.scale = scale;

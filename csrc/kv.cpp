@@ -47,28 +47,29 @@ T* value_number(uint8_t* record, const KvRecord& shape, int lane, int d) {
   return reinterpret_cast<T*>(record + shape.value_offset()) + (lane / per * shape.value_columns() + d) * per + lane % per;
 }
 
-uint8_t* value_codes(uint8_t* record, const KvRecord& shape, int lane) {
-  return record + shape.value_offset() + static_cast<size_t>(lane) * shape.code_dim() * shape.bits() / 8;
+// Byte i of a token's codes, in K and in V.
+constexpr int place_in_lane(int i) { return i % 2 * 2 + i / 2; }
+
+uint8_t* key_byte(uint8_t* record, int lane, int i) { return record + (i / 4 * kKvTile + lane) * 4 + place_in_lane(i % 4); }
+
+uint8_t* value_byte(uint8_t* record, const KvRecord& shape, int lane, int i) {
+  return record + shape.value_offset() + (lane / 4 * shape.value_lanes() + i) * 4 + place_in_lane(lane % 4);
 }
 
-// The steps and least numbers of keys, then those of values.
-uint16_t* scale_number(uint8_t* record, const KvRecord& shape, int part, int lane) {
-  return reinterpret_cast<uint16_t*>(record + shape.scale_offset()) + part * kKvTile + lane;
+// The step of a token, and kKvTile numbers behind it its least number.
+uint16_t* key_scale(uint8_t* record, const KvRecord& shape, int lane) {
+  return reinterpret_cast<uint16_t*>(record + shape.key_scales()) + lane;
 }
 
-void write_value_codes(uint8_t* record, const KvRecord& shape, int lane, const KvCodes& value) {
-  uint8_t* values = value_codes(record, shape, lane);
-  if (shape.bits() == 8) {
-    std::memcpy(values, value.codes, static_cast<size_t>(shape.value_dim));
-  } else {
-    for (int d = 0; d < shape.value_dim; d += 32)
-      for (int i = 0; i < 16; i++) {
-        const int high = d + 16 + i < shape.value_dim ? value.codes[d + 16 + i] : 0;
-        values[d / 2 + i] = static_cast<uint8_t>((d + i < shape.value_dim ? value.codes[d + i] : 0) | high << 4);
-      }
-  }
-  *scale_number(record, shape, 2, lane) = value.step;
-  *scale_number(record, shape, 3, lane) = value.is_finite() ? value.least : uint16_t{0};
+uint16_t* value_scale(uint8_t* record, const KvRecord& shape, int lane) {
+  return reinterpret_cast<uint16_t*>(record + shape.value_offset() + shape.value_scales()) + lane;
+}
+
+uint8_t code_byte(const uint8_t* codes, int dim, int bits, int i) {
+  const auto code = [&](int d) { return d < dim ? codes[d] : 0; };
+  if (bits == 8) return static_cast<uint8_t>(code(i));
+  const int d = i / 16 * 32 + i % 16;
+  return static_cast<uint8_t>(code(d) | code(d + 16) << 4);
 }
 
 template <class T>
@@ -87,11 +88,12 @@ void copy_numbers(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const 
 }
 
 void copy_codes(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const KvRecord& shape) {
-  for (size_t i = 0; i < shape.value_offset(); i += kKvTile) to[i + to_lane] = from[i + from_lane];
-  std::memcpy(value_codes(to, shape, to_lane), value_codes(from, shape, from_lane),
-              static_cast<size_t>(shape.code_dim()) * shape.bits() / 8);
-  for (int part = 0; part < shape.num_scales(); part++)
-    *scale_number(to, shape, part, to_lane) = *scale_number(from, shape, part, from_lane);
+  for (int i = 0; i < shape.code_bytes(shape.key_dim); i++) *key_byte(to, to_lane, i) = *key_byte(from, from_lane, i);
+  for (int i = 0; i < shape.code_bytes(shape.value_dim); i++) *value_byte(to, shape, to_lane, i) = *value_byte(from, shape, from_lane, i);
+  for (int part = 0; part < 2 * kKvTile; part += kKvTile) {
+    key_scale(to, shape, to_lane)[part] = key_scale(from, shape, from_lane)[part];
+    if (shape.value_dim) value_scale(to, shape, to_lane)[part] = value_scale(from, shape, from_lane)[part];
+  }
 }
 
 }  // namespace
@@ -128,15 +130,15 @@ void settle(uint8_t* record, const KvRecord& shape, int lane) {
 }
 
 void write_codes(uint8_t* record, const KvRecord& shape, int lane, const KvCodes& key, const KvCodes* value) {
-  uint8_t* keys = record + lane;
-  if (shape.bits() == 8)
-    for (int d = 0; d < shape.key_dim; d++) keys[d * kKvTile] = key.codes[d];
-  else
-    for (int d = 0; d < shape.key_dim; d += 2) keys[d / 2 * kKvTile] = static_cast<uint8_t>(key.codes[d] | key.codes[d + 1] << 4);
+  const int bits = shape.bits();
+  for (int i = 0; i < shape.code_bytes(shape.key_dim); i++) *key_byte(record, lane, i) = code_byte(key.codes, shape.key_dim, bits, i);
   const bool finite = !value || value->is_finite();
-  const uint16_t scales[] = {key.step, finite ? key.least : kNotFiniteBf16};
-  for (int part = 0; part < 2; part++) *scale_number(record, shape, part, lane) = scales[part];
-  if (value) write_value_codes(record, shape, lane, *value);
+  uint16_t* scale = key_scale(record, shape, lane);
+  scale[0] = key.step, scale[kKvTile] = finite ? key.least : kNotFiniteBf16;
+  if (!value) return;
+  for (int i = 0; i < shape.value_lanes(); i++) *value_byte(record, shape, lane, i) = code_byte(value->codes, shape.value_dim, bits, i);
+  scale = value_scale(record, shape, lane);
+  scale[0] = value->step, scale[kKvTile] = finite ? value->least : uint16_t{0};
 }
 
 void copy_token(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const KvRecord& shape) {

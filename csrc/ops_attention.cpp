@@ -15,7 +15,7 @@ namespace {
 // Working memory of a thread, the same for all layers.
 struct Scratch {
   std::vector<uint8_t> queries, blocks;
-  Arena expanded;  // read in steps of a value, which may be as long as a page
+  Arena values;  // made of keys; read in steps of a value, which may be as long as a page
   std::vector<float> query, slopes;
   SoftmaxStates split, total;
   std::vector<int> first, last, own;
@@ -107,7 +107,7 @@ class Attention : public Op {
         plan.kernels().rotate_head(s.query.data(), shape.key_dim, shape.key_turn());
         q = s.query.data();
       }
-      plan.kernels().pack_query[static_cast<int>(work_.shape.type)](q, shape.key_dim, s.queries.data() + n * query_stride());
+      plan.kernels().pack_query[static_cast<int>(shape.type)](q, shape.key_dim, s.queries.data() + n * query_stride());
     }
   }
 
@@ -133,7 +133,7 @@ class Attention : public Op {
       }
     }
     SplitRecords shared_records = records;
-    expand(plan, records, next, shared_records, s);
+    make_values(plan, shared_records, s);
     int row = item.last_row;
     if (step.ancestors && split * kSplitTokens + records.blocks * kKvTile > shared)
       row = std::clamp(step.row_start[b] + step.scheduled_len[b], item.first_row, item.last_row);
@@ -143,25 +143,20 @@ class Attention : public Op {
       for (int i = 0; i < records.blocks; i++)
         put(plan, gathered, i,
             gather(plan, step, item, row, split * kSplitBlocks + i, records.at[i], &s.blocks[i * cache(plan).shape().bytes()]));
-      expand(plan, gathered, gathered, gathered, s);
+      make_values(plan, gathered, s);
       attend(plan, gathered, nullptr, (row - item.first_row) * group, (row + 1 - item.first_row) * group, states, s);
     }
   }
 
-  // Quantised records, and values that are part of keys, in the form that attention computes with; records of `next` are fetched meanwhile.
-  void expand(const Plan& plan, const SplitRecords& records, const SplitRecords& next, SplitRecords& expanded, Scratch& s) const {
-    const KvRecord& shape = cache(plan).shape();
-    if (!is_quantised(shape.type) && shape.value_dim) return;
-    const size_t bytes = work_.shape.bytes();
-    if (s.expanded.size() < kSplitBlocks * bytes) s.expanded = Arena(kSplitBlocks * bytes);
+  // Values that are part of keys, laid out as values.
+  void make_values(const Plan& plan, SplitRecords& records, Scratch& s) const {
+    if (cache(plan).shape().value_dim) return;
+    const size_t bytes = work_.shape.value_bytes();
+    if (s.values.size() < kSplitBlocks * bytes) s.values = Arena(kSplitBlocks * bytes);
     for (int i = 0; i < records.blocks; i++) {
-      uint8_t *to = s.expanded.data() + i * bytes, *values = to + work_.shape.value_offset();
-      if (is_quantised(shape.type)) {
-        plan.kernels().expand_kv(records.at[i], shape, next.at[std::min(i, next.blocks - 1)], to);
-        expanded.at[i] = to;
-      }
-      if (!shape.value_dim) plan.kernels().values_of_keys(expanded.at[i], work_.shape, values);
-      expanded.values[i] = values;
+      uint8_t* values = s.values.data() + i * bytes;
+      plan.kernels().values_of_keys(records.at[i], work_.shape, values);
+      records.values[i] = values;
     }
   }
 
@@ -187,7 +182,6 @@ class Attention : public Op {
               Scratch& s) const {
     const KvRecord& shape = work_.shape;
     const Blocks chunks(end - begin, plan.kernels().max_queries);
-    if (is_quantised(cache(plan).shape().type)) next = nullptr;  // fetched already
     for (int c = 0; c < chunks.count; c++) {
       const int n = begin + chunks.first(c);
       plan.kernels().attend[static_cast<int>(shape.type)](

@@ -13,7 +13,6 @@ constexpr int kSumsTogether = 4;  // rows whose integer sums are computed togeth
 constexpr int kLinesTogether = 8;
 constexpr int kRowsToFetchFor = 1;  // from so many rows in a block, weights with scales by group are fetched ahead
 constexpr int kMaxQueries = kAccumulators / 2;
-constexpr bool kHasBf16 = false;
 
 HR_INLINE Vf zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 HR_INLINE Vf set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -102,6 +101,9 @@ HR_INLINE void store_s8(int8_t* p, Vi x) {
   const __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xD8);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
 }
+HR_INLINE void store_s16(int16_t* p, Vi x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xD8));
+}
 // Of numbers from 0 to 255.
 HR_INLINE void store_u8(uint8_t* p, Vi x) {
   const __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xD8);
@@ -181,6 +183,17 @@ HR_INLINE Vi high_shorts(Vs x) { return {_mm256_srai_epi32(x.a, 16), _mm256_srai
 HR_INLINE Vi low_shorts(Vs x) { return high_shorts(shift_left<16>(x)); }
 // The products of the low and of the high ones, added up.
 HR_INLINE Vi dot_shorts(Vs x, Vs y) { return {_mm256_madd_epi16(x.a, y.a), _mm256_madd_epi16(x.b, y.b)}; }
+HR_INLINE Vi add_dot_shorts(Vi acc, Vs x, const int16_t* pair) { return add(acc, dot_shorts(x, load_pair(pair))); }
+// Of 16-bit fields the bits from `down` on, so many as a code has.
+template <int Bits>
+HR_INLINE __m256i code_pairs_half(__m256i x, int down) {
+  if (down) x = _mm256_srli_epi16(x, down);
+  return down + Bits == 16 ? x : _mm256_and_si256(x, _mm256_set1_epi16((1 << Bits) - 1));
+}
+template <int Bits>
+HR_INLINE Vs code_pairs(Vb x, int down) {
+  return {code_pairs_half<Bits>(x.a, down), code_pairs_half<Bits>(x.b, down)};
+}
 // Products of unsigned codes and signed bytes, the sum of each two in 16 bits.
 HR_INLINE Vi products(Vb w, __m256i x) { return {_mm256_maddubs_epi16(w.a, x), _mm256_maddubs_epi16(w.b, x)}; }
 HR_INLINE Vi add_shorts(Vi x, Vi y) { return {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)}; }
@@ -190,6 +203,7 @@ HR_INLINE Vi add_pairs(Vi acc, Vi shorts, int16_t factor) {
 }
 // Holds the compiler to the order of the source, or it makes all products first and keeps them in memory.
 HR_INLINE void stay_in_registers(Vi& x) { asm volatile("" : "+x"(x.a), "+x"(x.b)); }
+HR_INLINE void stay_in_registers(Vf& x) { asm volatile("" : "+x"(x.a), "+x"(x.b)); }
 HR_INLINE __m256i quad(const int8_t* x) {
   int32_t bytes;
   memcpy(&bytes, x, 4);
@@ -250,16 +264,12 @@ HR_INLINE Vi code_sums(const W& w) {
   const Vi sums = add_pairs(set1(0), products(low, ones), 1);
   return twice ? add_pairs(sums, products(high, ones), 16) : sums;
 }
-using Pair = float;
-constexpr int kPairStride = 2;
-HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
+HR_INLINE Vf even_bf16(Vb w) { return {_mm256_castsi256_ps(_mm256_slli_epi32(w.a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(w.b, 16))}; }
+HR_INLINE Vf odd_bf16(Vb w) {
   const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-  const Vf even = {_mm256_castsi256_ps(_mm256_slli_epi32(w.a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(w.b, 16))};
-  const Vf odd = {_mm256_castsi256_ps(_mm256_and_si256(w.a, high)), _mm256_castsi256_ps(_mm256_and_si256(w.b, high))};
-  return fma(odd, set1(x[1]), fma(even, set1(x[0]), acc));
+  return {_mm256_castsi256_ps(_mm256_and_si256(w.a, high)), _mm256_castsi256_ps(_mm256_and_si256(w.b, high))};
 }
-HR_INLINE void store_pairs(Pair* p, Vf x) { store(p, x); }
-#include "simd_line.h"
+#include "simd_pairs.h"
 struct Vl {
   __m256i a, b;
 };

@@ -59,6 +59,7 @@ HR_INLINE Vf round(Vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_
 // x * 2^n for whole n.
 HR_INLINE Vf times_power_of_2(Vf x, Vf n) { return _mm512_scalef_ps(x, n); }
 HR_INLINE void store_s8(int8_t* p, Vi x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x.v)); }
+HR_INLINE void store_s16(int16_t* p, Vi x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(x.v)); }
 // The low bytes.
 HR_INLINE void store_u8(uint8_t* p, Vi x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x.v)); }
 HR_INLINE int32_t reduce_add(Vi x) { return _mm512_reduce_add_epi32(x.v); }
@@ -111,6 +112,20 @@ HR_INLINE Vi high_shorts(Vs x) { return {_mm512_srai_epi32(x.v, 16)}; }
 HR_INLINE Vi low_shorts(Vs x) { return {_mm512_srai_epi32(_mm512_slli_epi32(x.v, 16), 16)}; }
 // The products of the low and of the high ones, added up.
 HR_INLINE Vi dot_shorts(Vs x, Vs y) { return {_mm512_madd_epi16(x.v, y.v)}; }
+HR_INLINE Vi add_dot_shorts(Vi acc, Vs x, const int16_t* pair) {
+  typedef int32_t Both __attribute__((may_alias));
+  asm volatile("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(x.v), "m"(*reinterpret_cast<const Both*>(pair)));
+  return acc;
+}
+// Of 16-bit fields the bits from `down` on, so many as a code has.
+template <int Bits>
+HR_INLINE Vs code_pairs(Vb x, int down) {
+  const __m512i moved = down ? moved_down(x.v, down) : x.v;
+  return {down + Bits == 16 ? moved : _mm512_and_si512(moved, _mm512_set1_epi16((1 << Bits) - 1))};
+}
+// There are 32: nothing needs to be held there.
+HR_INLINE void stay_in_registers(const Vi&) {}
+HR_INLINE void stay_in_registers(const Vf&) {}
 // Of R rows of x, 32 bytes apart: sums[i] += sum of w[j][4 lane + b] * x[32 i + 4 j + b] over Lines lines, whatever the width of w.
 template <int Bits, int Lines, int R, class W>
 HR_INLINE void dots(Vi* sums, const W& w, const int8_t* x) {
@@ -142,23 +157,16 @@ HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
 HR_INLINE void store_pairs(Pair* p, Vf x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
 }
-// 16 pairs of bf16: lane i has even[i], then odd[i].
-HR_INLINE void store_line(uint8_t* line, Vf even, Vf odd) {
-  const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  const __m512i order = _mm512_add_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32(0x10001)), _mm512_set1_epi32(0x100000));
-  _mm512_storeu_si512(line, _mm512_permutexvar_epi16(order, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even))));
+// sums[n] += a line of pairs times x[n * stride].
+template <int N>
+HR_INLINE void dot_pairs(Vf (&sums)[N], const uint8_t* line, const Pair* x, size_t stride) {
+  const Vb w = load_bytes(line);
+  each<N>([&](int n) HR_INLINE_LAMBDA { sums[n] = dot_pair(sums[n], w, x + n * stride); });
 }
 #else
-constexpr bool kHasBf16 = false;
-using Pair = float;
-constexpr int kPairStride = 2;
-HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
-  const Vf even = _mm512_castsi512_ps(_mm512_slli_epi32(w.v, 16));
-  const Vf odd = _mm512_castsi512_ps(_mm512_and_si512(w.v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
-  return fma(odd, set1(x[1]), fma(even, set1(x[0]), acc));
-}
-HR_INLINE void store_pairs(Pair* p, Vf x) { store(p, x); }
-#include "simd_line.h"
+HR_INLINE Vf even_bf16(Vb w) { return _mm512_castsi512_ps(_mm512_slli_epi32(w.v, 16)); }
+HR_INLINE Vf odd_bf16(Vb w) { return _mm512_castsi512_ps(_mm512_and_si512(w.v, _mm512_set1_epi32(static_cast<int>(0xffff0000u)))); }
+#include "simd_pairs.h"
 #endif
 struct Vl {  // 8 lanes of 64 bits
   __m512i v;

@@ -18,7 +18,6 @@ constexpr int kSumsTogether = 1;
 constexpr int kLinesTogether = 1;
 constexpr int kRowsToFetchFor = 1;  // from so many rows in a block, weights with scales by group are fetched ahead
 constexpr int kMaxQueries = kAccumulators / 2;
-constexpr bool kHasBf16 = false;
 
 // A vector whose quarter i is `expr`.
 #define QUARTERS(Vector, expr) make<Vector>([&]([[maybe_unused]] int i) { return expr; })
@@ -103,6 +102,10 @@ HR_INLINE void store_s8(int8_t* p, Vi x) {
   const int16x8_t low = vcombine_s16(vqmovn_s32(x.q[0]), vqmovn_s32(x.q[1])), high = vcombine_s16(vqmovn_s32(x.q[2]), vqmovn_s32(x.q[3]));
   vst1q_s8(p, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
 }
+HR_INLINE void store_s16(int16_t* p, Vi x) {
+  vst1q_s16(p, vcombine_s16(vqmovn_s32(x.q[0]), vqmovn_s32(x.q[1])));
+  vst1q_s16(p + 8, vcombine_s16(vqmovn_s32(x.q[2]), vqmovn_s32(x.q[3])));
+}
 // Of numbers from 0 to 255.
 HR_INLINE void store_u8(uint8_t* p, Vi x) {
   const uint16x8_t low = vcombine_u16(vqmovun_s32(x.q[0]), vqmovun_s32(x.q[1]));
@@ -164,6 +167,16 @@ HR_INLINE Vi low_shorts(Vs x) { return QUARTERS(Vi, vshrq_n_s32(vshlq_n_s32(vrei
 HR_INLINE Vi dot_shorts(Vs x, Vs y) {
   return QUARTERS(Vi, vpaddq_s32(vmull_s16(vget_low_s16(x.q[i]), vget_low_s16(y.q[i])), vmull_high_s16(x.q[i], y.q[i])));
 }
+HR_INLINE Vi add_dot_shorts(Vi acc, Vs x, const int16_t* pair) { return add(acc, dot_shorts(x, load_pair(pair))); }
+// Of 16-bit fields the bits from `down` on, so many as a code has.
+template <int Bits>
+HR_INLINE Vs code_pairs(Vb x, int down) {
+  const auto moved = [&](int i) { return vshlq_u16(vreinterpretq_u16_u8(x.q[i]), vdupq_n_s16(static_cast<int16_t>(-down))); };
+  return QUARTERS(Vs, vreinterpretq_s16_u16(vandq_u16(moved(i), vdupq_n_u16((1 << Bits) - 1))));
+}
+// There are 32 registers: nothing needs to be held there.
+HR_INLINE void stay_in_registers(const Vi&) {}
+HR_INLINE void stay_in_registers(const Vf&) {}
 // Both operands of the instruction are signed. A code of fewer than 8 bits is the same number either way; one of 8 bits is taken from 128
 // down, and 128 times the sum of the four activations, the same in all lanes, makes up for it.
 template <int Bits>
@@ -194,16 +207,11 @@ HR_INLINE Vi code_sums(const W& w) {
   }
   return sums;
 }
-using Pair = float;
-constexpr int kPairStride = 2;
-HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
-  const auto words = [&](int i) { return vreinterpretq_u32_u8(w.q[i]); };
-  const Vf even = QUARTERS(Vf, vreinterpretq_f32_u32(vshlq_n_u32(words(i), 16)));
-  const Vf odd = QUARTERS(Vf, vreinterpretq_f32_u32(vandq_u32(words(i), vdupq_n_u32(0xffff0000u))));
-  return fma(odd, set1(x[1]), fma(even, set1(x[0]), acc));
+HR_INLINE Vf even_bf16(Vb w) { return QUARTERS(Vf, vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_u8(w.q[i]), 16))); }
+HR_INLINE Vf odd_bf16(Vb w) {
+  return QUARTERS(Vf, vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u8(w.q[i]), vdupq_n_u32(0xffff0000u))));
 }
-HR_INLINE void store_pairs(Pair* p, Vf x) { store(p, x); }
-#include "simd_line.h"
+#include "simd_pairs.h"
 struct Vl {  // 8 lanes of 64 bits
   uint64x2_t q[4];
 };

@@ -17,7 +17,6 @@ constexpr int kSumsTogether = 1;
 constexpr int kLinesTogether = 1;
 constexpr int kRowsToFetchFor = 1;  // from so many rows in a block, weights with scales by group are fetched ahead
 constexpr int kMaxQueries = kAccumulators / 2;
-constexpr bool kHasBf16 = false;
 
 #define EACH_LANE(expr)                     \
   for (int i = 0; i < 16; i++) r[i] = expr; \
@@ -101,6 +100,9 @@ HR_INLINE Vf times_power_of_2(Vf a, Vf n) {
 }
 HR_INLINE void store_s8(int8_t* p, Vi a) {
   for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(a.v[i]);
+}
+HR_INLINE void store_s16(int16_t* p, Vi a) {
+  for (int i = 0; i < 16; i++) p[i] = static_cast<int16_t>(a.v[i]);
 }
 HR_INLINE void store_u8(uint8_t* p, Vi a) {
   for (int i = 0; i < 16; i++) p[i] = static_cast<uint8_t>(a.v[i]);
@@ -188,6 +190,17 @@ HR_INLINE Vi dot_shorts(const Vs& a, const Vs& b) {
   for (int i = 0; i < 16; i++) r[i] = a.v[2 * i] * b.v[2 * i] + a.v[2 * i + 1] * b.v[2 * i + 1];
   return {r};
 }
+HR_INLINE Vi add_dot_shorts(Vi acc, const Vs& x, const int16_t* pair) { return add(acc, dot_shorts(x, load_pair(pair))); }
+// Of 16-bit fields the bits from `down` on, so many as a code has.
+template <int Bits>
+HR_INLINE Vs code_pairs(Vb a, int down) {
+  Vs r;
+  memcpy(&r, &a, 64);
+  for (int16_t& x : r.v) x = static_cast<int16_t>(static_cast<uint16_t>(x) >> down & ((1 << Bits) - 1));
+  return r;
+}
+HR_INLINE void stay_in_registers(const Vi&) {}
+HR_INLINE void stay_in_registers(const Vf&) {}
 // Of R rows of x, 32 bytes apart: sums[i] += sum of w[j][4 lane + b] * x[32 i + 4 j + b] over Lines lines. Bits is the width of w.
 template <int Bits, int Lines, int R, class W>
 HR_INLINE void dots(Vi* sums, const W& w, const int8_t* x) {
@@ -206,17 +219,9 @@ HR_INLINE Vi code_sums(const W& w) {
   for (int j = 0; j < Lines; j++) sums += (w[j].v & 255) + (w[j].v >> 8 & 255) + (w[j].v >> 16 & 255) + (w[j].v >> 24 & 255);
   return {sums};
 }
-// A line of 16 bf16 pairs times one activation pair in float32.
-using Pair = float;
-constexpr int kPairStride = 2;
-HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
-  const Vint even = w.v << 16, odd = w.v & static_cast<int32_t>(0xffff0000u);
-  acc = reinterpret_cast<Vf>(even) * x[0] + acc;
-  return reinterpret_cast<Vf>(odd) * x[1] + acc;
-}
-// 16 floats in the form that dot_pair takes: 8 pairs.
-HR_INLINE void store_pairs(Pair* p, Vf a) { store(p, a); }
-#include "simd_line.h"
+HR_INLINE Vf even_bf16(Vb a) { return reinterpret_cast<Vf>(a.v << 16); }
+HR_INLINE Vf odd_bf16(Vb a) { return reinterpret_cast<Vf>(a.v & static_cast<int32_t>(0xffff0000u)); }
+#include "simd_pairs.h"
 // 8 lanes of 64 bits.
 typedef uint64_t Vlong __attribute__((vector_size(64)));
 struct Vl {

@@ -23,7 +23,7 @@ def block_bytes(dtype: KvDtype, key_dim: int, value_dim: int) -> int:
 
 
 def stored(x: Floats, dtype: KvDtype) -> Floats:
-    """Keys or values [..., numbers of one] as attention reads them again: rounded to bf16, or rotated, quantised and rounded to bf16.
+    """Keys or values [..., numbers of one] as attention reads them again: rounded to bf16, or rotated and quantised.
 
     Values that are part of keys are the first numbers of what this gives for the keys.
     """
@@ -32,7 +32,7 @@ def stored(x: Floats, dtype: KvDtype) -> Floats:
     if dtype == "bf16":
         return round_bf16(x)
     rotation = hadamard(x.shape[-1])
-    return round_bf16(_quantised(x @ rotation, _BITS[dtype])) @ rotation
+    return _quantised(x @ rotation, _BITS[dtype]) @ rotation
 
 
 def round_bf16(x: Floats) -> Floats:

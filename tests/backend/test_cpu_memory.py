@@ -69,7 +69,7 @@ print([size for size, _ in mapped() if size in map(pages, predicted)])
 @pytest.mark.parametrize("blocks", [(4096, 10240), (4099, 9997)])
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "vector"),  # bytes of a token's key and value in one head
-    [(16, "bf16", 64), (16, "f32", 128), (16, "int8", 40), (16, "int4", 32), (24, "bf16", 48 + 64), (6, "f32", 24 + 64)],
+    [(16, "bf16", 64), (16, "f32", 128), (16, "int8", 40), (16, "int4", 40), (24, "bf16", 48 + 64), (6, "f32", 24 + 64)],
 )
 def test_kv_takes_what_is_predicted_to_the_byte(head_dim: int, dtype: str, vector: int, blocks: tuple[int, int]) -> None:
     """In each group of layers: whole pages are mapped for it, and nothing of it is in memory before it is used."""

@@ -182,7 +182,7 @@ def test_layers_with_a_window_keep_no_more_than_they_see(backend: str, kv_dtype:
     engine = tiny_engine(INTERLEAVED, backend, slots=512, kv_dtype=kv_dtype, max_num_batched_tokens=24)
     engine.add_request([token % VOCAB for token in range(300)], SamplingParams(max_tokens=60, seed=1, ignore_eos=True))
     size = engine.limits.kv.block_size
-    width = {"f32": 4, "bf16": 2, "int8": 1.25, "int4": 1}[kv_dtype]  # bytes of a number, with scales, and of padding at int4
+    width = {"f32": 4, "bf16": 2, "int8": 1.25, "int4": 1.25}[kv_dtype]  # bytes of a number, with scales, and of padding at int4
     while engine.has_work:
         engine.step()
         stats = engine.stats()
