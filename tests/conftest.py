@@ -1,7 +1,13 @@
 """What all tests start from."""
 
+import gc
 import signal
 
 # Under nohup, or started in the background by a script, a process ignores these, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_sessionfinish() -> None:
+    """Let the collector have what sessions of the command line froze, which would count as leaks of the native module."""
+    gc.unfreeze()
