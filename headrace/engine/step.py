@@ -36,7 +36,7 @@ class StepLoop:
     in_flight: deque[InFlightStep] = field(default_factory=deque)
     num_steps: int = 0
     num_rows: int = 0
-    num_tokens: int = 0  # of outputs
+    num_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
 

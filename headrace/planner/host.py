@@ -26,7 +26,7 @@ def usable_processors() -> frozenset[int]:
 def usable_cores(root: Path = Path("/")) -> int:
     """Cores that this process may keep busy: those of its affinity mask, cut to the CPU quota of its cgroups; at least 1.
 
-    Processors that are threads of one core count once: one thread keeps a core's multipliers busy, and a second would only take turns.
+    Processors that are threads of one core count once, since they share its multipliers.
     """
     topology = root / "sys/devices/system/cpu"
     cores = len({_text(topology / f"cpu{cpu}/topology/thread_siblings_list") or cpu for cpu in usable_processors()})
