@@ -181,6 +181,7 @@ HR_INLINE Vf product(const AttendSplit& t, int n, typename Kv::Sum sum, const ui
 template <class Kv, int Num>
 HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTokens]) {
   const size_t stride = t.query_stride / sizeof(typename Kv::Query);
+  const int lines = t.shape.key_lines();
   for (int b = lanes.begin / kKvTile; b * kKvTile < lanes.end; b++) {
     typename Kv::Sum left[Num] = {}, right[Num] = {};
     const uint8_t* line = t.kv.at[b];
@@ -188,7 +189,7 @@ HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTo
     const int later = b + 2 - t.kv.blocks;
     const uint8_t* upcoming = !t.next ? nullptr : later < 0 ? t.kv.at[b + 2] : t.next->at[later < t.next->blocks ? later : 0];
     const typename Kv::Query* query = Kv::query(t);
-    for (int d = 0; d < t.shape.key_lines(); d++, line += 128, query += Kv::kKeyNumbers) {
+    for (int d = 0; d < lines; d++, line += 128, query += Kv::kKeyNumbers) {
       if (upcoming) {
         const uint8_t* values = t.kv.values[b] + 128 * d;
         prefetch_l2(upcoming + 128 * d), prefetch_l2(upcoming + 128 * d + 64);
