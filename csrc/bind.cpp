@@ -54,6 +54,25 @@ auto unlocked(Plan& plan, auto&& f) {
   return f(plan);
 }
 
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void fill_table(Plan& p, int weight, int first, const Bytes& codes, const Bytes& scales, const std::optional<Bytes>& zeros) {
+  const Plan& plan = available(p);
+  require(weight >= 0 && weight < plan.num_weights() && is_table(plan.weight(weight).format), "there is no such matrix with a table");
+  const Weight& w = plan.weight(weight);
+  const size_t count = codes.shape(0), numbers = static_cast<size_t>(w.shape.num_scales);
+  require(first >= 0 && first % kTileRows == 0 && first <= w.rows && count <= static_cast<size_t>(w.rows - first),
+          "the rows of a matrix come in order, a multiple of 16 at a time");
+  require(count % kTileRows == 0 || first + static_cast<int>(count) == w.rows, "all rows but the last come 16 at a time");
+  require(codes.shape(1) == static_cast<size_t>(w.cols), "a matrix has a code for each column");
+  const auto fits = [&](const Bytes& b, Number type) { return b.shape(0) == count && b.shape(1) == numbers * number_bytes(type); };
+  require(fits(scales, w.shape.scales), "a row has a scale for each group of columns");
+  require(zeros.has_value() == (w.shape.zeros != Number::kNone) && (!zeros || fits(*zeros, w.shape.zeros)),
+          "a row has a zero for each scale, or none at all in this format");
+  const TableRows rows{first, static_cast<int>(count), codes.data(), scales.data(), zeros ? zeros->data() : nullptr};
+  unlocked(p, [&](Plan& to) { to.fill_table(weight, rows); });
+}
+
 KvRecord kv_record(const std::string& dtype, int key_dim, int value_dim) {
   require(key_dim > 0 && key_dim <= kMaxWidth, "a KV cache needs keys, of at most 2^24 numbers");
   require(value_dim >= 0 && value_dim <= kMaxWidth, "values have at most 2^24 numbers, or 0 where they are part of the keys");
@@ -289,6 +308,14 @@ void bind_plan(nb::module_& m) {
       .def(
           "reserve_weights", [](Plan& p, size_t nbytes) { available(p).reserve_weights(nbytes); }, nb::arg("nbytes"),
           "Make room for the weights that come next, in one piece.")
+      .def(
+          "add_table", [](Plan& p, const TableSpec& spec) { return available(p).add_table(spec); }, nb::arg("spec"),
+          "A matrix whose rows `fill_table` brings; returns its number.")
+      .def(
+          "add_table_pair", [](Plan& p, const TableSpec& a, const TableSpec& b) { return available(p).add_table_pair(a, b); }, nb::arg("a"),
+          nb::arg("b"))
+      .def("fill_table", &fill_table, nb::arg("weight"), nb::arg("first"), nb::arg("codes"), nb::arg("scales"), nb::arg("zeros").none(),
+           "Rows from `first` on, a multiple of 16: codes [rows, columns], and the bytes of scales and zeros [rows, bytes of a row].")
       .def("add_vector",
            [](Plan& p, const Array<float>& data) {
              require(data.size() > 0 && data.size() <= kMaxWidth, kVectorLength);

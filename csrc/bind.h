@@ -26,5 +26,6 @@ void bind_plan(nanobind::module_& m);
 void bind_ops(nanobind::class_<Plan>& plan);
 void bind_sampler(nanobind::module_& m);
 void bind_strings(nanobind::module_& m);
+void bind_weights(nanobind::module_& m);
 
 }  // namespace headrace

@@ -93,8 +93,6 @@ Activation alone(const Plan& p, const std::string& name) {
 const Weight& factor(Plan& p, int x, int w, bool offset) {
   buffer(p, x);
   const Weight& of = weight(p, w);
-  require(p.kernels().matmul[offset][static_cast<int>(of.format)][0] != nullptr,
-          "no kernel multiplies with this format and such activations");
   p.reads(x, w, offset);
   return of;
 }
@@ -342,7 +340,7 @@ void route(Plan& p, int out, int x, int top_k, const std::string& scoring, bool 
 
 // The weights of experts, of one shape and multiplied with rows of one form.
 void check_experts(const Plan& p, const std::vector<int>& weights, int rows, int cols) {
-  const auto form = [&](int w) { return p.kernels().form[false][static_cast<int>(weight(p, w).format)]; };
+  const auto form = [&](int w) { return p.form(weight(p, w), false); };
   for (const int w : weights) {
     require(weight(p, w).rows == rows && weight(p, w).cols == cols, "the weights of experts fit their rows, and are of one shape");
     require(form(w) == form(weights[0]), "the weights of experts read their rows in one form: int8 by group, by row, bf16 or float32");

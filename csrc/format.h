@@ -9,6 +9,10 @@
 // f of byte b of line j has the bits of column 4 (n f + j) + b. So a plane is what the byte dot product takes but for a shift and a mask.
 // Of float codes (kFloat4) a nibble is the number of one of 16 values, kFloat4Codes.
 // A tile of kI8Row is groups of 8 bits without scales, then one line with the 16 float scales of its rows.
+//
+// Formats with scales of groups of any size (kTable) have them in a table in front of a tile's codes, and behind it one of zero points or
+// minima; what these are made of is known when a step runs (TileShape). Codes of kLookup4 are the numbers of 16 values that come with the
+// matrix, those of kFloat8E4 and kFloat8E5 small floats.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -26,6 +30,7 @@ enum class Scales {
   kSuper16,     // per 256 columns f16 d; per 16 columns a signed integer: w = d * sc * (q - zero)
   kSuper16Min,  // as kSuper32Min, with integers per 16 columns
   kPower32,     // per 32 columns the exponent of a power of two, as bits of a float32, of which 0 is 0: w = 2^e * value[code]
+  kTable,       // of groups of any size: w = scale * (q - zero point) or scale * q + minimum
 };
 
 // The values of float codes of 4 bits, doubled (e2m1: OCP microscaling formats, 2023), plus kFloat4Zero so that none is negative.
@@ -45,12 +50,19 @@ enum class Format : int {
   kQ3Sub,     // Q3_K
   kQ6Sub,     // Q6_K
   kFloat4,    // MXFP4
+  kTable2,    // integers of 2, 3, 4, 8 bits
+  kTable3,
+  kTable4,
+  kTable8,
+  kLookup4,   // NF4, FP4, IQ4_NL, ...
+  kFloat8E4,  // e4m3, e5m2: Micikevicius et al. 2022
+  kFloat8E5,
   kBf16,
   kF16,
   kF32,
   kI8Row,  // int8 with one scale a row
 };
-constexpr int kNumFormats = 15;
+constexpr int kNumFormats = 22;
 
 // How a kernel wants its activations. An activation buffer holds every form that its readers need.
 // kQ8 is symmetric int8 per 32 columns. kQ8Offset puts the range of the codes around the middle of the group's numbers: behind a
@@ -58,6 +70,11 @@ constexpr int kNumFormats = 15;
 // kQ8Row is symmetric int8 with one scale for all columns of a row, so it can be made only of a row that is complete.
 enum class Form : int { kQ8, kQ8Offset, kQ8Row, kBf16, kF32 };
 constexpr int kNumForms = 5;
+
+// How quantised weights are multiplied: with int8 activations, with those that have an offset, or as float32 with float32. Weights that are
+// floats, or int8 by row, have one way, which is all of these.
+enum class Mode : int { kInt8, kInt8Offset, kFloat };
+constexpr int kNumModes = 3;
 
 constexpr bool is_super(Scales s) { return s == Scales::kSuper32Min || s == Scales::kSuper16 || s == Scales::kSuper16Min; }
 constexpr bool has_min(Scales s) { return s == Scales::kGroup32Min || s == Scales::kSuper32Min || s == Scales::kSuper16Min; }
@@ -67,9 +84,12 @@ constexpr bool is_sub16(Scales s) { return s == Scales::kSuper16 || s == Scales:
 struct Unit {
   int low_bits, high_bits;  // of a code, in the two planes
   Scales scales;
+  bool is_lookup = false;  // whether a code is the number of a value
 
   constexpr int bits() const { return low_bits + high_bits; }
-  constexpr int columns() const { return is_super(scales) ? 256 : scales == Scales::kPower32 ? 128 : 64; }
+  constexpr int columns() const {
+    return is_super(scales) ? 256 : scales == Scales::kPower32 ? 128 : scales == Scales::kTable ? kGroup : 64;
+  }
   constexpr int groups() const { return columns() / kGroup; }
   constexpr int lines_per_group() const { return bits(); }
   // Offsets of the parts. Plain: f16 scale[groups][16], f16 min[groups][16]; of powers u8 exponent[groups][16]. Super: f16 d[16], f16
@@ -78,18 +98,22 @@ struct Unit {
   constexpr int num_scales() const { return is_sub16(scales) ? columns() / 16 : groups(); }
   constexpr int min_offset() const { return is_super(scales) ? 64 + 16 * num_scales() : 32 * groups(); }
   constexpr int codes_offset() const {
+    if (scales == Scales::kTable) return 0;
     if (is_super(scales)) return min_offset() + (scales == Scales::kSuper32Min ? 16 * num_scales() : 0);
     return groups() * (scales == Scales::kPower32 ? 16 : has_min(scales) ? 64 : 32);
   }
   constexpr int bytes() const { return codes_offset() + groups() * lines_per_group() * 64; }
-  // Width of what the codes are multiplied as: that of float codes is one more, for the values of kFloat4Codes.
-  constexpr int code_bits() const { return scales == Scales::kPower32 ? 5 : bits(); }
+  // Width of what the codes are multiplied as: that of float codes is one more, for the values of kFloat4Codes, of looked up ones 8.
+  constexpr int code_bits() const { return scales == Scales::kPower32 ? 5 : is_lookup ? 8 : bits(); }
   // The code that stands for zero in formats without minimum: half of the range; that of float codes is kFloat4Zero.
-  constexpr int zero() const { return has_min(scales) ? 0 : scales == Scales::kPower32 ? kFloat4Zero : 1 << (bits() - 1); }
+  constexpr int zero() const { return has_min(scales) ? 0 : scales == Scales::kPower32 ? kFloat4Zero : 1 << (code_bits() - 1); }
 };
 
-// Whether the scales are those of groups.
+// Whether the scales are those of groups, and whether they lie in a table.
 constexpr bool is_grouped(Format f) { return f < Format::kBf16; }
+constexpr bool is_table(Format f) { return f >= Format::kTable2 && f <= Format::kFloat8E5; }
+// Whether codes are floats, which no integer product takes.
+constexpr bool is_float8(Format f) { return f == Format::kFloat8E4 || f == Format::kFloat8E5; }
 
 constexpr Unit unit_of(Format f) {
   switch (f) {
@@ -113,6 +137,18 @@ constexpr Unit unit_of(Format f) {
       return {4, 2, Scales::kSuper16};
     case Format::kFloat4:
       return {4, 0, Scales::kPower32};
+    case Format::kTable2:
+      return {2, 0, Scales::kTable};
+    case Format::kTable3:
+      return {2, 1, Scales::kTable};
+    case Format::kTable4:
+      return {4, 0, Scales::kTable};
+    case Format::kLookup4:
+      return {4, 0, Scales::kTable, true};
+    case Format::kTable8:
+    case Format::kFloat8E4:
+    case Format::kFloat8E5:
+      return {8, 0, Scales::kTable};
     default:
       return {8, 0, Scales::kGroup32};
   }
@@ -125,9 +161,33 @@ constexpr int unit_columns(Format f) {
 constexpr int unit_bytes(Format f) {
   return is_grouped(f) ? unit_of(f).bytes() : f == Format::kI8Row ? kGroup * kTileRows : f == Format::kF16 ? 32 : 64;
 }
-// Bytes of a tile of so many units, in whole lines.
-constexpr size_t tile_bytes(Format f, int units) {
-  const size_t bytes = static_cast<size_t>(units) * unit_bytes(f) + (f == Format::kI8Row ? kTileRows * sizeof(float) : 0);
+// What the numbers of a table are. Zero points are kU8, minima floats; with neither, codes lie around the middle of their range.
+enum class Number : int { kNone, kU8, kF16, kBf16, kF32 };
+constexpr size_t number_bytes(Number n) { return n == Number::kNone ? 0 : n == Number::kU8 ? 1 : n == Number::kF32 ? 4 : 2; }
+
+// The values of a kLookup4 matrix: w = scale * values[code], which an integer product takes for scale * unit * (codes[code] - 128).
+struct Lookup {
+  uint8_t codes[16];
+  float values[16];
+  float unit;
+};
+
+// How the tiles of a matrix lie.
+struct TileShape {
+  int units = 0;
+  // Tables: columns that share a scale, 16 or a multiple of 32, of which the last may have fewer; scales, zeros: [number][16].
+  int scale_columns = 0, num_scales = 0;
+  Number scales = Number::kNone, zeros = Number::kNone;
+  Lookup lookup = {};
+
+  constexpr size_t zeros_offset() const { return num_scales * kTileRows * number_bytes(scales); }
+  constexpr size_t codes_offset() const { return (zeros_offset() + num_scales * kTileRows * number_bytes(zeros) + 63) / 64 * 64; }
+};
+
+// Bytes of a tile, in whole lines.
+constexpr size_t tile_bytes(Format f, const TileShape& shape) {
+  const size_t codes = static_cast<size_t>(shape.units) * unit_bytes(f);
+  const size_t bytes = shape.codes_offset() + codes + (f == Format::kI8Row ? kTileRows * sizeof(float) : 0);
   return (bytes + 63) / 64 * 64;
 }
 

@@ -124,10 +124,10 @@ struct Kernels {
   int max_rows;     // rows of an activation block
   int max_queries;  // query vectors of an AttendSplit
 
-  // out[rows][16] = 16 weight rows times a block of activation rows, both `units` units long.
-  using Matmul = void (*)(const uint8_t* tile, int units, const uint8_t* block, float* out);
-  Matmul matmul[2][kNumFormats][16];  // [activations with offset][format][rows - 1]
-  Form form[2][kNumFormats];          // the activations that these kernels read
+  // out[rows][16] = 16 weight rows times a block of activation rows.
+  using Matmul = void (*)(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out);
+  Matmul matmul[kNumModes][kNumFormats][16];  // [mode][format][rows - 1]; null where a format has no such mode
+  Form form[kNumModes][kNumFormats];          // the activations that these kernels read
 
   // Rows m .. m + count - 1 of a block of `rows` activation rows, from x[count][n], `stride` apart; zeros up to `columns`.
   void (*pack[kNumForms])(const float* x, size_t stride, int count, int n, int columns, uint8_t* block, int rows, int m);

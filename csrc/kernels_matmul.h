@@ -10,6 +10,7 @@ template <Scales S>
 struct GroupScale {
   Vf scale, min;
   Vs integers, minima;
+  bool shifted = has_min(S);  // whether there is a minimum, so that the code 0 stands for no sum of its own
 };
 
 template <Unit U>
@@ -45,6 +46,7 @@ template <Unit U>
 struct GroupCodes {
   const uint8_t* planes;
   int first = 0;
+  const uint8_t* table = kFloat4Codes;
 
   HR_INLINE Vb operator[](int j) const {
     constexpr int low = U.low_bits, high = U.high_bits;
@@ -54,9 +56,9 @@ struct GroupCodes {
       const Vb above = load_bytes(planes + 64 * (low + quad % high));
       codes = or_fields(codes, above, quad / high * high - low, ((1 << high) - 1) << low);
     }
-    return U.scales == Scales::kPower32 ? look_up(codes, kFloat4Codes) : codes;
+    return U.scales == Scales::kPower32 || U.is_lookup ? look_up(codes, table) : codes;
   }
-  HR_INLINE GroupCodes operator+(int lines) const { return {planes, first + lines}; }
+  HR_INLINE GroupCodes operator+(int lines) const { return {planes, first + lines, table}; }
 };
 
 // Minus the zero code times a sum of activations, of which x is -Factor times: what a group's integer sum starts from.
@@ -66,6 +68,17 @@ HR_INLINE Vi minus_zero(Vi x) {
   if constexpr (U.zero() == 0) return set1(0);
   if constexpr (U.zero() == Factor) return x;
   return shift_left<U.zero() ? __builtin_ctz(U.zero() / Factor) : 0>(x);
+}
+
+// The same for a group, of -8 times the sum. That of a table has its zero code, or none, when a step runs.
+template <Unit U>
+HR_INLINE Vi start_of_sum(int32_t x, bool shifted) {
+  if constexpr (U.scales == Scales::kTable) {
+    constexpr int up = U.code_bits() > 4 ? U.code_bits() - 4 : 0, down = U.code_bits() < 4 ? 4 - U.code_bits() : 0;
+    return set1(shifted ? 0 : x * (1 << up) / (1 << down));
+  } else {
+    return minus_zero<U, 8>(set1(x));
+  }
 }
 
 // The sums of a group's halves, each times its integer. Pairs of 16 bits have room for all but those of 6 bits.
@@ -83,8 +96,9 @@ constexpr int16_t kOnes[2] = {1, 1};
 template <Unit U, class W>
 HR_INLINE Vf weight_sums(const W& w, const GroupScale<U.scales>& s) {
   if constexpr (!is_sub16(U.scales)) {
-    const Vf codes = mul(to_float(sub(code_sums<U.code_bits(), 8>(w), set1(32 * U.zero()))), s.scale);
-    return has_min(U.scales) ? fma(s.min, set1(32.0f), codes) : codes;
+    const int zero_code = s.shifted ? 0 : U.zero();
+    const Vf codes = mul(to_float(sub(code_sums<U.code_bits(), 8>(w), set1(32 * zero_code))), s.scale);
+    return s.shifted ? fma(s.min, set1(32.0f), codes) : codes;
   } else {
     const Vi zeros = set1(16 * U.zero());
     const Vi low = sub(code_sums<U.code_bits(), 4>(w), zeros), high = sub(code_sums<U.code_bits(), 4>(w + 4), zeros);
@@ -104,12 +118,13 @@ HR_INLINE void add_group(Vf* acc, const W& w, const GroupScale<U.scales>& s, con
   if constexpr (!is_sub16(S)) {
     Vi sums[N];
 #pragma GCC unroll 4
-    for (int i = 0; i < N; i++) sums[i] = minus_zero<U, 8>(set1(zero_sums[i]));
+    for (int i = 0; i < N; i++) sums[i] = start_of_sum<U>(zero_sums[i], s.shifted);
     dots<U.code_bits(), 8, N>(sums, w, x);
 #pragma GCC unroll 4
-    for (int i = 0; i < N; i++) {
-      acc[i] = fma(to_float(sums[i]), mul(s.scale, set1(scales[i])), acc[i]);
-      if constexpr (has_min(S)) acc[i] = fma(s.min, set1(scales[3 * rows + i]), acc[i]);
+    for (int i = 0; i < N; i++) acc[i] = fma(to_float(sums[i]), mul(s.scale, set1(scales[i])), acc[i]);
+    if (s.shifted) {
+#pragma GCC unroll 4
+      for (int i = 0; i < N; i++) acc[i] = fma(s.min, set1(scales[3 * rows + i]), acc[i]);
     }
   } else {
     const auto* half_sums = reinterpret_cast<const int16_t*>(zero_sums + rows);
@@ -130,7 +145,7 @@ HR_INLINE void add_group(Vf* acc, const W& w, const GroupScale<U.scales>& s, con
   }
 }
 
-// All rows of a block times a group.
+// All rows of a block times a group, without offsets.
 template <Unit U, int Rows, int M = 0, class W>
 HR_INLINE void add_rows(Vf* acc, const W& w, const GroupScale<U.scales>& s, const uint8_t* group) {
   constexpr int most = is_sub16(U.scales) ? (kSumsTogether + 1) / 2 : kSumsTogether, left = Rows - M;
@@ -144,27 +159,32 @@ HR_INLINE void add_rows(Vf* acc, const W& w, const GroupScale<U.scales>& s, cons
 // dot products are one instruction, a single row runs at the pace of memory without; in AVX2 it takes twice as long.)
 constexpr int kFetchAhead = 7168;
 
+// All rows of a block times a group, with their offsets if they have any.
+template <Unit U, int Rows, bool Offset, class W>
+HR_INLINE void add_whole_group(Vf* acc, const W& w, const GroupScale<U.scales>& s, const uint8_t* block) {
+  add_rows<U, Rows>(acc, w, s, block);
+  if constexpr (Offset) {
+    const Vf sums = weight_sums<U>(w, s);
+    const auto* offsets = reinterpret_cast<const float*>(block + q8_group_bytes(false) * Rows);
+#pragma GCC unroll 16
+    for (int m = 0; m < Rows; m++) acc[m] = fma(sums, set1(offsets[m]), acc[m]);
+  }
+}
+
 template <Format F, int Rows, bool Offset>
-void matmul_grouped(const uint8_t* tile, int units, const uint8_t* block, float* out) {
+void matmul_grouped(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out) {
   constexpr Unit U = unit_of(F);
   Vf acc[Rows];
 #pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) acc[m] = zero();
-  for (int u = 0; u < units; u++, tile += U.bytes()) {
+  for (int u = 0; u < shape.units; u++, tile += U.bytes()) {
     for (int g = 0; g < U.groups(); g++, block += q8_group_bytes(Offset) * Rows) {
       if constexpr (Rows >= kRowsToFetchFor) {
         constexpr int share = U.bytes() / U.groups();
         for (int i = 0; i < share; i += 64) prefetch_l2(tile + g * share + kFetchAhead + i);
       }
       const GroupCodes<U> w{tile + U.codes_offset() + g * U.lines_per_group() * 64};
-      const auto s = group_scale<U>(tile, g);
-      add_rows<U, Rows>(acc, w, s, block);
-      if constexpr (Offset) {
-        const Vf sums = weight_sums<U>(w, s);
-        const auto* offsets = reinterpret_cast<const float*>(block + q8_group_bytes(false) * Rows);
-#pragma GCC unroll 16
-        for (int m = 0; m < Rows; m++) acc[m] = fma(sums, set1(offsets[m]), acc[m]);
-      }
+      add_whole_group<U, Rows, Offset>(acc, w, group_scale<U>(tile, g), block);
     }
   }
 #pragma GCC unroll 16
@@ -178,7 +198,7 @@ void matmul_grouped(const uint8_t* tile, int units, const uint8_t* block, float*
 // The loop is so tight that what it waits for is weights. Up to 4 rows the hardware's prefetcher is the best that there is; then it
 // falls behind, and weights are fetched into L2, and with 8 rows or more from there into L1.
 template <int Rows>
-void matmul_i8_row(const uint8_t* tile, int units, const uint8_t* block, float* out) {
+void matmul_i8_row(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out) {
   constexpr int turns = Rows >= 3 || kMaxRows < 16 ? 1 : 4 / Rows;
   const auto* scales = reinterpret_cast<const float*>(block);
   const auto* zero_sums = reinterpret_cast<const int32_t*>(scales + Rows);
@@ -189,7 +209,7 @@ void matmul_i8_row(const uint8_t* tile, int units, const uint8_t* block, float* 
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) sums[t][m] = set1(t ? 0 : zero_sums[m]);
   constexpr int near = 1024;
-  for (int u = 0; u < units; u++, tile += unit_bytes(Format::kI8Row), x += kGroup * Rows) {
+  for (int u = 0; u < shape.units; u++, tile += unit_bytes(Format::kI8Row), x += kGroup * Rows) {
 #pragma GCC unroll(kMaxRows < 16 ? 1 : 8)
     for (int j = 0; j < 8; j += kLinesTogether) {
       Vb w[kLinesTogether];
@@ -213,12 +233,12 @@ void matmul_i8_row(const uint8_t* tile, int units, const uint8_t* block, float* 
 
 // bf16 weights: activations in pairs, bf16 where the processor multiplies them, else float32.
 template <int Rows>
-void matmul_bf16(const uint8_t* tile, int units, const uint8_t* block, float* out) {
+void matmul_bf16(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out) {
   Vf acc[Rows];
 #pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) acc[m] = zero();
   const auto* x = reinterpret_cast<const Pair*>(block);
-  for (int u = 0; u < units; u++, tile += 64, x += kPairStride * Rows) {
+  for (int u = 0; u < shape.units; u++, tile += 64, x += kPairStride * Rows) {
     if constexpr (Rows >= 6) prefetch_l2(tile + kFetchAhead);  // with fewer the hardware keeps up alone
     const Vb w = load_bytes(tile);
 #pragma GCC unroll 16
@@ -230,12 +250,12 @@ void matmul_bf16(const uint8_t* tile, int units, const uint8_t* block, float* ou
 
 // f16 and f32 weights: float32 activations, two columns of a row side by side as for bf16.
 template <Format F, int Rows>
-void matmul_float(const uint8_t* tile, int units, const uint8_t* block, float* out) {
+void matmul_float(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out) {
   Vf acc[Rows];
 #pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) acc[m] = zero();
   const auto* x = reinterpret_cast<const float*>(block);
-  for (int u = 0; u < units; u++, tile += unit_bytes(F)) {
+  for (int u = 0; u < shape.units; u++, tile += unit_bytes(F)) {
     const Vf w = F == Format::kF16 ? load_half(reinterpret_cast<const uint16_t*>(tile)) : load(reinterpret_cast<const float*>(tile));
     const float* column = x + (u / 2) * 2 * Rows + u % 2;
 #pragma GCC unroll 16
@@ -243,38 +263,4 @@ void matmul_float(const uint8_t* tile, int units, const uint8_t* block, float* o
   }
 #pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[m]);
-}
-
-template <Format F, int Rows, bool Offset>
-constexpr Kernels::Matmul matmul_for() {
-  if constexpr (is_grouped(F))
-    return matmul_grouped<F, Rows, Offset>;
-  else if constexpr (F == Format::kI8Row)
-    return matmul_i8_row<Rows>;
-  else if constexpr (F == Format::kBf16)
-    return matmul_bf16<Rows>;
-  else
-    return matmul_float<F, Rows>;
-}
-
-constexpr Form form_for(Format f, bool offset) {
-  if (is_grouped(f)) return offset ? Form::kQ8Offset : Form::kQ8;
-  if (f == Format::kI8Row) return Form::kQ8Row;
-  return f == Format::kBf16 && kHasBf16 ? Form::kBf16 : Form::kF32;
-}
-
-template <Format F, int Rows = 1>
-void fill_matmul(Kernels& k) {
-  constexpr int format = static_cast<int>(F);
-  k.matmul[0][format][Rows - 1] = matmul_for<F, Rows, false>();
-  k.matmul[1][format][Rows - 1] = matmul_for<F, Rows, true>();
-  if constexpr (Rows < kMaxRows) fill_matmul<F, Rows + 1>(k);
-}
-
-template <int F = 0>
-void fill_matmuls(Kernels& k) {
-  k.form[0][F] = form_for(static_cast<Format>(F), false);
-  k.form[1][F] = form_for(static_cast<Format>(F), true);
-  fill_matmul<static_cast<Format>(F)>(k);
-  if constexpr (F + 1 < kNumFormats) fill_matmuls<F + 1>(k);
 }

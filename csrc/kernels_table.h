@@ -10,6 +10,9 @@
 #include "kernels_attention.h"
 #include "kernels_kv.h"
 #include "kernels_matmul.h"
+#include "kernels_matmul_table.h"
+#include "kernels_matmul_wide.h"
+#include "kernels_matmuls.h"
 #include "kernels_adapter.h"
 #include "kernels_sample.h"
 // clang-format on

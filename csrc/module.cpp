@@ -9,6 +9,7 @@ NB_MODULE(_native, m) {
   // What the lost threads of a forked process held stays where it is, and is nothing to warn of when the process ends.
   pthread_atfork(nullptr, nullptr, [] { nanobind::set_leak_warnings(false); });
 #endif
+  headrace::bind_weights(m);
   headrace::bind_plan(m);
   headrace::bind_sampler(m);
   headrace::bind_strings(m);

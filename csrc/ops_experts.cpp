@@ -171,9 +171,7 @@ class Experts {
   int num_blocks() const { return static_cast<int>(work_.blocks.size()); }
 
   // The form of what these weights, all alike in this, are multiplied with.
-  static Form form(const Plan& plan, const std::vector<int>& weights) {
-    return plan.kernels().form[false][static_cast<int>(plan.weight(weights[0]).format)];
-  }
+  static Form form(const Plan& plan, const std::vector<int>& weights) { return plan.form(plan.weight(weights[0]), false); }
 
   static const float* bias(const Plan& plan, const std::vector<int>& biases, int expert) {
     return biases.empty() ? nullptr : plan.vector(biases[expert]);

@@ -27,7 +27,7 @@ class HeadLinear : public Op {
   void run_item(const Plan& plan, int head, int first_block) const {
     const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
     const Weight& w = plan.weight(weights_[head]);
-    const Form form = plan.kernels().form[false][static_cast<int>(w.format)];
+    const Form form = plan.form(w, false);
     const Blocks& blocks = plan.blocks_of(x);
     const int last_block = std::min(first_block + kMostBlocks, blocks.count), unit = std::max(unit_columns(w.format), kGroup);
     const int columns = (w.cols + unit - 1) / unit * unit, first_row = blocks.first(first_block);

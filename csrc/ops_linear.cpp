@@ -10,7 +10,7 @@ namespace {
 
 // Block `b` of the input of a weight, in the form that the weight is multiplied with.
 const uint8_t* block_for(const Plan& plan, const Buffer& x, bool offset, const Blocks& blocks, int b, const Weight& w) {
-  return x.block(plan.kernels().form[offset][static_cast<int>(w.format)], blocks, b);
+  return x.block(plan.form(w, offset), blocks, b);
 }
 
 // Tile `t` of a weight times block `b` of its input: out[rows][16], plus the bias and what the adapters of the rows add.

@@ -57,6 +57,30 @@ std::pair<int, int> Plan::add_weight_pair(const Stored& a, const Stored& b) {
   return {static_cast<int>(weights_.size()) - 2, static_cast<int>(weights_.size()) - 1};
 }
 
+int Plan::add_table(const TableSpec& spec) {
+  check_table(spec);
+  Weight w = empty_table(spec);
+  w.data = allocate(w.stride * w.tiles());
+  weights_.push_back(w);
+  return static_cast<int>(weights_.size()) - 1;
+}
+
+std::pair<int, int> Plan::add_table_pair(const TableSpec& a, const TableSpec& b) {
+  check_table(a), check_table(b);
+  Weight first = empty_table(a), second = empty_table(b);
+  if (first.stride != second.stride || a.rows != b.rows) {
+    const int one = add_table(a);
+    return {one, add_table(b)};
+  }
+  const size_t tile = first.stride;
+  first.data = allocate(2 * tile * first.tiles());
+  second.data = first.data + tile;
+  first.stride = second.stride = 2 * tile;
+  weights_.push_back(first);
+  weights_.push_back(second);
+  return {static_cast<int>(weights_.size()) - 2, static_cast<int>(weights_.size()) - 1};
+}
+
 int Plan::add_vector(const float* data, int n) {
   std::vector<float> v(data, data + n);
   v.resize(vector_bytes(n) / sizeof(float));
@@ -99,7 +123,7 @@ void Plan::reads(int buffer, int weight, bool offset) {
   Buffer& b = buffers_[buffer];
   const Weight& w = weights_[weight];
   if (!b.packed || b.width != w.cols) throw std::invalid_argument("a linear op reads a packed buffer as wide as its weight");
-  b.wanted[static_cast<int>(kernels_->form[offset][static_cast<int>(w.format)])] = true;
+  b.wanted[static_cast<int>(form(w, offset))] = true;
   capacity_ = {};  // the next step makes room for this form, also if the op is refused after all
   check_whole_rows(b);
   // Readers of different formats share the buffer: the longest padding serves all, since each reads its own units from the start.

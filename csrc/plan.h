@@ -132,6 +132,10 @@ class Plan {
   int add_weight(const Stored& stored);
   // Two matrices of one format, tile by tile in turn, so that a gated unit reads one stream.
   std::pair<int, int> add_weight_pair(const Stored& a, const Stored& b);
+  // Matrices that are filled afterwards, some rows at a time; rows that never come are zeros.
+  int add_table(const TableSpec& spec);
+  std::pair<int, int> add_table_pair(const TableSpec& a, const TableSpec& b);
+  void fill_table(int weight, const TableRows& rows) { pack_table(weights_[weight], rows, *pool_); }
   int add_vector(const float* data, int n);
   // Makes room for so many bytes of weights that come next, in one piece.
   void reserve_weights(size_t bytes);
@@ -166,6 +170,8 @@ class Plan {
   int num_programs() const { return static_cast<int>(programs_.size()); }
   const Program& program(int number) const { return programs_[static_cast<size_t>(number)]; }
   const Kernels& kernels() const { return *kernels_; }
+  // The form of activations that a weight is multiplied with.
+  Form form(const Weight& w, bool offset) const { return kernels_->form[static_cast<int>(w.mode(offset))][static_cast<int>(w.format)]; }
   int num_weights() const { return static_cast<int>(weights_.size()); }
   const Weight& weight(int id) const { return weights_[id]; }
   int num_vectors() const { return static_cast<int>(vectors_.size()); }

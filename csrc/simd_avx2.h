@@ -153,6 +153,20 @@ HR_INLINE Vb fields(Vb x, int down, int mask) { return {fields_half(x.a, down, m
 HR_INLINE Vb or_fields(Vb others, Vb x, int down, int mask) {
   return {_mm256_or_si256(others.a, fields_half(x.a, down, mask)), _mm256_or_si256(others.b, fields_half(x.b, down, mask))};
 }
+// Byte C of each lane.
+template <int C>
+HR_INLINE Vi byte_of(Vb x) {
+  return shift_right<24>(shift_left<24 - 8 * C>(x));
+}
+// Of numbers below 16 in each lane, the float of the table that each is the number of.
+HR_INLINE Vf look_up_floats(Vi numbers, const float* table) {
+  const __m256 low = _mm256_loadu_ps(table), high = _mm256_loadu_ps(table + 8);
+  const auto half = [&](__m256i i) HR_INLINE_LAMBDA {
+    const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(i, 28));  // bit 3 as the sign
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, i), _mm256_permutevar8x32_ps(high, i), upper);
+  };
+  return {half(numbers.a), half(numbers.b)};
+}
 // Of nibbles, the byte of the table that each is the number of.
 HR_INLINE Vb look_up(Vb nibbles, const uint8_t* table) {
   const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));

@@ -90,6 +90,13 @@ HR_INLINE Vb fields(Vb x, int down, int mask) {
 HR_INLINE Vb or_fields(Vb others, Vb x, int down, int mask) {
   return {_mm512_ternarylogic_epi64(others.v, moved_down(x.v, down), _mm512_set1_epi8(static_cast<char>(mask)), 0xF8)};
 }
+// Byte C of each lane.
+template <int C>
+HR_INLINE Vi byte_of(Vb x) {
+  return shift_right<24>(shift_left<24 - 8 * C>(x));
+}
+// Of numbers below 16 in each lane, the float of the table that each is the number of.
+HR_INLINE Vf look_up_floats(Vi numbers, const float* table) { return _mm512_permutexvar_ps(numbers.v, _mm512_loadu_ps(table)); }
 // Of nibbles, the byte of the table that each is the number of.
 HR_INLINE Vb look_up(Vb nibbles, const uint8_t* table) {
   const __m512i t = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));

@@ -146,6 +146,17 @@ HR_INLINE Vb fields(Vb x, int down, int mask) { return QUARTERS(Vb, fields_quart
 HR_INLINE Vb or_fields(Vb others, Vb x, int down, int mask) {
   return QUARTERS(Vb, vorrq_u8(others.q[i], fields_quarter(x.q[i], down, mask)));
 }
+// Byte C of each lane.
+template <int C>
+HR_INLINE Vi byte_of(Vb x) {
+  return shift_right<24>(shift_left<24 - 8 * C>(QUARTERS(Vi, vreinterpretq_s32_u8(x.q[i]))));
+}
+// Of numbers below 16 in each lane, the float of the table that each is the number of.
+HR_INLINE Vf look_up_floats(Vi numbers, const float* table) {
+  float r[16];
+  for (int i = 0; i < 16; i++) r[i] = table[numbers.q[i / 4][i % 4]];
+  return load(r);
+}
 // Of nibbles, the byte of the table that each is the number of.
 HR_INLINE Vb look_up(Vb nibbles, const uint8_t* table) { return QUARTERS(Vb, vqtbl1q_u8(vld1q_u8(table), nibbles.q[i])); }
 HR_INLINE Vs load_pairs_s8(const int8_t* p) { return QUARTERS(Vs, vmovl_s8(vld1_s8(p + 8 * i))); }

@@ -152,6 +152,16 @@ HR_INLINE Vb fields(Vb a, int down, int mask) {
 }
 // These bits beside those of `others`, which are 0 there.
 HR_INLINE Vb or_fields(Vb others, Vb a, int down, int mask) { return {others.v | fields(a, down, mask).v}; }
+// Byte C of each lane.
+template <int C>
+HR_INLINE Vi byte_of(Vb x) {
+  return shift_right<24>(shift_left<24 - 8 * C>(Vi{x.v}));
+}
+// Of numbers below 16 in each lane, the float of the table that each is the number of.
+HR_INLINE Vf look_up_floats(Vi numbers, const float* table) {
+  Vf r;
+  EACH_LANE(table[numbers.v[i]]);
+}
 // Of nibbles, the byte of the table that each is the number of.
 HR_INLINE Vb look_up(Vb nibbles, const uint8_t* table) {
   uint8_t bytes[64];

@@ -6,6 +6,8 @@
 #include <stdexcept>
 
 #include "half.h"
+#include "planes.h"
+#include "weights_table.h"
 
 namespace headrace {
 namespace {
@@ -143,27 +145,6 @@ void read_mxfp4_pairs(const uint8_t* b, int, Group& r) {  // the scale lies apar
 
 int units_of(Format f, int cols) { return (cols + unit_columns(f) - 1) / unit_columns(f); }
 
-// Of each of a group's codes, kBits from bit `shift` on: the plane that begins at `lines`, for one row.
-template <int kBits>
-void place_plane(const uint8_t* codes, int shift, uint8_t* lines) {
-  constexpr uint32_t kMask = 0x01010101u * ((1u << kBits) - 1);
-  for (int j = 0; j < kBits; j++) {
-    uint32_t quad = 0;
-    for (int f = 0; f < 8 / kBits; f++) {
-      uint32_t columns;
-      std::memcpy(&columns, codes + 4 * (kBits * f + j), 4);
-      quad |= (columns >> shift & kMask) << kBits * f;
-    }
-    std::memcpy(lines + 64 * j, &quad, 4);
-  }
-}
-
-// The bits of column i in a plane.
-int plane_bits(const uint8_t* lines, int bits, int i) {
-  const int quad = i / 4;
-  return lines[64 * (quad % bits) + i % 4] >> bits * (quad / bits) & ((1 << bits) - 1);
-}
-
 // Row r (of 16) of group g of a quantised unit.
 template <Format kFormat>
 void place(uint8_t* unit, int g, int r, const Group& group) {
@@ -257,7 +238,7 @@ const Source& source_of(const std::string& name) {
 
 float unpack_i8_row(const Weight& w, const uint8_t* tile, int r, int k) {
   float scale;
-  std::memcpy(&scale, tile + static_cast<size_t>(w.units) * unit_bytes(Format::kI8Row) + 4 * r, 4);
+  std::memcpy(&scale, tile + static_cast<size_t>(w.shape.units) * unit_bytes(Format::kI8Row) + 4 * r, 4);
   return scale * static_cast<float>(tile[static_cast<size_t>(k / 4) * 64 + 4 * r + k % 4] - 128);
 }
 
@@ -298,7 +279,7 @@ Format packed_format(const std::string& stored) { return source_of(stored).forma
 size_t packed_bytes(const std::string& format, int rows, int cols) {
   check_shape(rows, cols);
   const Format f = packed_format(format);
-  return static_cast<size_t>((rows + kTileRows - 1) / kTileRows) * tile_bytes(f, units_of(f, cols));
+  return static_cast<size_t>((rows + kTileRows - 1) / kTileRows) * tile_bytes(f, TileShape{units_of(f, cols)});
 }
 
 void check_stored(const Stored& stored) {
@@ -324,7 +305,7 @@ void check_stored(const Stored& stored) {
 
 Weight pack(const Stored& stored, uint8_t* to, size_t stride, Pool& pool) {
   const Source& source = source_of(stored.format);
-  const Weight w{source.format, stored.rows, stored.cols, units_of(source.format, stored.cols), stride, to};
+  const Weight w{source.format, stored.rows, stored.cols, {units_of(source.format, stored.cols)}, stride, to};
   const auto scales_of = [&](int64_t row) {
     return source.has_block_scales ? stored.block_scales.data() + row * (stored.cols / source.block_columns) : nullptr;
   };
@@ -336,7 +317,7 @@ Weight pack(const Stored& stored, uint8_t* to, size_t stride, Pool& pool) {
       if (source.pack_row)
         source.pack_row(bytes, scales_of(from), w.cols, tile, row % kTileRows);
       else if (w.format == Format::kI8Row)
-        pack_i8_row(bytes, w.cols, stored.row_scales[from], tile, w.units, row % kTileRows);
+        pack_i8_row(bytes, w.cols, stored.row_scales[from], tile, w.shape.units, row % kTileRows);
       else
         pack_float_row(source.format, bytes, w.cols, tile, row % kTileRows);
     }
@@ -348,7 +329,9 @@ void unpack_row(const Weight& w, int row, float* out) {
   const uint8_t* tile = w.tile(row / kTileRows);
   const int r = row % kTileRows;
   for (int k = 0; k < w.cols; k++) {
-    if (is_grouped(w.format)) {
+    if (is_table(w.format)) {
+      out[k] = unpack_table(w, tile, r, k);
+    } else if (is_grouped(w.format)) {
       out[k] = unpack_grouped(w, tile, r, k);
     } else if (w.format == Format::kI8Row) {
       out[k] = unpack_i8_row(w, tile, r, k);

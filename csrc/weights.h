@@ -1,5 +1,6 @@
 // Weights in memory: stored tensors repacked into tiles (format.h).
 #pragma once
+#include <array>
 #include <span>
 #include <string>
 #include <vector>
@@ -22,16 +23,35 @@ struct Stored {
   std::span<const uint8_t> block_scales = {};  // of the blocks of the stored rows
 };
 
+// A matrix whose scales lie in a table (format.h), before any of its rows is there.
+struct TableSpec {
+  Format format;
+  int rows, cols;
+  int scale_columns;  // columns that share a scale: 16, or a multiple of 32
+  Number scales, zeros;
+  std::array<float, 16> values = {};  // of kLookup4
+};
+
+// Rows of such a matrix, one after the other: first is a multiple of 16, and so is count unless they are the last.
+struct TableRows {
+  int first, count;
+  const uint8_t* codes;   // [count][cols]
+  const uint8_t* scales;  // [count][scales of a row], numbers as the matrix has them
+  const uint8_t* zeros;   // the same, or null
+};
+
 // A packed matrix: ceil(rows / 16) tiles, `stride` bytes apart.
 struct Weight {
   Format format;
   int rows, cols;
-  int units;      // units of a tile
+  TileShape shape;
   size_t stride;  // bytes from tile to tile; more than a tile when two matrices are interleaved
-  const uint8_t* data;
+  uint8_t* data;
+  bool wide = false;  // multiplied with float32 activations
 
   int tiles() const { return (rows + kTileRows - 1) / kTileRows; }
   const uint8_t* tile(int i) const { return data + static_cast<size_t>(i) * stride; }
+  Mode mode(bool offset) const { return wide ? Mode::kFloat : offset ? Mode::kInt8Offset : Mode::kInt8; }
 };
 
 // The packed format of a stored one. Throws std::invalid_argument for a name that is not known.
@@ -48,6 +68,15 @@ void check_stored(const Stored& stored);
 
 // Repacks what has been checked into `to` (zeroed, packed_bytes long when stride is the tile's own size), with all threads.
 Weight pack(const Stored& stored, uint8_t* to, size_t stride, Pool& pool);
+
+// Throws std::invalid_argument for a matrix that no kernel reads.
+void check_table(const TableSpec& spec);
+
+// A matrix without rows yet, of what has been checked; `data` comes later.
+Weight empty_table(const TableSpec& spec);
+
+// Packs rows into their tiles, with all threads.
+void pack_table(const Weight& weight, const TableRows& rows, Pool& pool);
 
 // Row `row` of a packed matrix as float32.
 void unpack_row(const Weight& weight, int row, float* out);

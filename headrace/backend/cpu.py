@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from headrace import _native
 from headrace.backend import expert_table
-from headrace.backend.cpu_lowering import Lowering, named_in_errors
+from headrace.backend.cpu_lowering import Lowering
+from headrace.backend.packing import named_in_errors, packed_bytes
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
 from headrace.errors import RequestError
@@ -38,7 +39,7 @@ def sized(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
 
     def packed(weight: Weight) -> Weight:
         with named_in_errors(weight.name):
-            return replace(weight, nbytes=_native.packed_bytes(weights[weight.name].format.name, weight.rows, weight.cols))
+            return replace(weight, nbytes=packed_bytes(weights[weight.name]))
 
     matrices = {w.name: packed(w) for op in program.ops for w in op.matrices()}
     vectors = {w.name: replace(w, nbytes=_native.vector_bytes(w.cols)) for op in program.ops for w in op.vectors()}

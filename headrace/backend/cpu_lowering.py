@@ -1,22 +1,18 @@
 """From the ops of a program to the native ops of a plan, its values to buffers, its weights to packed ones."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from headrace import _native
-from headrace.errors import UnsupportedModelError
+from headrace.backend.packing import GROUP, add_weight, add_weight_pair, named_in_errors
 from headrace.program import mixture, ops
 from headrace.program.fuse import LINEAR_OPS
 from headrace.program.op import Op, Value, Weight
 from headrace.program.trace import Program
-from headrace.quant.formats import FORMATS, StoredTensor
+from headrace.quant.formats import Format, StoredTensor
 
-GROUP = 32
-"""Columns that share a scale in packed activations."""
-
-_Readers = frozenset[tuple[str, bool]]
+_Readers = frozenset[tuple[Format, bool]]
 _Shape = tuple[int, str, bool, _Readers]
 
 
@@ -77,7 +73,7 @@ class Lowering:
 
         `packs_groups`: the op can itself pack a row piece by piece, which does where the scales are those of groups.
         """
-        whole_rows = any("row_scales" in FORMATS[name].parts for name, _ in self.readers.get(out.id, ()))
+        whole_rows = any("row_scales" in read.parts and not read.table_rows for read, _ in self.readers.get(out.id, ()))
         if not out.packed or (packs_groups and not whole_rows):
             return lower(self.buffer(out))
         loose = replace(out, id=-1, packed=False)
@@ -97,25 +93,13 @@ class Lowering:
 
     def weight(self, weight: Weight) -> int:
         if weight.name not in self.packed:
-            t = self.tensors[weight.name]
-            with named_in_errors(t.name):
-                parts = t.parts["codes"], t.row_order, t.scales
-                self.packed[weight.name] = self.plan.add_weight(t.format.name, t.rows, t.cols, *parts)
-            t.release()
+            self.packed[weight.name] = add_weight(self.plan, self.tensors[weight.name])
         return self.packed[weight.name]
 
     def weight_pair(self, a: Weight, b: Weight) -> tuple[int, int]:
-        """Two matrices of one shape, packed together where neither is packed yet and both are in order, since they are read in turns."""
-        s, t = self.tensors[a.name], self.tensors[b.name]
-        if not {a.name, b.name} & self.packed.keys() and a != b and s.row_order is None and t.row_order is None:
-            with named_in_errors(f"{s.name} or {t.name}"):
-                self.packed[a.name], self.packed[b.name] = self.plan.add_weight_pair(
-                    *(s.format.name, s.parts["codes"], s.scales),
-                    *(t.format.name, t.parts["codes"], t.scales),
-                    *(s.rows, s.cols),
-                )
-            s.release()
-            t.release()
+        """Two matrices of one shape, packed together where neither is packed yet, since they are read in turns."""
+        if not {a.name, b.name} & self.packed.keys() and a != b:
+            self.packed[a.name], self.packed[b.name] = add_weight_pair(self.plan, self.tensors[a.name], self.tensors[b.name])
         return self.weight(a), self.weight(b)
 
     def vector(self, weight: Weight | None) -> int:
@@ -138,7 +122,7 @@ class Lowering:
         readers: dict[int, _Readers] = {}
         for op in self.program.ops:
             if isinstance(op, LINEAR_OPS):
-                read = frozenset((self.tensors[w.name].format.name, self.reads_offset(op)) for w in op.matrices())
+                read = frozenset((self.tensors[w.name].format, self.reads_offset(op)) for w in op.matrices())
                 for value in (op.x, _packed_copy(op.x)):
                     readers[value.id] = readers.get(value.id, frozenset()) | read
         return readers
@@ -159,15 +143,6 @@ def _offset_products(program: Program) -> set[int]:
         elif isinstance(op, ops.Norm | ops.Rope | ops.Scale | ops.SoftCap | ops.ConcatHeads) and op.out.id in found:
             found |= {value.id for value in op.inputs()}
     return found
-
-
-@contextmanager
-def named_in_errors(tensor: str) -> Iterator[None]:
-    """Raises UnsupportedModelError, which names the tensor, for a weight that the kernels refuse."""
-    try:
-        yield
-    except ValueError as error:
-        raise UnsupportedModelError(f"tensor {tensor}: {error}") from None
 
 
 def _embed(lo: Lowering, op: ops.Embed) -> None:

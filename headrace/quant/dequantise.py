@@ -68,14 +68,14 @@ def bf16(blocks: Bytes) -> Floats:
     return (blocks.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def i8(blocks: Bytes) -> Floats:
-    """Signed bytes."""
-    return blocks.view(np.int8).astype(np.float32)
+def numbers(dtype: str) -> Callable[[Bytes], Floats]:
+    """Numbers of NumPy's `dtype`, as they are."""
+    return lambda blocks: blocks.view(dtype).astype(np.float32)
 
 
-def u8(blocks: Bytes) -> Floats:
-    """Bytes."""
-    return blocks.astype(np.float32)
+def look_up(values: Floats) -> Callable[[Bytes], Floats]:
+    """Bytes that are the numbers of values [256]."""
+    return lambda blocks: values[blocks]
 
 
 def _q4(blocks: Bytes, at: int) -> Bytes:  # [blocks, 32]: low nibbles are the first half of the block

@@ -4,6 +4,7 @@ import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
 from headrace.quant import dequantise as dq
+from headrace.quant.spec import NUMBERS, QuantSpec, TableRows, dequantise_rows, small_floats
 from headrace.record import frozen
 
 
@@ -42,6 +44,9 @@ class Format:
     nbytes: int
     values: dq.Values
     parts: Mapping[str, TensorPart]
+    spec: QuantSpec | None = None
+    table_rows: Callable[[dq.Parts, dq.Rows], TableRows] | None = None
+    """The given stored rows code by code, for formats that kernels read from such rows and not from the file."""
 
     @property
     def quantised(self) -> bool:
@@ -51,6 +56,25 @@ class Format:
 
 def _blocks(name: str, block: int, nbytes: int, convert: Callable[[dq.Bytes], dq.Floats]) -> Format:
     return Format(name, block, nbytes, dq.of_blocks(convert, block), _CODES)
+
+
+def table_format(
+    name: str, spec: QuantSpec, parts: Mapping[str, TensorPart], table_rows: Callable[[dq.Parts, dq.Rows], TableRows]
+) -> Format:
+    """A format whose rows are read code by code, from parts that lie as a method's files have them; its `codes` have no blocks."""
+    return Format(name, 1, 1, lambda of, rows: dequantise_rows(spec, table_rows(of, rows)), parts, spec, table_rows)
+
+
+@cache
+def plain_table(spec: QuantSpec) -> Format:
+    """The format of a matrix that is stored code by code: uint8 [rows, cols], and tables [rows, scales of a row]."""
+    numbers = {name: number for name, number in (("scales", spec.scale), ("zeros", spec.zero_type)) if number in NUMBERS}
+    parts = {**_CODES, **{name: TensorPart(NUMBERS[number].str) for name, number in numbers.items()}}
+
+    def rows_of(of: dq.Parts, rows: dq.Rows) -> TableRows:
+        return TableRows(of["codes"][rows], of["scales"][rows], of["zeros"][rows] if "zeros" in of else None)
+
+    return table_format(spec.name, spec, parts, rows_of)
 
 
 FORMATS: dict[str, Format] = {
@@ -71,13 +95,16 @@ FORMATS: dict[str, Format] = {
         _blocks("Q6_K", 256, 210, dq.q6_k),
         _blocks("MXFP4", 32, 17, dq.mxfp4),
         Format("MXFP4_PAIRS", 32, 16, dq.mxfp4_pairs, {**_CODES, "block_scales": TensorPart("u1")}),
-        Format("I8_ROW", 1, 1, dq.row_scaled(dq.of_blocks(dq.i8, 1)), {**_CODES, "row_scales": TensorPart("f4")}),
+        Format("I8_ROW", 1, 1, dq.row_scaled(dq.of_blocks(dq.numbers("i1"), 1)), {**_CODES, "row_scales": TensorPart("f4")}),
     )
 }
 """Formats of weights by name: those of GGUF files, block layouts as in ggml's `ggml-common.h`, MXFP4 with its scales apart (gpt-oss), and
 int8 with one scale a row."""
 
-RAW_FORMATS: dict[str, Format] = {"I8": _blocks("I8", 1, 1, dq.i8), "U8": _blocks("U8", 1, 1, dq.u8)}
+RAW_FORMATS: dict[str, Format] = {
+    name: _blocks(name, 1, np.dtype(dtype).itemsize, dq.numbers(dtype))
+    for name, dtype in {"BOOL": "u1", "U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}.items()
+} | {name: _blocks(name, 1, 1, dq.look_up(small_floats(fraction_bits))) for name, fraction_bits in (("F8_E4M3", 3), ("F8_E5M2", 2))}
 """Plain numbers, by the name that safetensors has for them, which only a quantisation method can make weights of."""
 
 

@@ -1,0 +1,44 @@
+// Which kernel multiplies which packed format, and what it reads. Included inside the namespace of an instruction set.
+
+template <Format F, int Rows, Mode M>
+constexpr Kernels::Matmul matmul_for() {
+  constexpr bool offset = M == Mode::kInt8Offset;
+  if constexpr (is_grouped(F) && (M == Mode::kFloat || is_float8(F)))
+    return matmul_wide<F, Rows>;
+  else if constexpr (is_table(F))
+    return matmul_table<F, Rows, offset>;
+  else if constexpr (is_grouped(F))
+    return matmul_grouped<F, Rows, offset>;
+  else if constexpr (F == Format::kI8Row)
+    return matmul_i8_row<Rows>;
+  else if constexpr (F == Format::kBf16)
+    return matmul_bf16<Rows>;
+  else
+    return matmul_float<F, Rows>;
+}
+
+constexpr Form form_for(Format f, Mode mode) {
+  if (is_grouped(f) && (mode == Mode::kFloat || is_float8(f))) return Form::kF32;
+  if (is_grouped(f)) return mode == Mode::kInt8Offset ? Form::kQ8Offset : Form::kQ8;
+  if (f == Format::kI8Row) return Form::kQ8Row;
+  return f == Format::kBf16 && kHasBf16 ? Form::kBf16 : Form::kF32;
+}
+
+template <Format F, Mode M, int Rows = 1>
+void fill_matmul(Kernels& k) {
+  k.matmul[static_cast<int>(M)][static_cast<int>(F)][Rows - 1] = matmul_for<F, Rows, M>();
+  if constexpr (Rows < kMaxRows) fill_matmul<F, M, Rows + 1>(k);
+}
+
+template <Mode M, int F = 0>
+void fill_mode(Kernels& k) {
+  k.form[static_cast<int>(M)][F] = form_for(static_cast<Format>(F), M);
+  fill_matmul<static_cast<Format>(F), M>(k);
+  if constexpr (F + 1 < kNumFormats) fill_mode<M, F + 1>(k);
+}
+
+void fill_matmuls(Kernels& k) {
+  fill_mode<Mode::kInt8>(k);
+  fill_mode<Mode::kInt8Offset>(k);
+  fill_mode<Mode::kFloat>(k);
+}
