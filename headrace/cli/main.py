@@ -26,6 +26,7 @@ VERBS = {  # each is a module of this package with `configure(parser)` and `run(
     "show": "what a model is, what it needs, and how fast it can be here",
     "profile": "where the time of prefill and decode goes, op by op, and what limits it",
     "bench": "measure how fast a model runs here, and how close to the limit",
+    "eval": "what a model, or a way to quantise it, costs in quality, next to bytes and speed",
     "top": "what your engines on this machine are doing: KV memory, rows, speed, requests",
     "calibrate": "find out whether speculative decoding saves time for a model here, and with what",
     "doctor": "measure this machine, and test that the engine computes correctly on it",

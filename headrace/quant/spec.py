@@ -88,6 +88,16 @@ def floats(numbers: NDArray[np.generic], number: ScaleType | None) -> NDArray[np
     return numbers.astype(np.float32)
 
 
+def encoded(values: NDArray[np.float32], number: ScaleType | None) -> NDArray[np.generic]:
+    """Floats as numbers of a table, rounded to the nearest; those beyond float16 become its largest."""
+    if number == "bf16":
+        bits = values.view(np.uint32)
+        return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    if number == "f16":
+        return np.clip(values, -65504, 65504).astype(np.float16)
+    return np.rint(values).astype(np.uint8) if number == "u8" else values.astype(np.float32)
+
+
 def code_values(spec: QuantSpec) -> NDArray[np.float32]:
     """What each code stands for [2^bits], before it is scaled; NaN and infinities of small floats as such."""
     codes = np.arange(1 << spec.bits)

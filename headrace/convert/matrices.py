@@ -1,0 +1,65 @@
+"""The matrices of a model that are quantised, and quantising them by themselves."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.model import trace_model
+from headrace.model.spec import ModelSpec
+from headrace.program.mixture import Experts, GateRows, Route
+from headrace.program.ops import Linear
+from headrace.quant.formats import StoredTensor, plain_table
+from headrace.quant.rounding import round_to_nearest
+from headrace.quant.spec import QuantSpec, TableRows
+
+_CHUNK_VALUES = 1 << 24
+"""Weights of a matrix that are float32 at a time."""
+
+
+def quantisable(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """The matrices that rows are multiplied with, in the order of the program, but those that make logits or look tokens up.
+
+    These are few, and a model is more sensitive to them than to all others; a router decides for a whole row.
+    """
+    program = trace_model(spec, tensors)
+    gates = {op.x.id if isinstance(op, Route) else op.gate.id for op in program.ops if isinstance(op, Route | GateRows)}
+    kept: set[str] = set()
+    wanted: list[str] = []
+    for op in program.ops:
+        out = op.output()
+        decides = out is not None and (out == program.logits or out.id in gates) and not isinstance(op, Experts)
+        if isinstance(op, Linear | Experts) and not decides:
+            wanted += [weight.name for weight in op.matrices()]
+        else:
+            kept |= {weight.name for weight in op.matrices()}
+    return [name for name in dict.fromkeys(wanted) if name not in kept]
+
+
+def rounded(tensors: Mapping[str, StoredTensor], names: list[str], to: QuantSpec, tell: Callable[[str], None]) -> dict[str, StoredTensor]:
+    """All tensors, of which the named matrices are rounded to the nearest; `tell` hears of each before its turn."""
+    result = dict(tensors)
+    for name in names:
+        tell(name)
+        result[name] = quantised(tensors[name], to, [round_to_nearest(chunk, to) for chunk in _chunks(tensors[name])])
+    return result
+
+
+def quantised(tensor: StoredTensor, to: QuantSpec, pieces: list[TableRows]) -> StoredTensor:
+    """A matrix of these rows, in the place of `tensor`."""
+    parts: dict[str, NDArray[Any]] = {
+        "codes": np.concatenate([piece.codes for piece in pieces]),
+        "scales": np.concatenate([piece.scales for piece in pieces]),
+    }
+    if pieces[0].zeros is not None:
+        parts["zeros"] = np.concatenate([piece.zeros for piece in pieces if piece.zeros is not None])
+    return replace(tensor, format=plain_table(to), parts=parts, row_order=None)
+
+
+def _chunks(tensor: StoredTensor) -> Iterator[NDArray[np.float32]]:
+    """A matrix in float32, some rows at a time."""
+    step = max(1, _CHUNK_VALUES // tensor.cols)
+    for first in range(0, tensor.rows, step):
+        yield tensor.dequantise_rows(range(first, min(first + step, tensor.rows)))

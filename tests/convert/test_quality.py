@@ -1,0 +1,114 @@
+"""Quality of a model on a text."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.cli.main import main
+from headrace.convert.matrices import quantisable, rounded
+from headrace.convert.quality import Judge, Scorer, pieces_of
+from headrace.convert.remembered import Remembered
+from headrace.convert.texts import read_text
+from headrace.errors import RequestError
+from headrace.quant.named import named_format
+from tests.tiny import tiny_model
+
+SPEC, TENSORS = tiny_model(2, dim=64, heads=4, kv_heads=2, ffn=96, vocab=61)
+PIECES = [list(map(int, piece)) for piece in np.random.default_rng(0).integers(0, 61, (2, 150))]
+
+
+def said(tensors: Any, backend: str = "cpu", length: int = 150) -> list[Any]:
+    scorer = Scorer(SPEC, tensors, length, backend, 1, "f32")
+    return [np.concatenate(list(scorer.log_probabilities(piece))) for piece in PIECES]
+
+
+def test_pieces_are_read_in_parts_with_the_result_of_the_whole() -> None:
+    """More rows than there are at a time, against the reference backend."""
+    for ours, truth in zip(said(TENSORS), said(TENSORS, "reference"), strict=True):
+        assert ours.shape == (150, 61)
+        np.testing.assert_allclose(ours, truth, atol=1e-4)
+        np.testing.assert_allclose(np.exp(ours).sum(axis=1), 1, rtol=1e-5)
+
+
+def test_measures_are_their_definitions() -> None:
+    names = quantisable(SPEC, TENSORS)
+    p = said(TENSORS)
+    q = said(rounded(TENSORS, names, named_format("int3-g32"), lambda name: None))
+    judge = Judge()
+    for piece, mine, other in zip(PIECES, q, p, strict=True):
+        judge.add(piece, iter([mine[:64], mine[64:]]), iter([other[:64], other[64:]]))
+    quality = judge.quality()
+    losses = [-mine[i, piece[i + 1]] for piece, mine in zip(PIECES, q, strict=True) for i in range(149)]
+    kl = [float((np.exp(a[i]) * (a[i] - b[i])).sum()) for a, b in zip(p, q, strict=True) for i in range(149)]
+    assert quality.tokens == 298
+    assert quality.nll == pytest.approx(np.mean(losses), rel=1e-5)
+    assert quality.perplexity == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
+    assert quality.kl == pytest.approx(np.mean(kl), rel=1e-4) and quality.kl_99 == pytest.approx(np.quantile(kl, 0.99), rel=1e-4)
+    same = [a[i].argmax() == b[i].argmax() for a, b in zip(p, q, strict=True) for i in range(149)]
+    assert quality.agreement == pytest.approx(np.mean(same))
+    assert quality.kl > 0 and quality.agreement < 1
+
+
+def test_finer_formats_are_nearer() -> None:
+    names, truth = quantisable(SPEC, TENSORS), said(TENSORS)
+
+    def divergence(name: str) -> float:
+        judge = Judge()
+        for piece, mine, other in zip(PIECES, said(rounded(TENSORS, names, named_format(name), lambda name: None)), truth, strict=True):
+            judge.add(piece, iter([mine]), iter([other]))
+        kl = judge.quality().kl
+        assert kl is not None
+        return kl
+
+    eight, four, three, two = (divergence(f"int{bits}-g32") for bits in (8, 4, 3, 2))
+    assert eight < four < three < two
+
+
+def test_what_is_quantised() -> None:
+    names = quantisable(SPEC, TENSORS)
+    assert len(names) == 2 * 7 and not any("embed" in name or "head" in name or "norm" in name for name in names)
+    result = rounded(TENSORS, names, named_format("int4-g32"), lambda name: None)
+    assert all(result[name] is TENSORS[name] for name in TENSORS.keys() - set(names))
+    assert result.keys() == TENSORS.keys()
+
+
+def test_pieces_of_a_text() -> None:
+    assert pieces_of(range(10), 4, 100) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert pieces_of(range(10), 4, 4) == [[0, 1, 2, 3]]
+    assert pieces_of(range(3), 4, 100) == [[0, 1, 2]]
+
+
+def test_texts(tmp_path: Path) -> None:
+    ours, others = read_text(None, "evaluation"), read_text(None, "calibration")
+    assert 50_000 < len(ours) < len(others) and ours[:2000] not in others
+    (tmp_path / "a.txt").write_text("naïve")
+    assert read_text(tmp_path / "a.txt", "evaluation") == "naïve"
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe\xff")
+    for name in ("b.txt", "missing.txt"):
+        with pytest.raises(RequestError, match=name):
+            read_text(tmp_path / name, "evaluation")
+
+
+def test_what_is_remembered_comes_back_as_often_as_asked() -> None:
+    blocks = [np.random.default_rng(i).standard_normal((i + 1, 5)).astype(np.float32) for i in range(4)]
+    with Remembered() as kept:
+        for block in blocks:
+            kept.add(block)
+        for _ in range(2):
+            assert all(np.array_equal(a, b) for a, b in zip(kept, blocks, strict=True))
+
+
+def test_the_verb_judges_a_model_and_formats(capsys: pytest.CaptureFixture[str]) -> None:
+    """The default model: int8 is nearer to it than int3, and takes the bytes that it should."""
+    assert main(["eval", "--tokens", "64", "--length", "64", "--formats", "int8-g64,int3-g64", "--json"]) == 0
+    whole, eight, three = json.loads(capsys.readouterr().out)
+    assert whole["quality"]["kl"] == 0 and whole["quality"]["agreement"] == 1
+    assert 0 < eight["quality"]["kl"] < 0.1 < three["quality"]["kl"]
+    assert abs(eight["bits"] - 8.25) < 0.02 * 8.25 and abs(three["bits"] - 3.25) < 0.02 * 3.25
+    assert eight["weight_bytes"] > whole["weight_bytes"] > three["weight_bytes"]
+    assert main(["eval", "--formats", "int5"]) == 2
+    assert "int5" in capsys.readouterr().err
