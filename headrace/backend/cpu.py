@@ -60,7 +60,8 @@ def _compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig
 class CpuExecutable:
     """A native plan with its weights (packed once) and KV cache. A launch runs at once.
 
-    `lower` makes of a program what runs; with `sized` that is the program op by op, which gives the same bits in more time.
+    `lower` makes of a program what runs; with `sized` that is the program op by op, which gives the same bits in more time. Then values
+    that are `kept`, by id, can be read after a launch.
     """
 
     max_in_flight = 1
@@ -73,8 +74,9 @@ class CpuExecutable:
         threads: int | _native.Pool,
         isa: str,
         lower: Callable[[Program, Mapping[str, StoredTensor]], Program] = lower,
+        kept: frozenset[int] = frozenset(),
     ) -> None:
-        self._lower = lower
+        self._lower, self._kept = lower, kept
         self.program = lower(program, weights)
         self.kv_groups = program.kv_groups
         try:
@@ -95,7 +97,7 @@ class CpuExecutable:
 
     def _fill_plan(self, weights: Mapping[str, StoredTensor], earlier: "Lowering | None") -> None:
         places = {layer: (number, i) for number, group in enumerate(self.kv_groups) for i, layer in enumerate(group.layers)}
-        self._lowering = Lowering(self.plan, self.program, weights, places, earlier)
+        self._lowering = Lowering(self.plan, self.program, weights, places, earlier, self._kept)
         self._lowering.lower()
         self._logits = self._lowering.buffers[self.program.logits.id]
         self._hidden, self._pooled = (
@@ -143,6 +145,10 @@ class CpuExecutable:
         if key not in self._views:
             self._views[key] = self.plan.floats(*key)
         return self._views[key]
+
+    def value(self, number: int, num_rows: int) -> NDArray[np.float32]:  # [rows, width]
+        """The rows of a kept value in the last launch, until the next."""
+        return self._rows(self._lowering.buffers[number], num_rows)
 
     def profile(self, batch: RaggedBatch) -> StepTimes:
         self.plan.set_profiling(True)  # from zero

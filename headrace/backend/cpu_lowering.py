@@ -26,6 +26,7 @@ class Lowering:
         weights: Mapping[str, StoredTensor],
         places: Mapping[int, tuple[int, int]],
         earlier: "Lowering | None",
+        kept: frozenset[int] = frozenset(),
     ) -> None:
         self.plan = plan
         self.program = program
@@ -34,6 +35,7 @@ class Lowering:
         self.packed: dict[str, int] = earlier.packed if earlier else {}
         self.vectors: dict[str, int] = earlier.vectors if earlier else {}
         self.buffers: dict[int, int] = {}  # of values that are alive
+        self.kept = kept  # values, by id, whose buffers are not used again, so that they can be read after a step
         self.free: dict[_Shape, list[int]] = {}
         if earlier:  # not the packed ones: they would be packed in the forms that either program reads
             self.free = {shape: list(buffers) for shape, buffers in earlier.free.items() if not shape[2]}
@@ -65,7 +67,7 @@ class Lowering:
 
     def release(self, value: Value) -> None:
         for v in (value, _packed_copy(value)):
-            if v.id in self.buffers:
+            if v.id in self.buffers and v.id not in self.kept:
                 self.free.setdefault(self.shape(v), []).append(self.buffers.pop(v.id))
 
     def write(self, out: Value, lower: Callable[[int], None], packs_groups: bool = False) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from headrace.quant.spec import QuantSpec
 
 EXACT = "exact"
+METHODS = ("rtn", "gptq")
 _MOST = 2**20
 
 
@@ -37,6 +38,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "if left out, the model as it is",
     )
     parser.add_argument("--formats", metavar="NAME,...", help="round the model's matrices to these formats too, such as int4-g128,nf4-g64")
+    parser.add_argument("--method", choices=METHODS, default="rtn", help="how: to the nearest, or by GPTQ")
+    parser.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="text for GPTQ; if left out, a part of Python's language reference"
+    )
+    parser.add_argument("--calibration-tokens", type=whole_number(2, _MOST), default=16384, metavar="N", help="tokens of that text")
     parser.add_argument("--text", type=Path, metavar="FILE", help="the text; if left out, a part of Python's language reference")
     parser.add_argument("--tokens", type=whole_number(2, _MOST), default=4096, metavar="N", help="tokens of the text that count")
     parser.add_argument(
@@ -119,7 +125,7 @@ def evaluate(args: argparse.Namespace) -> list[Row]:
             scorer.close()
         rows = [_row(args, args.model, checkpoint, checkpoint.tensors, pieces, said, bar)]
         for name, to in formats.items():
-            rows.append(_row(args, name, checkpoint, _rounded(checkpoint, to, bar), pieces, said, bar))
+            rows.append(_row(args, name, checkpoint, _quantised(args, checkpoint, name, to, bar), pieces, said, bar))
     return rows
 
 
@@ -145,12 +151,24 @@ def _scorer(
     return Scorer(checkpoint.spec, tensors, length, backend, args.threads or usable_cores(), args.kv_dtype)
 
 
-def _rounded(checkpoint: "Checkpoint", to: "QuantSpec", bar: "Progress") -> "Mapping[str, StoredTensor]":
-    from headrace.convert.matrices import quantisable, rounded
+def _quantised(
+    args: argparse.Namespace, checkpoint: "Checkpoint", name: str, to: "QuantSpec", bar: "Progress"
+) -> "Mapping[str, StoredTensor]":
+    from headrace.convert.matrices import by_gptq, quantisable, rounded
+    from headrace.convert.quality import pieces_of
+    from headrace.convert.texts import read_text
+    from headrace.planner.host import usable_cores
 
-    names = quantisable(checkpoint.spec, checkpoint.tensors)
-    task = bar.add_task("rounding", total=len(names))
-    result = rounded(checkpoint.tensors, names, to, lambda name: bar.advance(task))
+    spec, tensors = checkpoint.spec, checkpoint.tensors
+    names = quantisable(spec, tensors)
+    task = bar.add_task(f"{args.method}, {name}", total=1.0)
+    if args.method == "rtn":
+        result = rounded(tensors, names, to, lambda done: bar.update(task, completed=done))
+    else:
+        ids = checkpoint.load_tokenizer().encode(read_text(args.calibration, "calibration"), add_special=False, parse_special=False)
+        pieces = pieces_of(ids, min(args.length, spec.max_context), args.calibration_tokens)
+        threads = args.threads or usable_cores()
+        result = by_gptq(spec, tensors, names, to, pieces, threads, lambda done: bar.update(task, completed=done))
     bar.remove_task(task)
     return result
 

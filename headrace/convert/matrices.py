@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.convert.calibrate import input_products
+from headrace.convert.gptq import gptq
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program.mixture import Experts, GateRows, Route
@@ -14,6 +16,8 @@ from headrace.program.ops import Linear
 from headrace.quant.formats import StoredTensor, plain_table
 from headrace.quant.rounding import round_to_nearest
 from headrace.quant.spec import QuantSpec, TableRows
+
+Tell = Callable[[float], None]
 
 _CHUNK_VALUES = 1 << 24
 """Weights of a matrix that are float32 at a time."""
@@ -38,13 +42,29 @@ def quantisable(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> list[st
     return [name for name in dict.fromkeys(wanted) if name not in kept]
 
 
-def rounded(tensors: Mapping[str, StoredTensor], names: list[str], to: QuantSpec, tell: Callable[[str], None]) -> dict[str, StoredTensor]:
-    """All tensors, of which the named matrices are rounded to the nearest; `tell` hears of each before its turn."""
+def rounded(tensors: Mapping[str, StoredTensor], names: list[str], to: QuantSpec, tell: Tell) -> dict[str, StoredTensor]:
+    """All tensors, of which the named matrices are rounded to the nearest; `tell` hears how much is done, from 0 to 1."""
     result = dict(tensors)
-    for name in names:
-        tell(name)
+    for done, name in enumerate(names):
+        tell(done / len(names))
         result[name] = quantised(tensors[name], to, [round_to_nearest(chunk, to) for chunk in _chunks(tensors[name])])
     return result
+
+
+def by_gptq(
+    spec: ModelSpec, tensors: Mapping[str, StoredTensor], names: list[str], to: QuantSpec, pieces: list[list[int]], threads: int, tell: Tell
+) -> dict[str, StoredTensor]:
+    """The same by GPTQ, with pieces of a text to calibrate with; matrices of experts are rounded to the nearest."""
+    result = rounded(tensors, sorted(expert_matrices(spec, tensors) & set(names)), to, lambda done: None)
+    for products, readers in input_products(spec, tensors, pieces, names, threads, tell):
+        for name in readers:
+            result[name] = quantised(tensors[name], to, [gptq(tensors[name].dequantise(), products, to)])
+    return result
+
+
+def expert_matrices(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> set[str]:
+    """The matrices of experts."""
+    return {w.name for op in trace_model(spec, tensors).ops if isinstance(op, Experts) for w in op.matrices()}
 
 
 def quantised(tensor: StoredTensor, to: QuantSpec, pieces: list[TableRows]) -> StoredTensor:

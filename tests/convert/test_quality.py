@@ -37,7 +37,7 @@ def test_pieces_are_read_in_parts_with_the_result_of_the_whole() -> None:
 def test_measures_are_their_definitions() -> None:
     names = quantisable(SPEC, TENSORS)
     p = said(TENSORS)
-    q = said(rounded(TENSORS, names, named_format("int3-g32"), lambda name: None))
+    q = said(rounded(TENSORS, names, named_format("int3-g32"), lambda done: None))
     judge = Judge()
     for piece, mine, other in zip(PIECES, q, p, strict=True):
         judge.add(piece, iter([mine[:64], mine[64:]]), iter([other[:64], other[64:]]))
@@ -58,7 +58,7 @@ def test_finer_formats_are_nearer() -> None:
 
     def divergence(name: str) -> float:
         judge = Judge()
-        for piece, mine, other in zip(PIECES, said(rounded(TENSORS, names, named_format(name), lambda name: None)), truth, strict=True):
+        for piece, mine, other in zip(PIECES, said(rounded(TENSORS, names, named_format(name), lambda done: None)), truth, strict=True):
             judge.add(piece, iter([mine]), iter([other]))
         kl = judge.quality().kl
         assert kl is not None
@@ -71,7 +71,7 @@ def test_finer_formats_are_nearer() -> None:
 def test_what_is_quantised() -> None:
     names = quantisable(SPEC, TENSORS)
     assert len(names) == 2 * 7 and not any("embed" in name or "head" in name or "norm" in name for name in names)
-    result = rounded(TENSORS, names, named_format("int4-g32"), lambda name: None)
+    result = rounded(TENSORS, names, named_format("int4-g32"), lambda done: None)
     assert all(result[name] is TENSORS[name] for name in TENSORS.keys() - set(names))
     assert result.keys() == TENSORS.keys()
 
