@@ -287,6 +287,9 @@ void bind_plan(nb::module_& m) {
           "Layers that keep alike and see alike, without values (0) where they are part of the keys. Groups are numbered in the order in "
           "which they come.")
       .def(
+          "use_float_activations", [](Plan& p) { available(p).use_float_activations(); },
+          "From now on quantised weights are multiplied with float32 activations; not those of int8 by row.")
+      .def(
           "add_weight",
           [](Plan& p, const std::string& format, int rows, int cols, const Array<uint8_t>& data, const std::optional<Array<int64_t>>& order,
              const std::optional<GivenScales>& scales) {

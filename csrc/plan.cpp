@@ -37,11 +37,16 @@ uint8_t* Plan::allocate(size_t bytes) {
   return arenas_.back().data() + arena_used_ - bytes;
 }
 
+int Plan::keep(Weight w) {
+  w.wide |= float_activations_ && is_grouped(w.format);
+  weights_.push_back(w);
+  return static_cast<int>(weights_.size()) - 1;
+}
+
 int Plan::add_weight(const Stored& stored) {
   check_stored(stored);
   const size_t bytes = packed_bytes(stored.format, stored.rows, stored.cols), tiles = (stored.rows + kTileRows - 1) / kTileRows;
-  weights_.push_back(pack(stored, allocate(bytes), bytes / tiles, *pool_));
-  return static_cast<int>(weights_.size()) - 1;
+  return keep(pack(stored, allocate(bytes), bytes / tiles, *pool_));
 }
 
 std::pair<int, int> Plan::add_weight_pair(const Stored& a, const Stored& b) {
@@ -52,17 +57,15 @@ std::pair<int, int> Plan::add_weight_pair(const Stored& a, const Stored& b) {
   }
   const size_t bytes = packed_bytes(a.format, a.rows, a.cols), tile = bytes / ((a.rows + kTileRows - 1) / kTileRows);
   uint8_t* to = allocate(2 * bytes);
-  weights_.push_back(pack(a, to, 2 * tile, *pool_));
-  weights_.push_back(pack(b, to + tile, 2 * tile, *pool_));
-  return {static_cast<int>(weights_.size()) - 2, static_cast<int>(weights_.size()) - 1};
+  const int first = keep(pack(a, to, 2 * tile, *pool_));
+  return {first, keep(pack(b, to + tile, 2 * tile, *pool_))};
 }
 
 int Plan::add_table(const TableSpec& spec) {
   check_table(spec);
   Weight w = empty_table(spec);
   w.data = allocate(w.stride * w.tiles());
-  weights_.push_back(w);
-  return static_cast<int>(weights_.size()) - 1;
+  return keep(w);
 }
 
 std::pair<int, int> Plan::add_table_pair(const TableSpec& a, const TableSpec& b) {
@@ -76,9 +79,8 @@ std::pair<int, int> Plan::add_table_pair(const TableSpec& a, const TableSpec& b)
   first.data = allocate(2 * tile * first.tiles());
   second.data = first.data + tile;
   first.stride = second.stride = 2 * tile;
-  weights_.push_back(first);
-  weights_.push_back(second);
-  return {static_cast<int>(weights_.size()) - 2, static_cast<int>(weights_.size()) - 1};
+  const int one = keep(first);
+  return {one, keep(second)};
 }
 
 int Plan::add_vector(const float* data, int n) {

@@ -129,6 +129,9 @@ class Plan {
   // Adds a group of layers; groups are numbered in the order in which they come.
   void add_kv_group(KvGroup group) { kv_.push_back(std::move(group)); }
 
+  // From now on quantised weights are multiplied with float32 activations; not those of int8 by row.
+  void use_float_activations() { float_activations_ = true; }
+
   int add_weight(const Stored& stored);
   // Two matrices of one format, tile by tile in turn, so that a gated unit reads one stream.
   std::pair<int, int> add_weight_pair(const Stored& a, const Stored& b);
@@ -226,6 +229,9 @@ class Plan {
   std::vector<KvGroup> kv_;
   std::vector<Arena> arenas_;
   size_t arena_used_ = 0, weight_bytes_ = 0;
+  int keep(Weight w);
+
+  bool float_activations_ = false;
   std::vector<Weight> weights_;
   std::vector<std::vector<float>> vectors_;
   std::vector<int> vector_lengths_;  // without what fills their last line

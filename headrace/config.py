@@ -8,6 +8,7 @@ from typing import Any, Literal
 from headrace.record import frozen
 
 KvDtype = Literal["bf16", "f32", "int8", "int4"]
+Activations = Literal["int8", "f32"]
 LatentAttention = Literal["plain", "absorbed"]
 AcceptanceMethod = Literal["exact", "rejection", "typical"]
 
@@ -34,6 +35,9 @@ class EngineConfig:
     """Compute threads; 0: one for each physical core that the process may use."""
     kv_dtype: KvDtype = "bf16"
     """Number format of keys and values."""
+    activations: Activations = "int8"
+    """What quantised weights are multiplied with: int8 by group of 32 columns, or float32, exact and slower. Weights in int8 by row have
+    int8 activations by row either way."""
     latent_attention: LatentAttention = "plain"
     """Form of attention by latent rows, in models that have it (DeepSeek). `plain` keeps a key and a value for each head; `absorbed` keeps
     the latent row, a ninth of that for 16 heads, and computes three times as much. Their roundings differ, so tokens may."""

@@ -81,7 +81,7 @@ def load_engine(model: str, config: EngineConfig, checkpoint: Checkpoint, tokeni
     program = target_program(config, checkpoint)
     kv, draft_kv = fit_memory(config, checkpoint, program, draft_checkpoints, max_model_len)
     threads = config.threads or usable_cores()
-    executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads)
+    executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads, config.activations)
     draft_models = compile_draft_models(config, draft_checkpoints, checkpoint, executable, draft_kv)
     limits = EngineLimits(spec.vocab_size, max_model_len, kv, program.kv_groups, program.attention_crossover)
     config = replace(config, threads=threads, max_logit_rows=config.max_logit_rows or most_logit_rows(spec.vocab_size))

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from headrace.assembly.kv_size import MOST_BLOCKS
 from headrace.backend import BACKENDS
-from headrace.config import SERVING, AcceptanceMethod, EngineConfig, FaceDefaults, KvDtype, LatentAttention
+from headrace.config import SERVING, AcceptanceMethod, Activations, EngineConfig, FaceDefaults, KvDtype, LatentAttention
 from headrace.engine.engine import SCHEDULERS
 from headrace.errors import RequestError
 from headrace.propose import PROPOSERS, check_speculation
@@ -33,6 +33,7 @@ _TIMES = {"target_token_ms": 1e6, "multi_step_ms": 1e6, "queue_timeout": 1e8}
 _CHOICES = {
     "backend": BACKENDS,
     "kv_dtype": get_args(KvDtype),
+    "activations": get_args(Activations),
     "latent_attention": get_args(LatentAttention),
     "proposer": PROPOSERS,
     "acceptance_method": get_args(AcceptanceMethod),

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.batch import Ints, RaggedBatch, StepTimes
-from headrace.config import KvConfig
+from headrace.config import Activations, KvConfig
 from headrace.errors import RequestError
 from headrace.logit_ops import LogitOp, StepResult, Ticket
 from headrace.program.adapter import Adapter
@@ -74,9 +74,11 @@ def lower_program(backend: str, program: Program, weights: Mapping[str, StoredTe
     return lowered
 
 
-def compile_program(backend: str, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int) -> Executable:
+def compile_program(
+    backend: str, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int, activations: Activations = "int8"
+) -> Executable:
     """Compile for the named backend. Raises RequestError for a name that is not in BACKENDS."""
-    executable: Executable = _module(backend).compile(program, weights, kv, threads)
+    executable: Executable = _module(backend).compile(program, weights, kv, threads, activations)
     return executable
 
 

@@ -14,7 +14,7 @@ from headrace.backend import expert_table
 from headrace.backend.cpu_lowering import Lowering
 from headrace.backend.packing import named_in_errors, packed_bytes
 from headrace.batch import Ints, RaggedBatch, StepTimes
-from headrace.config import KvConfig
+from headrace.config import Activations, KvConfig
 from headrace.errors import RequestError
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program.adapter import Adapter
@@ -46,15 +46,19 @@ def sized(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
     return program.with_weights(matrices | vectors)
 
 
-def compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int) -> "CpuExecutable":
+def compile(
+    program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int, activations: Activations = "int8"
+) -> "CpuExecutable":
     """Compile for this processor, with one thread at least; HEADRACE_ISA can lower the instruction set."""
-    return _compile(program, weights, kv, threads)
+    return _compile(program, weights, kv, threads, activations)
 
 
-def _compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int | _native.Pool) -> "CpuExecutable":
+def _compile(
+    program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int | _native.Pool, activations: Activations
+) -> "CpuExecutable":
     if kv.block_size != BLOCK_SIZE:
         raise RequestError(f"the cpu backend stores KV in blocks of {BLOCK_SIZE} tokens, not {kv.block_size}")
-    return CpuExecutable(program, weights, kv, threads, os.environ.get("HEADRACE_ISA", ""))
+    return CpuExecutable(program, weights, kv, threads, os.environ.get("HEADRACE_ISA", ""), activations=activations)
 
 
 class CpuExecutable:
@@ -75,12 +79,15 @@ class CpuExecutable:
         isa: str,
         lower: Callable[[Program, Mapping[str, StoredTensor]], Program] = lower,
         kept: frozenset[int] = frozenset(),
+        activations: Activations = "int8",
     ) -> None:
-        self._lower, self._kept = lower, kept
+        self._lower, self._kept, self._activations = lower, kept, activations
         self.program = lower(program, weights)
         self.kv_groups = program.kv_groups
         try:
             self.plan = _native.Plan(isa, threads)
+            if activations == "f32":
+                self.plan.use_float_activations()
             for group, num_blocks in zip(self.kv_groups, kv.num_blocks, strict=True):
                 layout = group.layout
                 sizes = layout.num_heads, layout.key_dim, layout.value_dim
@@ -106,7 +113,7 @@ class CpuExecutable:
 
     def attach(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None) -> "CpuExecutable":
         if kv is not None:
-            return _compile(program, weights, kv, self._pool)
+            return _compile(program, weights, kv, self._pool, self._activations)
         other = copy(self)
         weights = {**self._lowering.tensors, **weights}
         other.program = self._lower(program, weights)

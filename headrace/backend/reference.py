@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from headrace.backend import expert_table, reference_mixture
 from headrace.backend.reference_activations import activated, gated
 from headrace.batch import Ints, RaggedBatch, StepTimes
-from headrace.config import KvConfig
+from headrace.config import Activations, KvConfig
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program import mixture, ops
 from headrace.program.adapter import Adapter
@@ -35,8 +35,10 @@ def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
     return program.with_weights({w.name: replace(w, nbytes=size * w.rows * w.cols, kind="f32") for w in program.weights.values()})
 
 
-def compile(program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int) -> "ReferenceExecutable":
-    """Compile for NumPy; `threads` is NumPy's own affair."""
+def compile(
+    program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int, activations: Activations = "f32"
+) -> "ReferenceExecutable":
+    """Compile for NumPy; `threads` is NumPy's own affair, and activations are float64."""
     return ReferenceExecutable(program, weights, kv)
 
 

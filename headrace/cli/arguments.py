@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
-from headrace.config import EngineConfig, KvDtype
+from headrace.config import Activations, EngineConfig, KvDtype
 
 DEFAULT_MODEL = "smollm2"
 _MOST_DIGITS = 40
@@ -29,6 +29,12 @@ def add_threads(parser: Any) -> None:
 def add_kv_dtype(parser: Any) -> None:
     """`--kv-dtype`, on every verb that keeps KV; `parser` may be a group of one."""
     parser.add_argument("--kv-dtype", choices=get_args(KvDtype), default=EngineConfig.kv_dtype, help="number format of the KV cache")
+
+
+def add_activations(parser: Any) -> None:
+    """`--activations`, on every verb that computes with a model; `parser` may be a group of one."""
+    what = "what quantised weights are multiplied with: int8, or float32, which is exact and slower"
+    parser.add_argument("--activations", choices=get_args(Activations), default=EngineConfig.activations, help=what)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

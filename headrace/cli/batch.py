@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from headrace.cli.arguments import DEFAULT_MODEL, add_kv_dtype, add_threads
+from headrace.cli.arguments import DEFAULT_MODEL, add_activations, add_kv_dtype, add_threads
 from headrace.config import OFFLINE, EngineConfig
 
 
@@ -23,6 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_threads(parser)
     add_kv_dtype(parser)
+    add_activations(parser)
     parser.add_argument(
         "--max-model-len", type=int, default=0, metavar="N", help="longest sequence, in tokens; 0: the model's whole context"
     )
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from headrace.server.batch import run_batch
     from headrace.server.settings import Settings
 
-    options = {name: getattr(args, name) for name in ("threads", "kv_dtype", "max_model_len", "max_num_seqs")}
+    options = {name: getattr(args, name) for name in ("threads", "kv_dtype", "activations", "max_model_len", "max_num_seqs")}
     settings = Settings(
         model_name=model_name(args.model),
         ignore_advised_sampling=args.ignore_advised_sampling,

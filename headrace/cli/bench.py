@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import add_kv_dtype, add_model, add_threads, whole_number, whole_numbers
+from headrace.cli.arguments import add_activations, add_kv_dtype, add_model, add_threads, whole_number, whole_numbers
 from headrace.cli.output_file import check_writable, write
 from headrace.cli.terminal import show_status
 from headrace.config import OFFLINE
@@ -50,6 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     both = parser.add_argument_group("both")
     add_threads(both)
     add_kv_dtype(both)
+    add_activations(both)
     both.add_argument("--json", action="store_true", help="print JSON lines, with raw samples, in place of the table")
     both.add_argument("--output", type=Path, metavar="FILE", help="append the JSON lines to this file, too")
 
@@ -102,7 +103,13 @@ def _measure(args: argparse.Namespace, settings: dict[str, Any]) -> "Iterator[Ro
     from headrace.checkpoint.source import resolve
 
     longest, most = _longest(args.kind, settings), max(settings.get("concurrency", (1,)))
-    options = {"threads": args.threads, "kv_dtype": args.kv_dtype, "max_model_len": longest, "max_num_seqs": most}
+    options = {
+        "threads": args.threads,
+        "kv_dtype": args.kv_dtype,
+        "activations": args.activations,
+        "max_model_len": longest,
+        "max_num_seqs": most,
+    }
     config = engine_config(options, OFFLINE)
     checkpoint = open_checkpoint(resolve(args.model))
     if longest > checkpoint.spec.max_context:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.cli.arguments import add_json, add_kv_dtype, add_model, add_threads, whole_number
+from headrace.cli.arguments import add_activations, add_json, add_kv_dtype, add_model, add_threads, whole_number
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--length", type=whole_number(2, _MOST), default=512, metavar="N", help="tokens of a piece, which is read by itself"
     )
     add_kv_dtype(parser)
+    add_activations(parser)
     add_threads(parser)
     add_json(parser)
 
@@ -148,7 +149,8 @@ def _scorer(
     from headrace.convert.quality import Scorer
     from headrace.planner.host import usable_cores
 
-    return Scorer(checkpoint.spec, tensors, length, backend, args.threads or usable_cores(), args.kv_dtype)
+    threads = args.threads or usable_cores()
+    return Scorer(checkpoint.spec, tensors, length, backend, threads, args.kv_dtype, args.activations)
 
 
 def _quantised(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli.arguments import add_json, add_kv_dtype, add_model, add_threads, whole_number, whole_numbers
+from headrace.cli.arguments import add_activations, add_json, add_kv_dtype, add_model, add_threads, whole_number, whole_numbers
 from headrace.cli.output_file import check_writable, write
 from headrace.config import EngineConfig
 from headrace.errors import MemoryLimitError, RequestError
@@ -44,6 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=counts, default="1,4,8,16,32", metavar="N,...", help="sequences that decode together")
     add_threads(parser)
     add_kv_dtype(parser)
+    add_activations(parser)
     parser.add_argument(
         "--turns",
         type=whole_number(1, _MOST),
@@ -100,7 +101,7 @@ def examine(args: argparse.Namespace) -> "Report":
     from headrace.program.kv import number_bytes
     from headrace.program.mixture import Experts
 
-    config = engine_config({"threads": args.threads, "kv_dtype": args.kv_dtype})
+    config = engine_config({"threads": args.threads, "kv_dtype": args.kv_dtype, "activations": args.activations})
     checkpoint = open_checkpoint(resolve(args.model))
     traced = trace_model(checkpoint.spec, checkpoint.tensors)
     _check_context(args, checkpoint.spec.max_context)

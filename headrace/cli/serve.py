@@ -11,7 +11,7 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import add_kv_dtype, add_model, add_threads
+from headrace.cli.arguments import add_activations, add_kv_dtype, add_model, add_threads
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
 _ENGINE_OPTIONS = (
-    *("threads", "kv_dtype", "max_model_len", "max_num_seqs", "kv_blocks", "chunked_prefill_size", "queue_timeout"),
+    *("threads", "kv_dtype", "activations", "max_model_len", "max_num_seqs", "kv_blocks", "chunked_prefill_size", "queue_timeout"),
     *("proposer", "draft_model"),
 )
 _SETTINGS = (
@@ -79,6 +79,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     add_threads(engine)
     add_kv_dtype(engine)
+    add_activations(engine)
     _add(engine, "max_model_len", "longest sequence, in tokens; 0: the model's whole context", int)
     _add(engine, "max_num_seqs", "most sequences in one step", int)
     _add(engine, "kv_blocks", "blocks of KV; 0: what these need, within half of the memory", int)

@@ -32,7 +32,8 @@ class Stopwatch:
         program = trace_model(checkpoint.spec, checkpoint.tensors)
         self._num_groups = len(program.kv_groups)
         kv = KvConfig((blocks,) * self._num_groups, BLOCK_SIZE, config.kv_dtype)
-        self.executable = compile_program(config.backend, program, checkpoint.tensors, kv, config.threads or usable_cores())
+        threads = config.threads or usable_cores()
+        self.executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads, config.activations)
         self._vocab = checkpoint.spec.vocab_size
         slots = np.arange(blocks * BLOCK_SIZE, dtype=np.int32)
         filled = min(PREFILL_CHUNK, len(slots))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.backend import Executable, compile_program, forward
 from headrace.batch import KvRows, RaggedBatch, ints
-from headrace.config import KvConfig, KvDtype
+from headrace.config import Activations, KvConfig, KvDtype
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.quant.formats import StoredTensor
@@ -53,13 +53,20 @@ class Scorer:
     """A compiled model that reads pieces of text, of at most `length` tokens."""
 
     def __init__(
-        self, spec: ModelSpec, tensors: Mapping[str, StoredTensor], length: int, backend: str, threads: int, kv_dtype: KvDtype = "bf16"
+        self,
+        spec: ModelSpec,
+        tensors: Mapping[str, StoredTensor],
+        length: int,
+        backend: str,
+        threads: int,
+        kv_dtype: KvDtype = "bf16",
+        activations: Activations = "int8",
     ) -> None:
         program = trace_model(spec, tensors)
         self._groups = len(program.kv_groups)
         self._blocks = -(-length // KvConfig.block_size)
         kv = KvConfig((self._blocks,) * self._groups, dtype=kv_dtype)
-        self.executable: Executable = compile_program(backend, program, tensors, kv, threads)
+        self.executable: Executable = compile_program(backend, program, tensors, kv, threads, activations)
 
     def log_probabilities(self, piece: Sequence[int]) -> Iterator[Floats]:
         """The log-probabilities of the token after each, some rows at a time [rows, vocabulary]."""

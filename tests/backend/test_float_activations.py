@@ -1,0 +1,85 @@
+"""Quantised weights times activations in float32, in every instruction set of this machine and every format that has them."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headrace import _native
+from headrace.backend import compile_program, forward
+from headrace.backend.packing import add_weight
+from headrace.config import KvConfig
+from headrace.model import trace_model
+from headrace.quant.formats import FORMATS, StoredTensor
+from tests.backend.batches import Sequence, batch_of
+from tests.backend.stored import random_stored
+from tests.backend.test_cpu_linear import run_rows
+from tests.tables import KINDS, random_table
+from tests.tiny import tiny_model
+
+GROUPED = [name for name, form in FORMATS.items() if form.block > 1]
+ISAS = _native.isas()
+Array = NDArray[Any]
+
+
+def stored(name: str, rows: int, cols: int, seed: int) -> StoredTensor:
+    return random_stored(name, rows, cols, seed) if name in FORMATS else random_table(name, rows, cols, seed)
+
+
+def product(isa: str, weight: StoredTensor, x: Array, offset: bool, threads: int = 1) -> Array:
+    plan = _native.Plan(isa, threads)
+    plan.use_float_activations()
+    loose, packed = (plan.add_buffer(x.shape[1], "step", packs) for packs in (False, True))
+    out = plan.add_buffer(weight.rows, "step", False)
+    plan.embed(loose, plan.add_weight("F32", *x.shape, x.astype(np.float32).view(np.uint8).reshape(-1), None))
+    plan.pack(packed, loose)
+    plan.linear(out, packed, add_weight(plan, weight), -1, -1, offset)
+    run_rows(plan, len(x))
+    return np.array(plan.floats(out, len(x)))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", [*GROUPED, *KINDS])
+def test_products_are_those_of_floats(isa: str, name: str) -> None:
+    for seed, (num_rows, rows, offset) in enumerate(((1, 17, False), (7, 40, True), (20, 16, False))):
+        x = np.random.default_rng(seed).standard_normal((num_rows, 512)).astype(np.float32)
+        weight = stored(name, rows, 512, seed)
+        values = weight.dequantise().astype(np.float64)
+        error = np.abs(product(isa, weight, x, offset) - x @ values.T)
+        assert np.all(error <= 4e-6 * (np.abs(x) @ np.abs(values).T) + 1e-6 * np.abs(x).sum(axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "MXFP4", "int3-point", "nf4", "e5m2-row"])
+def test_a_row_does_not_depend_on_its_neighbours(isa: str, name: str) -> None:
+    x = np.random.default_rng(1).standard_normal((37, 256)).astype(np.float32)
+    weight = stored(name, 50, 256, 2)
+    whole = product(isa, weight, x, False, threads=2)
+    for first, last in ((0, 1), (3, 20), (30, 37)):
+        assert np.array_equal(whole[first:last], product(isa, weight, x[first:last], False))
+
+
+@pytest.mark.parametrize("format", ["Q4_0", "Q8_0"])
+def test_a_model_is_nearer_to_the_truth(format: str) -> None:
+    """The engine's fused ops, with every matrix in the format, against the reference backend."""
+    spec, tensors = tiny_model(2, dim=64, heads=4, kv_heads=2, ffn=96, vocab=61, format=format)
+    program = trace_model(spec, tensors)
+    kv = KvConfig((4,), dtype="f32")
+    batch = batch_of([Sequence(list(range(4)), kv.block_size)], [list(range(40))], [([], [])], False)
+    truth = forward(compile_program("reference", program, tensors, kv, 1), batch).logits
+    assert truth is not None
+    errors = {}
+    for activations in ("int8", "f32"):
+        logits = forward(compile_program("cpu", program, tensors, kv, 2, activations), batch).logits
+        assert logits is not None
+        errors[activations] = float(np.abs(logits - truth).max())
+    assert errors["f32"] < 1e-4 * np.abs(truth).max() and errors["f32"] < 0.1 * errors["int8"]
+
+
+def test_int8_by_row_stays_as_it_is() -> None:
+    weight = random_stored("I8_ROW", 32, 64, 0)
+    x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    values = weight.dequantise().astype(np.float64)
+    assert 1e-4 < np.abs(product("", replace(weight), x, False) - x @ values.T).max() < 0.05 * np.abs(x @ values.T).max()
