@@ -159,10 +159,13 @@ void rope(Plan& p, int out, int x, int angles, int head_dim) {
   p.add_op(make_rope(out, x, angles, head_dim));
 }
 
-void pack_rows(Plan& p, int out, int x) {
+void pack_rows(Plan& p, int out, int x, std::vector<int32_t> order) {
   check_alike(buffer(p, out), floats(p, x));
   require(p.buffer(out).packed, "what is packed goes to a packed buffer");
-  p.add_op(make_pack(out, x));
+  const int width = p.buffer(x).width;
+  require(order.empty() || order.size() == static_cast<size_t>(width), "an order has all columns");
+  for (const int32_t column : order) require(column >= 0 && column < width, "an order names a column that is not there");
+  p.add_op(make_pack(out, x, std::move(order)));
 }
 
 void gather_rows(Plan& p, int out, int x) {
@@ -393,7 +396,8 @@ void bind_ops(nb::class_<Plan>& c) {
       .def("norm", &norm)
       .def("rope_angles", &rope_angles, "The angles of one head for each row, in a buffer of their own.")
       .def("rope", &rope)
-      .def("pack", &pack_rows)
+      .def("pack", &pack_rows, nb::arg("out"), nb::arg("x"), nb::arg("order") = std::vector<int32_t>(),
+           "Rows in the forms that their readers want; column i is column order[i] of x, where there is an order.")
       .def("gather_rows", &gather_rows)
       .def("add", &add)
       .def("glu", &glu)

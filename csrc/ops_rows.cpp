@@ -142,14 +142,22 @@ class Norm : public RowWriter {
 
 class Pack : public RowOp {
  public:
-  Pack(int out, int x) : RowOp("pack", out), x_(x) {}
+  Pack(int out, int x, std::vector<int32_t> order) : RowOp("pack", out), x_(x), order_(std::move(order)) {}
 
  protected:
   void run_row(const Plan& plan, const Step&, int row) override {
     const Buffer& out = plan.buffer(out_);
-    plan.pack_columns(out, row, 1, 0, plan.buffer(x_).row(row), out.width, out.width);
+    const float* x = plan.buffer(x_).row(row);
+    if (!order_.empty()) {
+      thread_local std::vector<float> ordered;
+      ordered.resize(order_.size());
+      std::transform(order_.begin(), order_.end(), ordered.begin(), [x](int32_t column) { return x[column]; });
+      x = ordered.data();
+    }
+    plan.pack_columns(out, row, 1, 0, x, out.width, out.width);
   }
   const int x_;
+  const std::vector<int32_t> order_;  // column i of what is packed is column order_[i]; empty: as they are
 };
 
 class GatherRows : public RowOp {
@@ -273,7 +281,9 @@ std::unique_ptr<Op> make_rope_angles(int out, std::vector<double> inverse_freque
 }
 std::unique_ptr<Op> make_rope(int out, int x, int angles, int head_dim) { return std::make_unique<Rope>(out, x, angles, head_dim); }
 std::unique_ptr<Op> make_norm(const NormArgs& args) { return std::make_unique<Norm>(args); }
-std::unique_ptr<Op> make_pack(int out, int x) { return std::make_unique<Pack>(out, x); }
+std::unique_ptr<Op> make_pack(int out, int x, std::vector<int32_t> order) {
+  return std::make_unique<Pack>(out, x, std::move(order));
+}
 std::unique_ptr<Op> make_gather_rows(int out, int x) { return std::make_unique<GatherRows>(out, x); }
 std::unique_ptr<Op> make_add(int out, int x, int y) { return std::make_unique<Add>(out, x, y); }
 std::unique_ptr<Op> make_concat_heads(int out, int x, int y, int x_dim, int y_dim) {

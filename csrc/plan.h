@@ -270,7 +270,7 @@ struct NormArgs {
   float eps;
 };
 std::unique_ptr<Op> make_norm(const NormArgs& args);
-std::unique_ptr<Op> make_pack(int out, int x);
+std::unique_ptr<Op> make_pack(int out, int x, std::vector<int32_t> order);
 std::unique_ptr<Op> make_gather_rows(int out, int x);
 std::unique_ptr<Op> make_add(int out, int x, int y);
 std::unique_ptr<Op> make_glu(int out, int gate, int up, Activation activation);
