@@ -53,6 +53,11 @@ class Format:
         """Whether values are codes with scales: such weights are multiplied with int8 activations."""
         return self.block > 1 or len(self.parts) > 1
 
+    @property
+    def has_column_order(self) -> bool:
+        """Whether rows are read with their columns in another order than the matrix has them: `column_order`."""
+        return "column_order" in self.parts
+
 
 def _blocks(name: str, block: int, nbytes: int, convert: Callable[[dq.Bytes], dq.Floats]) -> Format:
     return Format(name, block, nbytes, dq.of_blocks(convert, block), _CODES)
@@ -61,8 +66,20 @@ def _blocks(name: str, block: int, nbytes: int, convert: Callable[[dq.Bytes], dq
 def table_format(
     name: str, spec: QuantSpec, parts: Mapping[str, TensorPart], table_rows: Callable[[dq.Parts, dq.Rows], TableRows]
 ) -> Format:
-    """A format whose rows are read code by code, from parts that lie as a method's files have them; its `codes` have no blocks."""
-    return Format(name, 1, 1, lambda of, rows: dequantise_rows(spec, table_rows(of, rows)), parts, spec, table_rows)
+    """A format whose rows are read code by code, from parts that lie as a method's files have them; its `codes` have no blocks.
+
+    Where it has the part `column_order`, int64 [cols], `table_rows` gives column `column_order[i]` of the matrix as its column i.
+    """
+
+    def values(of: dq.Parts, rows: dq.Rows) -> dq.Floats:
+        found = dequantise_rows(spec, table_rows(of, rows))
+        if "column_order" not in of:
+            return found
+        in_order = np.empty_like(found)
+        in_order[:, of["column_order"]] = found
+        return in_order
+
+    return Format(name, 1, 1, values, parts, spec, table_rows)
 
 
 @cache
