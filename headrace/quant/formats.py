@@ -82,11 +82,16 @@ def table_format(
     return Format(name, 1, 1, values, parts, spec, table_rows)
 
 
+def table_parts(spec: QuantSpec) -> dict[str, TensorPart]:
+    """The scales and zeros of a matrix [rows, scales of a row], where they are numbers of their own."""
+    named = {"scales": spec.scale, "zeros": spec.zero_type}
+    return {name: TensorPart(NUMBERS[number].str) for name, number in named.items() if number in NUMBERS}
+
+
 @cache
 def plain_table(spec: QuantSpec) -> Format:
     """The format of a matrix that is stored code by code: uint8 [rows, cols], and tables [rows, scales of a row]."""
-    numbers = {name: number for name, number in (("scales", spec.scale), ("zeros", spec.zero_type)) if number in NUMBERS}
-    parts = {**_CODES, **{name: TensorPart(NUMBERS[number].str) for name, number in numbers.items()}}
+    parts = _CODES | table_parts(spec)
 
     def rows_of(of: dq.Parts, rows: dq.Rows) -> TableRows:
         return TableRows(of["codes"][rows], of["scales"][rows], of["zeros"][rows] if "zeros" in of else None)

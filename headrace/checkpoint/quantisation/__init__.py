@@ -7,8 +7,9 @@ from headrace.checkpoint.quantisation.compressed_tensors import CompressedTensor
 from headrace.checkpoint.quantisation.gptq import Gptq
 from headrace.checkpoint.quantisation.method import Method, refusal
 from headrace.checkpoint.quantisation.mxfp4 import Mxfp4
+from headrace.checkpoint.quantisation.torchao import TorchAo
 
-METHODS: tuple[Method, ...] = (CompressedTensors(), Mxfp4(), Gptq(), Awq())
+METHODS: tuple[Method, ...] = (CompressedTensors(), Mxfp4(), Gptq(), Awq(), TorchAo())
 
 
 def method_of(config: Any) -> Method:

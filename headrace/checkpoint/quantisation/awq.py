@@ -22,8 +22,8 @@ from headrace.checkpoint.quantisation.packed_codes import (
     numbers,
 )
 from headrace.quant.dequantise import Parts, Rows
-from headrace.quant.formats import Format, StoredTensor, TensorPart, table_format
-from headrace.quant.spec import NUMBERS, QuantSpec, TableRows
+from headrace.quant.formats import Format, StoredTensor, TensorPart, table_format, table_parts
+from headrace.quant.spec import QuantSpec, TableRows
 
 _METHOD = "awq"
 _PARTS = ("qweight", "qzeros", "scales")
@@ -78,8 +78,7 @@ def _eights(words: Words) -> NDArray[np.uint8]:  # [8 * words, cols]
 @cache
 def _format(spec: QuantSpec) -> Format:
     """Codes lie as words <u4 [rows / 8, cols], which no single row can be a view of."""
-    number = NUMBERS[spec.scale].str  # type: ignore[index]
-    parts = {"codes": TensorPart("<u4", by_row=False), "scales": TensorPart(number), "zeros": TensorPart("u1")}
+    parts = {"codes": TensorPart("<u4", by_row=False)} | table_parts(spec)
 
     def rows_of(of: Parts, rows: Rows) -> TableRows:
         wanted = np.arange(len(of["scales"]))[rows]

@@ -26,8 +26,8 @@ from headrace.checkpoint.quantisation.packed_codes import (
 )
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.quant.dequantise import Parts, Rows
-from headrace.quant.formats import Format, StoredTensor, TensorPart, table_format
-from headrace.quant.spec import NUMBERS, QuantSpec, TableRows
+from headrace.quant.formats import Format, StoredTensor, TensorPart, table_format, table_parts
+from headrace.quant.spec import QuantSpec, TableRows
 
 _METHOD = "gptq"
 _BITS = (2, 3, 4, 8)
@@ -118,9 +118,7 @@ def _column_order(tensors: Tensors, name: str, cols: int, group: int, where: str
 @cache
 def _format(spec: QuantSpec, is_ordered: bool) -> Format:
     """Codes lie as words <u4 [rows, words] of the columns as the model has them."""
-    parts = {"codes": TensorPart("<u4"), "scales": TensorPart(NUMBERS[spec.scale].str)}  # type: ignore[index]
-    if spec.zero_type:
-        parts["zeros"] = TensorPart("u1")
+    parts = {"codes": TensorPart("<u4")} | table_parts(spec)
     if is_ordered:
         parts["column_order"] = TensorPart("<i8", by_row=False)
 
