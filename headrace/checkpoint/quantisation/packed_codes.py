@@ -30,8 +30,8 @@ def numbers(tensors: Tensors, name: str, dtype: str, dims: int, where: str) -> N
     tensor = tensors.get(name)
     if tensor is None or tensor.format.name != dtype or len(tensor.shape) != dims:
         found = f"is {tensor.format.name} {list(tensor.shape)}" if tensor else "is missing"
-        raise FormatError(f"{where}: tensor {name} {found}, expected {dtype} with {dims} dimension{'s' * (dims > 1)}")
-    kind = {"I32": "<u4", "U8": "u1", "I8": "i1"}[dtype]
+        raise FormatError(f"{where}: tensor {name} {found}, expected {dtype} with {dims} dimension{'s' * (dims != 1)}")
+    kind = {"I32": "<u4", "I64": "<i8", "U8": "u1", "I8": "i1"}[dtype]
     return tensor.parts["codes"].view(kind).reshape(tensor.shape)
 
 
@@ -43,9 +43,14 @@ def finite_floats(tensors: Tensors, name: str, where: str) -> tuple[Number, NDAr
         raise FormatError(f"{where}: tensor {name} {found}, expected floats with 2 dimensions")
     number = _FLOATS[tensor.format.name]
     found_numbers = tensor.parts["codes"].view(NUMBERS[number]).reshape(tensor.shape)
-    if not np.isfinite(floats(found_numbers, number)).all():
-        raise FormatError(f"{where}: tensor {name} has a number that is not finite")
+    require_finite(floats(found_numbers, number), name, where)
     return number, found_numbers
+
+
+def require_finite(found: NDArray[np.float32], name: str, where: str) -> None:
+    """Raise FormatError, which names the tensor that these are of, for infinities and NaN."""
+    if not np.isfinite(found).all():
+        raise FormatError(f"{where}: tensor {name} has a number that is not finite")
 
 
 def check_shapes(parts: Mapping[str, NDArray[Any]], expected: Mapping[str, tuple[int, ...]], layer: str, where: str) -> None:

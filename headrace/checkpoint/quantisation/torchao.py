@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.checkpoint.quantisation.method import Config, Tensors, refusal
-from headrace.checkpoint.quantisation.packed_codes import check_shapes, finite_floats, gathered, numbers
+from headrace.checkpoint.quantisation.packed_codes import check_shapes, finite_floats, gathered, numbers, require_finite
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.quant.dequantise import Parts, Rows
 from headrace.quant.formats import Format, StoredTensor, TensorPart, table_format, table_parts
@@ -135,9 +135,12 @@ def _nibbles(layer: str, tensors: Tensors, where: str) -> StoredTensor:
     check_shapes({_SCALE: scales, _ZERO: zeros}, {_SCALE: shape, _ZERO: shape}, layer, where)
     group = _group(cols, len(scales), f"{layer}{_SCALE}", where)
     parts: dict[str, NDArray[Any]] = {"codes": codes, "scales": np.ascontiguousarray(scales.T)}
-    middles, is_symmetric = floats(zeros, zero_kind), not floats(zeros, zero_kind).any()
-    if not is_symmetric:  # these are the values of code 0, which is the middle, and minima those of the lowest, -8
-        parts["zeros"] = np.ascontiguousarray((middles - 8 * floats(scales, kind)).T)
+    middles = floats(zeros, zero_kind)  # the values of code 0; minima are those of code -8
+    is_symmetric = not middles.any()
+    if not is_symmetric:
+        with np.errstate(over="ignore"):
+            parts["zeros"] = np.ascontiguousarray((middles - 8 * floats(scales, kind)).T)
+        require_finite(parts["zeros"], f"{layer}{_ZERO}", where)
     spec = QuantSpec(4, group, kind, *(("none", None) if is_symmetric else ("minimum", "f32")))
     return StoredTensor(f"{layer}weight", _format(spec, True), (rows, cols), parts)
 
