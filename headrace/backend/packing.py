@@ -63,10 +63,12 @@ def named_in_errors(tensor: str) -> Iterator[None]:
 
 
 def _table_spec(tensor: StoredTensor) -> _native.TableSpec | None:
-    """How a matrix with a table of scales is packed; None for one that is packed as its file has it."""
+    """How a matrix with a table of scales is packed; None for one that is packed as its file has it. Raises UnsupportedModelError."""
     spec = tensor.format.spec
     if spec is None or tensor.format.table_rows is None:
         return None
+    if tensor.format.has_column_order:
+        raise UnsupportedModelError(f"tensor {tensor.name}: its groups are not of neighbouring columns (act order), which no kernel reads")
     values = list(CODEBOOKS[spec.codebook]) if spec.codebook in CODEBOOKS else []
     codes = "lookup" if values else str(spec.bits) if spec.codebook == "integer" else spec.codebook
     columns = spec.group or -(-tensor.cols // GROUP) * GROUP

@@ -53,6 +53,11 @@ class Format:
         """Whether values are codes with scales: such weights are multiplied with int8 activations."""
         return self.block > 1 or len(self.parts) > 1
 
+    @property
+    def has_column_order(self) -> bool:
+        """Whether rows are read with their columns in another order than the matrix has them: `column_order`."""
+        return "column_order" in self.parts
+
 
 def _blocks(name: str, block: int, nbytes: int, convert: Callable[[dq.Bytes], dq.Floats]) -> Format:
     return Format(name, block, nbytes, dq.of_blocks(convert, block), _CODES)
@@ -61,15 +66,32 @@ def _blocks(name: str, block: int, nbytes: int, convert: Callable[[dq.Bytes], dq
 def table_format(
     name: str, spec: QuantSpec, parts: Mapping[str, TensorPart], table_rows: Callable[[dq.Parts, dq.Rows], TableRows]
 ) -> Format:
-    """A format whose rows are read code by code, from parts that lie as a method's files have them; its `codes` have no blocks."""
-    return Format(name, 1, 1, lambda of, rows: dequantise_rows(spec, table_rows(of, rows)), parts, spec, table_rows)
+    """A format whose rows are read code by code, from parts that lie as a method's files have them; its `codes` have no blocks.
+
+    Where it has the part `column_order`, int64 [cols], `table_rows` gives column `column_order[i]` of the matrix as its column i.
+    """
+
+    def values(of: dq.Parts, rows: dq.Rows) -> dq.Floats:
+        found = dequantise_rows(spec, table_rows(of, rows))
+        if "column_order" not in of:
+            return found
+        in_order = np.empty_like(found)
+        in_order[:, of["column_order"]] = found
+        return in_order
+
+    return Format(name, 1, 1, values, parts, spec, table_rows)
+
+
+def table_parts(spec: QuantSpec) -> dict[str, TensorPart]:
+    """The scales and zeros of a matrix [rows, scales of a row], where they are numbers of their own."""
+    named = {"scales": spec.scale, "zeros": spec.zero_type}
+    return {name: TensorPart(NUMBERS[number].str) for name, number in named.items() if number in NUMBERS}
 
 
 @cache
 def plain_table(spec: QuantSpec) -> Format:
     """The format of a matrix that is stored code by code: uint8 [rows, cols], and tables [rows, scales of a row]."""
-    numbers = {name: number for name, number in (("scales", spec.scale), ("zeros", spec.zero_type)) if number in NUMBERS}
-    parts = {**_CODES, **{name: TensorPart(NUMBERS[number].str) for name, number in numbers.items()}}
+    parts = _CODES | table_parts(spec)
 
     def rows_of(of: dq.Parts, rows: dq.Rows) -> TableRows:
         return TableRows(of["codes"][rows], of["scales"][rows], of["zeros"][rows] if "zeros" in of else None)

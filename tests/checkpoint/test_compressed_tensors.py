@@ -145,7 +145,7 @@ class TestConfigs:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"quant_method": "gptq"}, "quant_method = gptq"),
+            ({"quant_method": "vptq"}, "quant_method = vptq"),
             ({"format": "pack-quantized"}, "format = pack-quantized"),
             ({"format": None}, "format = None"),
             ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),

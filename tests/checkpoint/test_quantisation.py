@@ -64,7 +64,7 @@ def test_a_method_is_one_entry(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("config", [{"quant_method": "awq"}, {}, [], "int8", 3])
+@pytest.mark.parametrize("config", [{"quant_method": "vptq"}, {}, [], "int8", 3])
 def test_what_nobody_claims_is_refused_with_what_there_is(folder: Path, config: Any) -> None:
     configure(folder, config)
     with pytest.raises(UnsupportedModelError, match=r"quantization_config: .* is not supported; what is: compressed-tensors"):

@@ -1,0 +1,88 @@
+"""AWQ checkpoints (Lin et al. 2024) as AutoAWQ 0.2 writes them, version GEMM.
+
+A quantised layer X of `rows` outputs and `cols` inputs has `X.qweight` I32 [cols, rows / 8], `X.qzeros` I32 [groups, rows / 8] and
+`X.scales` [groups, rows]. A word has the codes of 8 rows, from its lowest bits on those of 0, 2, 4, 6, 1, 3, 5, 7. A weight is
+scale * (code - zero point).
+"""
+
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.checkpoint.quantisation.method import Config, Tensors, refusal
+from headrace.checkpoint.quantisation.packed_codes import (
+    Words,
+    check_fields,
+    check_group_size,
+    check_shapes,
+    finite_floats,
+    gathered,
+    group_of,
+    numbers,
+)
+from headrace.quant.dequantise import Parts, Rows
+from headrace.quant.formats import Format, StoredTensor, TensorPart, table_format, table_parts
+from headrace.quant.spec import QuantSpec, TableRows
+
+_METHOD = "awq"
+_PARTS = ("qweight", "qzeros", "scales")
+_VERSIONS = ("version", "format", "checkpoint_format")
+_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The rows whose codes a word has, from its lowest bits on."""
+
+
+class Awq:
+    """Integers of 4 bits with zero points, by groups of columns."""
+
+    supported = f"{_METHOD} with 4 bits and zero points in the version gemm, groups of 16, of multiples of 32 or -1"
+
+    def claims(self, config: Config) -> bool:
+        return config.get("quant_method") == _METHOD
+
+    def check(self, config: Config) -> None:
+        check_fields(config, {"bits": (4,), "zero_point": (None, True), "backend": (None, "autoawq", "auto")}, self.supported)
+        for field in _VERSIONS:
+            if str(config.get(field, "gemm")).lower() != "gemm":
+                raise refusal(field, config[field], self.supported)
+        check_group_size(config, self.supported)
+
+    def assemble(self, config: Config, tensors: Tensors, where: str) -> dict[str, StoredTensor]:
+        return gathered(tensors, _PARTS, lambda layer: _matrix(layer, config["group_size"], tensors, where), where)
+
+
+def _matrix(layer: str, group_size: int, tensors: Tensors, where: str) -> StoredTensor:
+    """The matrix [rows, cols] of a layer; `layer` ends with a dot."""
+    name = f"{layer}qweight"
+    words = numbers(tensors, name, "I32", 2, where)
+    points = numbers(tensors, f"{layer}qzeros", "I32", 2, where)
+    kind, scales = finite_floats(tensors, f"{layer}scales", where)
+    cols, rows = len(words), 8 * words.shape[1]
+    group = group_of(cols, group_size, name, where)
+    check_shapes(
+        {"qzeros": points, "scales": scales}, {"qzeros": (cols // group, rows // 8), "scales": (cols // group, rows)}, layer, where
+    )
+    parts = {"codes": words.T, "scales": np.ascontiguousarray(scales.T), "zeros": _eights(points.T)}
+    format = _format(QuantSpec(4, group if group < cols else 0, kind, "point", "u8"))
+    return StoredTensor(f"{layer}weight", format, (rows, cols), parts)
+
+
+def _eights(words: Words) -> NDArray[np.uint8]:  # [8 * words, cols]
+    """The codes of 8 rows from each row of words [words, cols]."""
+    codes = np.empty((len(words), 8, words.shape[1]), np.uint8)
+    for at, row in enumerate(_ROWS):
+        codes[:, row] = words >> np.uint32(4 * at) & np.uint32(15)
+    return codes.reshape(-1, words.shape[1])
+
+
+@cache
+def _format(spec: QuantSpec) -> Format:
+    """Codes lie as words <u4 [rows / 8, cols], which no single row can be a view of."""
+    parts = {"codes": TensorPart("<u4", by_row=False)} | table_parts(spec)
+
+    def rows_of(of: Parts, rows: Rows) -> TableRows:
+        wanted = np.arange(len(of["scales"]))[rows]
+        words, places = np.unique(wanted // 8, return_inverse=True)
+        return TableRows(_eights(of["codes"][words])[8 * places + wanted % 8], of["scales"][rows], of["zeros"][rows])
+
+    return table_format(f"AWQ {spec.name}", spec, parts, rows_of)

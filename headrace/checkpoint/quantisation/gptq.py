@@ -1,0 +1,130 @@
+"""GPTQ checkpoints (Frantar et al. 2023) as AutoGPTQ 0.7, GPTQModel 7 and transformers write them.
+
+A quantised layer X of `rows` outputs and `cols` inputs has `X.qweight` I32 [cols * bits / 32, rows], `X.qzeros` I32
+[groups, rows * bits / 32], `X.scales` [groups, rows] and `X.g_idx` I32 [cols], the group of each column. Codes follow each other from the
+lowest bit of a word on; those of 3 bits run over the limits of words. A weight is scale * (code - zero point); files of the checkpoint
+format `gptq` have the zero points less 1, those of `gptq_v2` as they are.
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.checkpoint.quantisation.method import Config, Tensors, refusal
+from headrace.checkpoint.quantisation.packed_codes import (
+    Words,
+    check_fields,
+    check_group_size,
+    check_shapes,
+    finite_floats,
+    gathered,
+    group_of,
+    numbers,
+    unpack,
+)
+from headrace.errors import FormatError, UnsupportedModelError
+from headrace.quant.dequantise import Parts, Rows
+from headrace.quant.formats import Format, StoredTensor, TensorPart, table_format, table_parts
+from headrace.quant.spec import QuantSpec, TableRows
+
+_METHOD = "gptq"
+_BITS = (2, 3, 4, 8)
+_V1, _V2 = "gptq", "gptq_v2"
+_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_FIELDS: dict[str, tuple[Any, ...]] = {
+    "bits": _BITS,
+    "checkpoint_format": (None, _V1, _V2),
+    "format": (None, _V1, _V2),
+    "is_marlin_format": (None, False),
+    "pack_dtype": (None, "int32"),
+    "rotation": (None,),
+    "adapter": (None,),
+}
+_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+"""A word of codes that are 1."""
+
+
+class Gptq:
+    """Integers of 2, 3, 4 or 8 bits with zero points, by groups of columns in order or in the order of activations."""
+
+    supported = f"{_METHOD} with 2, 3, 4 or 8 bits in the checkpoint formats gptq and gptq_v2, groups of 16, of multiples of 32 or -1"
+
+    def claims(self, config: Config) -> bool:
+        return config.get("quant_method") == _METHOD
+
+    def check(self, config: Config) -> None:
+        check_fields(config, _FIELDS, self.supported)
+        dynamic = config.get("dynamic") or {}  # by regular expressions: layers with other bits, and "-:" before those that stay plain
+        if not isinstance(dynamic, dict) or not all(key.startswith("-:") for key in dynamic):
+            raise refusal("dynamic", dynamic, self.supported)
+        check_group_size(config, self.supported)
+
+    def assemble(self, config: Config, tensors: Tensors, where: str) -> dict[str, StoredTensor]:
+        return gathered(tensors, _PARTS, lambda layer: _matrix(layer, config, tensors, where), where)
+
+
+def _matrix(layer: str, config: Config, tensors: Tensors, where: str) -> StoredTensor:
+    """The matrix [rows, cols] of a layer; `layer` ends with a dot."""
+    bits, name = config["bits"], f"{layer}qweight"
+    words = numbers(tensors, name, "I32", 2, where)  # [words, rows]
+    points = numbers(tensors, f"{layer}qzeros", "I32", 2, where)  # [groups, words]
+    kind, scales = finite_floats(tensors, f"{layer}scales", where)  # [groups, rows]
+    cols, rows = len(words) * 32 // bits, words.shape[1]
+    group = group_of(cols, config["group_size"], name, where)
+    if rows * bits % 32 or (bits == 3 and len(words) % 3):
+        raise FormatError(f"{where}: tensor {name} has shape {list(words.shape)}, which {bits} bits do not fill")
+    check_shapes(
+        {"qzeros": points, "scales": scales}, {"qzeros": (cols // group, rows * bits // 32), "scales": (cols // group, rows)}, layer, where
+    )
+    zeros = _zero_points(points, bits, _V2 not in (config.get("checkpoint_format"), config.get("format")))
+    parts = {"codes": words.T, "scales": np.ascontiguousarray(scales.T), "zeros": np.ascontiguousarray(zeros.T)}
+    is_symmetric = bool((zeros == 1 << bits - 1).all())
+    if is_symmetric:
+        del parts["zeros"]
+    order = _column_order(tensors, f"{layer}g_idx", cols, group, where)
+    if order is not None:
+        parts["column_order"] = order
+    zero = ("none", None) if is_symmetric else ("point", "u8")
+    format = _format(QuantSpec(bits, group if group < cols else 0, kind, *zero), order is not None)
+    return StoredTensor(f"{layer}weight", format, (rows, cols), parts)
+
+
+def _zero_points(words: Words, bits: int, is_less_1: bool) -> NDArray[np.uint8]:  # [groups, rows]
+    """Zero points of words [groups, words].
+
+    GPTQModel takes 1 from whole words of 2, 4 and 8 bits, so that a zero point of 0 borrows from the next; this is undone here.
+    """
+    if is_less_1 and bits in _ONES:
+        return unpack(words + np.uint32(_ONES[bits]), bits)
+    zeros = unpack(words, bits)
+    return zeros + np.uint8(1) & np.uint8((1 << bits) - 1) if is_less_1 else zeros
+
+
+def _column_order(tensors: Tensors, name: str, cols: int, group: int, where: str) -> NDArray[np.int64] | None:
+    """The columns by group, each group in the order of its columns; None where they lie so."""
+    if name not in tensors:
+        return None
+    groups = numbers(tensors, name, "I32", 1, where)
+    if groups.shape != (cols,) or groups.max() >= cols // group:
+        raise FormatError(f"{where}: tensor {name} does not give each of {cols:,} columns one of {cols // group:,} groups")
+    if (np.bincount(groups, minlength=cols // group) != group).any():
+        raise UnsupportedModelError(f"{where}: tensor {name} has groups of other than {group} columns")
+    order = np.argsort(groups, kind="stable").astype(np.int64)
+    return None if np.array_equal(order, np.arange(cols)) else order
+
+
+@cache
+def _format(spec: QuantSpec, is_ordered: bool) -> Format:
+    """Codes lie as words <u4 [rows, words] of the columns as the model has them."""
+    parts = {"codes": TensorPart("<u4")} | table_parts(spec)
+    if is_ordered:
+        parts["column_order"] = TensorPart("<i8", by_row=False)
+
+    def rows_of(of: Parts, rows: Rows) -> TableRows:
+        codes = unpack(of["codes"][rows], spec.bits)
+        codes = codes[:, of["column_order"]] if is_ordered else codes
+        return TableRows(codes, of["scales"][rows], of["zeros"][rows] if spec.zero_type else None)
+
+    return table_format(f"GPTQ {spec.name}", spec, parts, rows_of)

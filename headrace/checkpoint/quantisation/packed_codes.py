@@ -1,0 +1,106 @@
+"""What methods have in common whose layers are several plain tensors: codes packed into words, scales, zero points."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.checkpoint.quantisation.method import Config, Tensors, refusal
+from headrace.errors import FormatError
+from headrace.quant.formats import StoredTensor
+from headrace.quant.spec import NUMBERS, Number, floats
+
+Words = NDArray[np.uint32]
+_FLOATS: dict[str, Number] = {"F16": "f16", "BF16": "bf16", "F32": "f32"}
+
+
+def gathered(tensors: Tensors, parts: Sequence[str], matrix: Callable[[str], StoredTensor], where: str) -> dict[str, StoredTensor]:
+    """The tensors of a folder, with `matrix(X)` as `X.weight` for each X that has the first of the parts, and no part left."""
+    layers = sorted(name.removesuffix(parts[0]) for name in tensors if name.endswith(f".{parts[0]}"))
+    if both := [layer for layer in layers if f"{layer}weight" in tensors]:
+        raise FormatError(f"{where}: tensor {both[0]}weight is there and {both[0]}{parts[0]} as well")
+    taken = {f"{layer}{part}" for layer in layers for part in parts}
+    plain = {name: tensor for name, tensor in tensors.items() if name not in taken}
+    return plain | {f"{layer}weight": matrix(layer) for layer in layers}
+
+
+def numbers(tensors: Tensors, name: str, dtype: str, dims: int, where: str) -> NDArray[Any]:
+    """The plain numbers of a tensor of such a dtype, as a view in its shape; of I32 without their signs. Raises FormatError."""
+    tensor = tensors.get(name)
+    if tensor is None or tensor.format.name != dtype or len(tensor.shape) != dims:
+        found = f"is {tensor.format.name} {list(tensor.shape)}" if tensor else "is missing"
+        raise FormatError(f"{where}: tensor {name} {found}, expected {dtype} with {dims} dimension{'s' * (dims != 1)}")
+    kind = {"I32": "<u4", "I64": "<i8", "U8": "u1", "I8": "i1"}[dtype]
+    return tensor.parts["codes"].view(kind).reshape(tensor.shape)
+
+
+def finite_floats(tensors: Tensors, name: str, where: str) -> tuple[Number, NDArray[Any]]:
+    """Scales or minima of two dimensions, in the precision of the file. Raises FormatError, for any that is not finite as well."""
+    tensor = tensors.get(name)
+    if tensor is None or tensor.format.name not in _FLOATS or len(tensor.shape) != 2:
+        found = f"is {tensor.format.name} {list(tensor.shape)}" if tensor else "is missing"
+        raise FormatError(f"{where}: tensor {name} {found}, expected floats with 2 dimensions")
+    number = _FLOATS[tensor.format.name]
+    found_numbers = tensor.parts["codes"].view(NUMBERS[number]).reshape(tensor.shape)
+    require_finite(floats(found_numbers, number), name, where)
+    return number, found_numbers
+
+
+def require_finite(found: NDArray[np.float32], name: str, where: str) -> None:
+    """Raise FormatError, which names the tensor that these are of, for infinities and NaN."""
+    if not np.isfinite(found).all():
+        raise FormatError(f"{where}: tensor {name} has a number that is not finite")
+
+
+def check_shapes(parts: Mapping[str, NDArray[Any]], expected: Mapping[str, tuple[int, ...]], layer: str, where: str) -> None:
+    """Raise FormatError where the parts of a layer have other shapes than these; `layer` ends with a dot."""
+    for part, shape in expected.items():
+        if parts[part].shape != shape:
+            raise FormatError(f"{where}: tensor {layer}{part} has shape {list(parts[part].shape)}, expected {list(shape)}")
+
+
+def check_fields(config: Config, fields: Mapping[str, Sequence[Any]], supported: str) -> None:
+    """Refuse fields that have other values than these."""
+    for field, known in fields.items():
+        value = config.get(field)
+        if not any(type(value) is type(other) and value == other for other in known):
+            raise refusal(field, value, supported)
+
+
+def check_group_size(config: Config, supported: str, field: str = "group_size") -> None:
+    """Refuse groups that no kernel reads: what is read is -1 for whole rows, 16, and multiples of 32."""
+    size = config.get(field)
+    if type(size) is not int or not (size in (-1, 16) or (size > 0 and size % 32 == 0)):
+        raise refusal(field, size, supported)
+
+
+def group_of(cols: int, size: int, name: str, where: str) -> int:
+    """Columns of a group, which is a whole row where `size` is -1 or more than that. Raises FormatError where groups are not full."""
+    group = cols if size == -1 else min(size, cols)
+    if cols % group:
+        raise FormatError(f"{where}: tensor {name} has {cols:,} columns, which are no groups of {group}")
+    return group
+
+
+def unpack(words: Words, bits: int) -> NDArray[np.uint8]:  # [rows, 32 / bits of each word]
+    """Codes of 2, 3, 4 or 8 bits from words [rows, words], of which 3 hold 32 codes of 3 bits: the first code is in the lowest bits."""
+    data = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 3:
+        return _of_threes(data)
+    if bits == 8:
+        return data
+    codes = data.astype(np.uint16 if bits == 4 else np.uint32)  # a byte for each code, all of them in the first
+    codes |= codes << 4 if bits == 4 else codes << 6 | codes << 12 | codes << 18
+    codes &= 0x0F0F if bits == 4 else 0x03030303
+    return codes.view(np.uint8)
+
+
+def _of_threes(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The 8 codes of each 3 bytes."""
+    low, middle, high = (data[:, at::3].astype(np.uint32) for at in range(3))
+    packed = low | middle << 8 | high << 16
+    codes = np.empty((*packed.shape, 8), np.uint8)
+    for at in range(8):
+        codes[..., at] = packed >> 3 * at & 7
+    return codes.reshape(len(data), -1)
