@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 from headrace import _native
 from headrace.backend import expert_table
 from headrace.backend.cpu_lowering import Lowering
-from headrace.backend.packing import named_in_errors, packed_bytes
+from headrace.backend.packing import column_order, named_in_errors, packed_bytes
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import Activations, KvConfig
-from headrace.errors import RequestError
+from headrace.errors import RequestError, UnsupportedModelError
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program.adapter import Adapter
-from headrace.program.fuse import fuse
+from headrace.program.fuse import LINEAR_OPS, fuse
 from headrace.program.op import Weight
+from headrace.program.ops import Linear
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.quant.kv import BLOCK_SIZE
@@ -27,8 +28,18 @@ from headrace.sampling.host import run_logit_ops, tokens_of
 
 
 def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
-    """The program in fused ops, with the bytes of packed weights."""
-    return sized(fuse(program), weights)
+    """The program in fused ops, with the bytes of packed weights.
+
+    Where the matrices of one fused op read their columns in different orders it stays op by op. Raises UnsupportedModelError for a matrix
+    that has such an order and is read by anything but a linear op.
+    """
+    ordered = {w.name for op in program.ops for w in op.matrices() if weights[w.name].column_order is not None}
+    for op in program.ops:
+        if found := [] if isinstance(op, Linear) else [w.name for w in op.matrices() if w.name in ordered]:
+            raise UnsupportedModelError(f"tensor {found[0]}: groups of columns in another order (act order) are read by linear ops alone")
+    fused = fuse(program, {op.x.id for op in program.ops if isinstance(op, Linear) and op.weight.name in ordered})
+    alike = all(len({column_order(weights[w.name]) for w in op.matrices()}) == 1 for op in fused.ops if isinstance(op, LINEAR_OPS))
+    return sized(fused if alike else program, weights)
 
 
 def sized(program: Program, weights: Mapping[str, StoredTensor]) -> Program:

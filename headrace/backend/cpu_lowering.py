@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace import _native
-from headrace.backend.packing import GROUP, add_weight, add_weight_pair, named_in_errors
+from headrace.backend.packing import GROUP, add_weight, add_weight_pair, column_order, named_in_errors
 from headrace.program import mixture, ops
 from headrace.program.fuse import LINEAR_OPS
 from headrace.program.op import Op, Value, Weight
@@ -35,6 +35,7 @@ class Lowering:
         self.packed: dict[str, int] = earlier.packed if earlier else {}
         self.vectors: dict[str, int] = earlier.vectors if earlier else {}
         self.buffers: dict[int, int] = {}  # of values that are alive
+        self.copies: dict[tuple[int, tuple[int, ...]], Value] = {}  # packed ones, by value and order of columns
         self.kept = kept  # values, by id, whose buffers are not used again, so that they can be read after a step
         self.free: dict[_Shape, list[int]] = {}
         if earlier:  # not the packed ones: they would be packed in the forms that either program reads
@@ -66,7 +67,7 @@ class Lowering:
         return value.width, value.rows, value.packed, self.readers.get(value.id, frozenset()) if value.packed else frozenset()
 
     def release(self, value: Value) -> None:
-        for v in (value, _packed_copy(value)):
+        for v in (value, *(copy for (of, _), copy in self.copies.items() if of == value.id)):
             if v.id in self.buffers and v.id not in self.kept:
                 self.free.setdefault(self.shape(v), []).append(self.buffers.pop(v.id))
 
@@ -84,13 +85,15 @@ class Lowering:
         self.release(loose)
         return None
 
-    def packed_input(self, x: Value) -> int:
-        """The packed form of a linear op's input; a value that others read as float32 too is packed here."""
+    def packed_input(self, x: Value, weight: Weight) -> int:
+        """The packed form of a linear op's input; one that others read as float32 too, or in another order of columns, is packed here."""
         if x.packed:
             return self.buffer(x)
-        packed = _packed_copy(x)
+        order = column_order(self.tensors[weight.name])
+        packed = self.copies.setdefault((x.id, order), replace(x, id=-2 - len(self.copies), packed=True))
         if packed.id not in self.buffers:
-            self.plan.pack(self.buffer(packed), self.buffer(x))
+            self.readers[packed.id] = self.readers[x.id]
+            self.plan.pack(self.buffer(packed), self.buffer(x), list(order))
         return self.buffers[packed.id]
 
     def weight(self, weight: Weight) -> int:
@@ -120,18 +123,13 @@ class Lowering:
         return isinstance(op, ops.QkvRopeWrite) or (isinstance(op, ops.Linear) and op.out.id in self.offset_products)
 
     def _readers(self) -> dict[int, _Readers]:
-        """By id, for values and their packed copies: the weights that they are multiplied with, and whether with offset."""
+        """By id of a value: the weights that it is multiplied with, and whether with offset."""
         readers: dict[int, _Readers] = {}
         for op in self.program.ops:
             if isinstance(op, LINEAR_OPS):
                 read = frozenset((self.tensors[w.name].format, self.reads_offset(op)) for w in op.matrices())
-                for value in (op.x, _packed_copy(op.x)):
-                    readers[value.id] = readers.get(value.id, frozenset()) | read
+                readers[op.x.id] = readers.get(op.x.id, frozenset()) | read
         return readers
-
-
-def _packed_copy(value: Value) -> Value:
-    return replace(value, id=-2 - value.id, packed=True)
 
 
 def _offset_products(program: Program) -> set[int]:
@@ -170,17 +168,17 @@ def _norm(lo: Lowering, op: ops.Norm) -> None:
 
 
 def _linear(lo: Lowering, op: ops.Linear) -> None:
-    x, weight, bias = lo.packed_input(op.x), lo.weight(op.weight), lo.vector(op.bias)
+    x, weight, bias = lo.packed_input(op.x, op.weight), lo.weight(op.weight), lo.vector(op.bias)
     lo.write(op.out, lambda out: lo.plan.linear(out, x, weight, bias, -1, lo.reads_offset(op)))
 
 
 def _linear_add(lo: Lowering, op: ops.LinearAdd) -> None:
-    x, weight, bias, residual = lo.packed_input(op.x), lo.weight(op.weight), lo.vector(op.bias), lo.buffer(op.residual)
+    x, weight, bias, residual = lo.packed_input(op.x, op.weight), lo.weight(op.weight), lo.vector(op.bias), lo.buffer(op.residual)
     lo.write(op.out, lambda out: lo.plan.linear(out, x, weight, bias, residual, False))
 
 
 def _linear_activate(lo: Lowering, op: ops.LinearActivate) -> None:
-    x, weight, bias = lo.packed_input(op.x), lo.weight(op.weight), lo.vector(op.bias)
+    x, weight, bias = lo.packed_input(op.x, op.weight), lo.weight(op.weight), lo.vector(op.bias)
     lo.write(op.out, lambda out: lo.plan.linear_activate(out, x, weight, bias, op.activation), packs_groups=True)
 
 
@@ -205,12 +203,12 @@ def _qkv_rope_write(lo: Lowering, op: ops.QkvRopeWrite) -> None:
     angles = lo.angles[op.angles.id, op.head_dim]
     weights = [lo.weight(w) for w in (op.q, op.k, op.v)]
     biases = [lo.vector(b) for b in (op.q_bias, op.k_bias, op.v_bias)]
-    lo.write(op.out, lambda out: lo.plan.qkv_rope_write(out, lo.packed_input(op.x), angles, weights, biases, lo.places[op.layer]))
+    lo.write(op.out, lambda out: lo.plan.qkv_rope_write(out, lo.packed_input(op.x, op.q), angles, weights, biases, lo.places[op.layer]))
 
 
 def _glu_linear(lo: Lowering, op: ops.GluLinear) -> None:
     gate, up = lo.weight_pair(op.gate, op.up)
-    x, gate_bias, up_bias = lo.packed_input(op.x), lo.vector(op.gate_bias), lo.vector(op.up_bias)
+    x, gate_bias, up_bias = lo.packed_input(op.x, op.gate), lo.vector(op.gate_bias), lo.vector(op.up_bias)
     lo.write(op.out, lambda out: lo.plan.glu_linear(out, x, gate, up, gate_bias, up_bias, op.activation), packs_groups=True)
 
 

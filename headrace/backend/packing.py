@@ -53,6 +53,11 @@ def add_weight_pair(plan: _native.Plan, a: StoredTensor, b: StoredTensor) -> tup
     return weights
 
 
+def column_order(tensor: StoredTensor) -> tuple[int, ...]:
+    """The columns of activations in the order in which a packed matrix has them; empty: as they are."""
+    return () if tensor.column_order is None else tuple(tensor.column_order.tolist())
+
+
 @contextmanager
 def named_in_errors(tensor: str) -> Iterator[None]:
     """Raises UnsupportedModelError, which names the tensor, for a weight that the kernels refuse."""
@@ -63,12 +68,10 @@ def named_in_errors(tensor: str) -> Iterator[None]:
 
 
 def _table_spec(tensor: StoredTensor) -> _native.TableSpec | None:
-    """How a matrix with a table of scales is packed; None for one that is packed as its file has it. Raises UnsupportedModelError."""
+    """How a matrix with a table of scales is packed; None for one that is packed as its file has it."""
     spec = tensor.format.spec
     if spec is None or tensor.format.table_rows is None:
         return None
-    if tensor.format.has_column_order:
-        raise UnsupportedModelError(f"tensor {tensor.name}: its groups are not of neighbouring columns (act order), which no kernel reads")
     values = list(CODEBOOKS[spec.codebook]) if spec.codebook in CODEBOOKS else []
     codes = "lookup" if values else str(spec.bits) if spec.codebook == "integer" else spec.codebook
     columns = spec.group or -(-tensor.cols // GROUP) * GROUP

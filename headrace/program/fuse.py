@@ -6,7 +6,7 @@ write what the next kernel reads.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -38,12 +38,12 @@ class _Rewrite(NamedTuple):
     absorbed: list[Op]
 
 
-def fuse(program: Program) -> Program:
-    """The same program in fewer, larger ops."""
+def fuse(program: Program, loose: Collection[int] = ()) -> Program:
+    """The same program in fewer, larger ops; values that are to stay `loose`, by id, are not packed by the op that writes them."""
     ops = list(program.ops)
     for rule in (_qkv, _glu, _activate, _add):
         ops = _apply(ops, rule(ops, _Flow(ops)))
-    return replace(program, ops=tuple(_pack(ops, {value.id for value in program.results})))
+    return replace(program, ops=tuple(_pack(ops, {value.id for value in program.results} | set(loose))))
 
 
 class _Flow:
@@ -112,7 +112,7 @@ def _add(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
 
 
 def _pack(ops: list[Op], results: set[int]) -> list[Op]:
-    """Marks as packed every value that is read only as the `x` of linear ops; `results` are read by the caller too."""
+    """Marks as packed every value that is read only as the `x` of linear ops; `results` are read in other ways too."""
     as_x = Counter(op.x.id for op in ops if isinstance(op, LINEAR_OPS))
     reads = _Flow(ops).reads
     packed = {value for value, n in as_x.items() if reads[value] == n and value not in results}

@@ -178,6 +178,11 @@ class StoredTensor:
         return sum(part.nbytes // max(len(part), 1) * self.rows if kinds[name].by_row else part.nbytes for name, part in self.parts.items())
 
     @property
+    def column_order(self) -> NDArray[np.int64] | None:
+        """Where its codes are read with their columns in another order: the columns in that order [cols]."""
+        return self.parts.get("column_order")
+
+    @property
     def scales(self) -> NDArray[Any] | None:
         """The scales of rows, float32 [stored rows], or of blocks, uint8 [stored rows, blocks], where they lie apart from the codes."""
         return self.parts.get("row_scales", self.parts.get("block_scales"))

@@ -1,5 +1,6 @@
 """GPTQ files packed here from their description, read back and computed."""
 
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,14 +13,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from headrace.backend.packing import packed_bytes
+from headrace.backend import lower_program
 from headrace.checkpoint.folder import open_folder
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.quantisation import method_of
 from headrace.checkpoint.safetensors import read_safetensors
 from headrace.errors import FormatError, UnsupportedModelError
+from headrace.model import trace_model
+from headrace.program.ops import QkvRopeWrite
 from headrace.quant.formats import StoredTensor
-from tests.quantised import check_logits, configure, logits_of, write
+from tests.quantised import check_logits, configure, write
 
 CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "damp_percent": 0.1}
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
@@ -104,12 +107,12 @@ def test_codes_stay_in_the_file() -> None:
     assert set(tensor.parts) == {"codes", "scales"}
 
 
-def quantise(bits: int, v2: bool, ordered: bool = False, group: int = 32, symmetric: bool = False) -> Any:
+def quantise(bits: int, v2: bool, ordered: str = "", group: int = 32, symmetric: bool = False) -> Any:
     def of(weight: NDArray[np.float32]) -> tuple[dict[str, torch.Tensor], NDArray[np.float32]]:
         w = weight.T
         groups = np.arange(len(w)) // group
-        if ordered:
-            np.random.default_rng(len(w)).shuffle(groups)
+        if ordered:  # what reads the same rows has the same order, or each matrix its own
+            np.random.default_rng(w.shape if ordered == "apart" else len(w)).shuffle(groups)
         top = (1 << bits) - 1
         low, high = (np.stack([pick(w[groups == g], axis=0) for g in range(groups.max() + 1)]) for pick in (np.min, np.max))
         scales = torch.from_numpy(2 * np.maximum(-low, high) / top if symmetric else (high - low) / top).half()
@@ -129,17 +132,21 @@ def test_a_folder_is_computed(tmp_path: Path, bits: int, v2: bool, symmetric: bo
     check_logits(tmp_path, write(tmp_path, config, quantise(bits, v2, symmetric=symmetric)))
 
 
-def test_the_order_of_activations(tmp_path: Path) -> None:
-    """The reference computes it; the kernels name what they refuse."""
-    model = write(tmp_path, CONFIG | {"desc_act": True}, quantise(4, False, ordered=True))
+@pytest.mark.parametrize("ordered", ["together", "apart"])
+def test_the_order_of_activations(tmp_path: Path, ordered: str) -> None:
+    """In fused ops where their matrices have one order, else op by op."""
+    check_logits(tmp_path, write(tmp_path, CONFIG | {"desc_act": True}, quantise(4, False, ordered=ordered)))
     checkpoint = open_checkpoint(tmp_path)
-    with torch.no_grad():
-        want = model(torch.arange(45)[None] * 37 % 96).logits[0].numpy()
-    assert np.linalg.norm(logits_of(checkpoint, "reference") - want) < 1e-4 * np.linalg.norm(want)
-    with pytest.raises(UnsupportedModelError, match=r"tensor layers\.0\.\w+: .*act order"):
-        logits_of(checkpoint, "cpu")
-    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.q.*act order"):
-        packed_bytes(checkpoint.tensors["layers.1.q"])
+    program = lower_program("cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors)
+    assert any(isinstance(op, QkvRopeWrite) for op in program.ops) == (ordered == "together")
+
+
+def test_an_order_that_no_linear_op_reads_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, CONFIG | {"desc_act": True}, quantise(4, False, ordered="together"))
+    checkpoint = open_checkpoint(tmp_path)
+    tensors = {**checkpoint.tensors, "embed": replace(checkpoint.tensors["layers.0.q"], shape=checkpoint.tensors["embed"].shape)}
+    with pytest.raises(UnsupportedModelError, match=r"embed.*act order"):
+        lower_program("cpu", trace_model(checkpoint.spec, tensors), tensors)
 
 
 class TestConfigs:
