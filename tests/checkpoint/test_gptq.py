@@ -100,6 +100,15 @@ def test_values_are_exact(
     assert tensor.format is read(parts, {"bits": bits, "group_size": group, "format": "gptq_v2" if v2 else "gptq"}).format
 
 
+def test_groups_that_are_all_0_are_in_order() -> None:
+    rng = np.random.default_rng(0)
+    codes, zeros, scales = rng.integers(0, 16, (64, 32)), rng.integers(0, 16, (2, 32)), torch.rand(2, 32)
+    matrices = [
+        read(parts_of(codes, zeros, scales, groups, 4, True), {"format": "gptq_v2"}) for groups in (np.zeros(64), np.arange(64) // 32)
+    ]
+    assert np.array_equal(*(matrix.dequantise() for matrix in matrices))
+
+
 def test_codes_stay_in_the_file() -> None:
     codes, groups = np.zeros((64, 32), int), np.arange(64) // 32
     tensor = read(parts_of(codes, np.full((2, 32), 8), torch.ones(2, 32), groups, 4, False), {})

@@ -109,6 +109,8 @@ def _column_order(tensors: Tensors, name: str, cols: int, group: int, where: str
     groups = numbers(tensors, name, "I32", 1, where)
     if groups.shape != (cols,) or groups.max() >= cols // group:
         raise FormatError(f"{where}: tensor {name} does not give each of {cols:,} columns one of {cols // group:,} groups")
+    if not groups.any():  # as older files without an order have it; exllama reads them so, too
+        return None
     if (np.bincount(groups, minlength=cols // group) != group).any():
         raise UnsupportedModelError(f"{where}: tensor {name} has groups of other than {group} columns")
     order = np.argsort(groups, kind="stable").astype(np.int64)

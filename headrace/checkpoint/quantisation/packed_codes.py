@@ -90,7 +90,7 @@ def unpack(words: Words, bits: int) -> NDArray[np.uint8]:  # [rows, 32 / bits of
         return _of_threes(data)
     if bits == 8:
         return data
-    codes = data.astype(np.uint16 if bits == 4 else np.uint32)  # a byte for each code, all of them in the first
+    codes: NDArray[Any] = data.astype(np.uint16 if bits == 4 else np.uint32)  # a byte for each code, all of them in the first
     codes |= codes << 4 if bits == 4 else codes << 6 | codes << 12 | codes << 18
     codes &= 0x0F0F if bits == 4 else 0x03030303
     return codes.view(np.uint8)
