@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from headrace.checkpoint.quantisation.bitsandbytes import BitsAndBytes
 from headrace.checkpoint.quantisation.compressed_tensors import CompressedTensors
+from headrace.checkpoint.quantisation.fp8 import Fp8
 from headrace.checkpoint.quantisation.method import Method, refusal
 from headrace.checkpoint.quantisation.mxfp4 import Mxfp4
 
-METHODS: tuple[Method, ...] = (CompressedTensors(), Mxfp4())
+METHODS: tuple[Method, ...] = (CompressedTensors(), Mxfp4(), BitsAndBytes(), Fp8())
 
 
 def method_of(config: Any) -> Method:
