@@ -12,7 +12,7 @@ from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
 from headrace.quant import dequantise as dq
-from headrace.quant.spec import NUMBERS, QuantSpec, TableRows, dequantise_rows, small_floats
+from headrace.quant.spec import NUMBERS, POWERS, QuantSpec, TableRows, dequantise_rows, small_floats
 from headrace.record import frozen
 
 
@@ -126,7 +126,10 @@ int8 with one scale a row."""
 RAW_FORMATS: dict[str, Format] = {
     name: _blocks(name, 1, np.dtype(dtype).itemsize, dq.numbers(dtype))
     for name, dtype in {"BOOL": "u1", "U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}.items()
-} | {name: _blocks(name, 1, 1, dq.look_up(small_floats(fraction_bits))) for name, fraction_bits in (("F8_E4M3", 3), ("F8_E5M2", 2))}
+} | {
+    name: _blocks(name, 1, 1, dq.look_up(values))
+    for name, values in (("F8_E4M3", small_floats(3)), ("F8_E5M2", small_floats(2)), ("F8_E8M0", POWERS))
+}
 """Plain numbers, by the name that safetensors has for them, which only a quantisation method can make weights of."""
 
 

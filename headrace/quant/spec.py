@@ -32,6 +32,9 @@ CODEBOOKS: dict[Codebook, tuple[float, ...]] = {
 FRACTION_BITS = {"e4m3": 3, "e5m2": 2}
 """Of small floats (Micikevicius et al. 2022)."""
 
+POWERS = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan))
+"""What the codes of e8m0 stand for [256]: powers of two, the last of them NaN (OCP microscaling formats, 2023)."""
+
 
 @frozen
 class QuantSpec:

@@ -7,18 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace import _native
-from headrace.backend import cpu, forward, reference
 from headrace.checkpoint.folder import open_folder
-from headrace.checkpoint.load import Checkpoint, open_checkpoint
-from headrace.config import KvConfig
+from headrace.checkpoint.load import open_checkpoint
 from headrace.errors import FormatError, UnsupportedModelError
-from headrace.model import trace_model
-from tests.backend.batches import Sequence, batch_of
+from tests.folders import TOKENS, backends, logits_of, tiny_llama, write_folder
 
 ARGS = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None, "block_structure": None, "actorder": None}
 WEIGHTS: dict[str, Any] = ARGS | {"strategy": "channel", "dynamic": False, "observer": "minmax", "observer_kwargs": {}}
@@ -33,7 +29,10 @@ W8A8: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",
 }
-TOKENS = 45
+
+
+def of_blocks(structure: list[int]) -> dict[str, Any]:
+    return GROUP | {"weights": WEIGHTS | {"type": "float", "strategy": "block", "block_structure": structure}, "input_activations": None}
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,45 +43,17 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def write(folder: Path, model: LlamaForCausalLM, config: dict[str, Any] = W8A8) -> None:
     """The folder of a model whose linear layers, but not its head, are quantised; the model gets the weights that these stand for."""
-    state = {}
-    for name, value in model.state_dict().items():
-        if value.ndim == 2 and "proj" in name:
-            codes, scale = quantise(value)
-            value.copy_(codes.float() * scale.float())
-            state |= {name: codes, f"{name}_scale": scale}
-        else:
-            state[name] = value
-    model.config.save_pretrained(folder)
-    values = json.loads((folder / "config.json").read_text()) | {"quantization_config": config, "architectures": ["LlamaForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(values))
-    save_file(state, folder / "model.safetensors")
+
+    def stored(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        codes, scale = quantise(weight)
+        return codes.float() * scale.float(), {name: codes, f"{name}_scale": scale}
+
+    write_folder(folder, model, config, stored)
 
 
 @pytest.fixture
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 100, "num_hidden_layers": 3}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attention_bias=True)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
-def logits_of(executable: reference.ReferenceExecutable | cpu.CpuExecutable, chunks: list[int]) -> NDArray[np.float32]:
-    """Of a prompt computed in chunks of these sizes, [tokens, vocab]."""
-    sequence, tokens, found = Sequence([1, 3, 0], 32), (np.arange(TOKENS) * 37 % 96).tolist(), []
-    for rows in chunks:
-        batch = batch_of([sequence], [tokens[sequence.computed : sequence.computed + rows]], [([], [])], False)
-        found.append(forward(executable, batch).logits.copy())
-        sequence.computed += rows
-    return np.concatenate(found)
-
-
-def backends(checkpoint: Checkpoint, isa: str, threads: int = 2) -> tuple[reference.ReferenceExecutable, cpu.CpuExecutable]:
-    program, kv = trace_model(checkpoint.spec, checkpoint.tensors), KvConfig((4,), 32, "f32")
-    tensors = checkpoint.tensors
-    return reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, threads, isa)
+    return tiny_llama()
 
 
 def test_the_reference_computes_what_transformers_does(tmp_path: Path, model: LlamaForCausalLM) -> None:
@@ -136,6 +107,9 @@ class TestConfigs:
             {},
             {"config_groups": {"group_0": GROUP | {"input_activations": None}}},
             {"config_groups": {"group_0": {"weights": {"num_bits": 8, "strategy": "channel"}}}},
+            {"config_groups": {"a": of_blocks([128, 128]), "b": of_blocks([128, 128])}, "format": "float-quantized"},
+            {"config_groups": {"a": GROUP | {"input_activations": {"type": "float", "dynamic": False, "strategy": "tensor"}}}},
+            {"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"num_bits": 4, "symmetric": False}}}, "format": "pack-quantized"},
             {"config_groups": {"a": GROUP, "b": GROUP | {"targets": ["re:.*q_proj"], "format": "int-quantized"}}, "ignore": []},
         ],
     )
@@ -146,7 +120,8 @@ class TestConfigs:
         ("change", "message"),
         [
             ({"quant_method": "vptq"}, "quant_method = vptq"),
-            ({"format": "pack-quantized"}, "format = pack-quantized"),
+            ({"format": "marlin-24"}, "format = marlin-24"),
+            ({"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
             ({"format": None}, "format = None"),
             ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
             ({"transform_config": {"config_groups": {}}}, "transform_config"),
@@ -154,11 +129,18 @@ class TestConfigs:
             ({"config_groups": [GROUP]}, "config_groups"),
             ({"config_groups": {"a": None}}, "config_groups"),
             ({"config_groups": {"a": GROUP, "b": GROUP | {"weights": None}}}, r"b\.weights = None"),
-            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"num_bits": 4}}}}, r"a\.weights\.num_bits = 4"),
-            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"type": "float"}}}}, r"a\.weights\.type = float"),
-            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"strategy": "tensor"}}}}, r"a\.weights\.strategy = tensor"),
-            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"symmetric": False}}}}, r"a\.weights\.symmetric = False"),
+            ({"config_groups": {"a": GROUP | {"format": "dense"}}}, r"a\.format = dense"),
+            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"num_bits": 16}}}}, r"a\.weights\.num_bits = 16"),
+            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"num_bits": 8.0}}}}, r"a\.weights\.num_bits = 8\.0"),
+            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"type": "complex"}}}}, r"a\.weights\.type = complex"),
+            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"type": "float", "num_bits": 6}}}}, r"a\.weights\.num_bits = 6"),
+            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"type": "float", "symmetric": False}}}}, "symmetric = False"),
+            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"strategy": "attn_head"}}}}, r"a\.weights\.strategy = attn_head"),
+            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"strategy": "block"}}}}, r"a\.weights\.block_structure = None"),
+            ({"config_groups": {"a": of_blocks([128, 128]), "b": of_blocks([64, 64])}}, "block_structure"),
+            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"dynamic": True}}}}, r"a\.weights\.dynamic = True"),
             ({"config_groups": {"a": GROUP | {"input_activations": ACTIVATIONS | {"dynamic": False}}}}, "dynamic = False"),
+            ({"config_groups": {"a": GROUP | {"input_activations": "int8"}}}, r"a\.input_activations = int8"),
             ({"config_groups": {"a": GROUP | {"input_activations": ACTIVATIONS | {"symmetric": False}}}}, "symmetric = False"),
             ({"config_groups": {"a": GROUP | {"output_activations": ACTIVATIONS}}}, "output_activations"),
         ],
@@ -176,8 +158,9 @@ class TestMalformed:
         [
             (None, r"q_proj\.weight is int8, and .*weight_scale is not there"),
             (torch.ones(64, 1, dtype=torch.int8), "not there as numbers"),
-            (torch.ones(1), r"shapes \[64, 64\] and \[1\]"),
-            (torch.ones(64, 2), r"shapes \[64, 64\] and \[64, 2\]"),
+            (torch.ones(3), r"q_proj\.weight_scale has shape \[3\], which gives a matrix \[64, 64\] no scales"),
+            (torch.ones(64, 5), r"shape \[64, 5\]"),
+            (torch.ones(63, 2), r"shape \[63, 2\]"),
             (torch.full((64, 1), float("inf")), "not finite"),
             (torch.full((64, 1), float("nan")), "not finite"),
         ],
@@ -190,10 +173,19 @@ class TestMalformed:
         with pytest.raises(FormatError, match=message):
             open_checkpoint(tmp_path)
 
-    def test_zero_points_have_no_place(self, tmp_path: Path, model: LlamaForCausalLM) -> None:
+    @pytest.mark.parametrize(
+        ("points", "error", "message"),
+        [
+            (("q_proj.weight_zero_point", torch.ones(63, 1, dtype=torch.int8)), FormatError, r"zero_point is I8 \[63, 1\]"),
+            (("q_proj.weight_zero_point", torch.ones(64, 1)), FormatError, r"zero_point is F32 \[64, 1\]"),
+            (("other", torch.ones(64, 1, dtype=torch.int8)), UnsupportedModelError, "other is int8 and no weight"),
+        ],
+    )
+    def test_zero_points(
+        self, tmp_path: Path, model: LlamaForCausalLM, points: tuple[str, torch.Tensor], error: type[Exception], message: str
+    ) -> None:
         write(tmp_path, model)
         state = load_file(tmp_path / "model.safetensors")
-        points = torch.zeros(64, 1, dtype=torch.int8)
-        save_file(state | {self.NAME.replace("weight", "weight_zero_point"): points}, tmp_path / "model.safetensors")
-        with pytest.raises(UnsupportedModelError, match="weight_zero_point is int8 and no weight"):
+        save_file(state | {self.NAME.replace("q_proj.weight", points[0]): points[1]}, tmp_path / "model.safetensors")
+        with pytest.raises(error, match=message):
             open_checkpoint(tmp_path)

@@ -1,43 +1,79 @@
-"""int8 checkpoints of the compressed-tensors library (vllm-project/compressed-tensors, format `int-quantized`), W8A8 above all.
+"""Checkpoints of the compressed-tensors library (vllm-project/compressed-tensors, at version 0.20), as llm-compressor writes them.
 
-A quantised linear layer has `X.weight` int8 [rows, cols] and `X.weight_scale` [rows, 1]; a weight is code times scale. Which
-layers are quantised is plain from the tensors, so `targets` and `ignore` of the configuration are not needed.
+A quantised layer X has `X.weight_scale`, by tensor [1], channel [rows, 1], group [rows, groups] or block, and
+* `int-quantized`: `X.weight` int8 [rows, cols], and `X.weight_zero_point` int8 in the shape of the scales where it is asymmetric;
+* `pack-quantized`: `X.weight_packed` int32 [rows, cols * bits / 32], the first code in the lowest bits and 2^(bits - 1) added to each;
+  `X.weight_shape` int64 [2]; zero points are packed in the same way down the rows: int32 [rows * bits / 32, groups]. Codes of 3, 5, 6 and
+  7 bits cross the borders of words; early versions left gaps there, which is refused by its shape;
+* `float-quantized`: `X.weight` e4m3 [rows, cols]; `mxfp8-quantized`: the same, with powers of two [rows, cols / 32] for scales;
+* `nvfp4-pack-quantized`: `X.weight_packed` uint8 [rows, cols / 2] of e2m1, the first in the low half, scales e4m3 [rows, cols / 16], to
+  be divided by `X.weight_global_scale`; `mxfp4-pack-quantized`: the same with powers of two [rows, cols / 32].
+
+`naive-quantized` is any of the first and third. Which layers are quantised, and how, is plain from the tensors, so `targets` and `ignore`
+of the configuration are not needed, and it does not matter which of several `config_groups` a layer is of.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.checkpoint.quantisation.method import Config, Tensors, refusal
+from headrace.checkpoint.quantisation.tables import (
+    Codes,
+    Scales,
+    codes_of,
+    float8_matrix,
+    group_of,
+    packed_format,
+    plain,
+    scales_of,
+    unpacked,
+)
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.quant.formats import FORMATS, RAW_FORMATS, StoredTensor
 
 _METHOD = "compressed-tensors"
-_SCALE = "_scale"
-_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+_PACKED = "_packed"
+_FORMATS = (
+    *("int-quantized", "pack-quantized", "float-quantized", "naive-quantized"),
+    *("mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized", "mixed-precision"),
+)
 _TOP: dict[str, tuple[Any, ...]] = {
-    "format": ("int-quantized",),
+    "format": _FORMATS,
     "kv_cache_scheme": (None,),
     "transform_config": (None, {}),
+    "sparsity_config": (None, {}),
 }
-_GROUP: dict[str, dict[str, Any]] = {
-    "weights": _INT8 | {"strategy": "channel", "dynamic": False},
-    "input_activations": _INT8 | {"strategy": "token", "dynamic": True},
+_BITS: dict[str, tuple[int, ...]] = {"int": tuple(range(1, 9)), "float": (4, 8)}
+_WEIGHTS: dict[str, tuple[Any, ...]] = {
+    "type": tuple(_BITS),
+    "strategy": (None, "tensor", "channel", "group", "block", "tensor_group"),
+    "dynamic": (False,),
 }
-_DEFAULTS = {"type": "int", "symmetric": True, "dynamic": False}
+_INT_ACTIVATIONS: dict[str, tuple[Any, ...]] = {"num_bits": (8,), "symmetric": (True,), "strategy": ("token",), "dynamic": (True,)}
+_DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
 """Of the library, for fields that a file leaves out."""
+_PARTS = ("scale", "zero_point", "shape", "g_idx", "global_scale")
+"""Of `X.weight`, beside its codes."""
+_ACTIVATIONS = tuple(f"input_{part}" for part in ("scale", "zero_point", "global_scale"))
 
 
 class CompressedTensors:
-    """int8 by channel, with activations by token or left alone.
+    """Integers of 1 to 8 bits, floats of 8 and 4, with activations of our own.
 
-    Activations are int8 by token in either case: no kernel multiplies int8 weights with anything else.
+    int8 weights by channel or tensor are multiplied with int8 activations by row; all other integers, and floats of 4 bits by powers of
+    two, with int8 activations by 32 columns; floats of 8 bits, scales of 16 columns and rows that are no multiple of 32 with float32
+    activations. So activations are finer than those of 8 or 4 bits that a file asks for, or the same, and their scales in the file are
+    left out; where it asks for none (W4A16), integers have those of 8 bits nevertheless.
     """
 
     supported = (
-        f"{_METHOD} in the format int-quantized, symmetric int8 weights by channel, dynamic symmetric int8 activations by token (W8A8)"
+        f"{_METHOD} in the formats {', '.join(_FORMATS)}: integers and floats by tensor, channel, group or block, with dynamic "
+        "symmetric int8 activations by token (W8A8), float ones, or none"
     )
 
     def claims(self, config: Config) -> bool:
@@ -48,25 +84,143 @@ class CompressedTensors:
             raise refusal(field, value, self.supported)
 
     def assemble(self, config: Config, tensors: Tensors, where: str) -> dict[str, StoredTensor]:
-        quantised = {name for name, tensor in tensors.items() if tensor.format.name == "I8"}
-        result = {name: tensor for name, tensor in tensors.items() if name.removesuffix(_SCALE) not in quantised}
-        return result | {name: _with_scales(name, tensors, where) for name in sorted(quantised)}
+        kinds = {"I8": _int8, "F8_E4M3": _float8, "F8_E5M2": _float8}
+        result, block = dict(tensors), _block(config)
+        for name, tensor in tensors.items():
+            if name.endswith(".weight" + _PACKED):
+                weight = name.removesuffix(_PACKED)
+                made = _packed_fours(weight, tensors, where) if tensor.format.name == "U8" else _packed(weight, config, tensors, where)
+            elif name.endswith(".weight") and tensor.format.name in kinds:
+                weight, made = name, kinds[tensor.format.name](name, tensors, block, where)
+            else:
+                continue
+            layer = weight.removesuffix("weight")
+            for part in (*(f"{weight}_{part}" for part in _PARTS), *(layer + part for part in _ACTIVATIONS), name):
+                result.pop(part, None)
+            result[weight] = replace(made, name=weight)
+        for name, tensor in result.items():
+            if tensor.format.name == "I8":
+                raise UnsupportedModelError(f"{where}: tensor {name} is int8 and no weight, and nothing says what it stands for")
+        return result
 
 
-def _with_scales(name: str, tensors: Tensors, where: str) -> StoredTensor:
-    """An int8 tensor, with its scales as a part."""
-    tensor, scale = tensors[name], tensors.get(name + _SCALE)
-    if not name.endswith(".weight"):
-        raise UnsupportedModelError(f"{where}: tensor {name} is int8 and no weight; zero points and the like are not supported")
+def _int8(name: str, tensors: Tensors, block: tuple[int, int] | None, where: str) -> StoredTensor:
+    tensor, scale, points = tensors[name], tensors.get(f"{name}_scale"), tensors.get(f"{name}_zero_point")
     if scale is None or scale.format.name in RAW_FORMATS:
-        raise FormatError(f"{where}: tensor {name} is int8, and {name}{_SCALE} is not there as numbers to scale it with")
-    if len(tensor.shape) != 2 or scale.shape not in ((tensor.rows, 1), (tensor.rows,)):
-        shapes = f"{list(tensor.shape)} and {list(scale.shape)}"
-        raise FormatError(f"{where}: tensors {name} and {name}{_SCALE} have shapes {shapes}, expected [rows, columns] and [rows, 1]")
-    row_scales = scale.dequantise().reshape(-1)
-    if not np.isfinite(row_scales).all():
-        raise FormatError(f"{where}: tensor {name}{_SCALE} has a number that is not finite")
-    return replace(tensor, format=FORMATS["I8_ROW"], parts={**tensor.parts, "row_scales": row_scales})
+        raise FormatError(f"{where}: tensor {name} is int8, and {name}_scale is not there as numbers to scale it with")
+    scales, numbers = scales_of(scale, tensor.shape, where, block)
+    zeros = _zero_points(points, numbers.shape, 8, where)
+    if zeros is None and scales.group == 0:
+        row_scales = np.ascontiguousarray(np.broadcast_to(scale.dequantise().reshape(-1), tensor.rows))
+        return replace(tensor, format=FORMATS["I8_ROW"], parts={**tensor.parts, "row_scales": row_scales})
+    return _integers(tensor, Codes(tensor.cols, is_signed=True), scales, numbers, zeros)
+
+
+def _float8(name: str, tensors: Tensors, block: tuple[int, int] | None, where: str) -> StoredTensor:
+    tensor, scale = tensors[name], _required(f"{name}_scale", tensors, where)
+    if scale.format.name != "U8":
+        return float8_matrix(tensor, *scales_of(scale, tensor.shape, where, block))
+    return float8_matrix(tensor, Scales(group_of(scale, tensor.shape, where), "e8m0"), _powers(scale, where))
+
+
+def _packed(name: str, config: Config, tensors: Tensors, where: str) -> StoredTensor:
+    """Integers of few bits."""
+    tensor, shape_of, scale = (_required(name + part, tensors, where) for part in (_PACKED, "_shape", "_scale"))
+    if tensor.format.name != "I32" or len(tensor.shape) != 2 or shape_of.format.name not in ("I64", "I32") or shape_of.shape != (2,):
+        raise FormatError(f"{where}: tensors {name}{_PACKED} and {name}_shape are not int32 [rows, words] and int64 [2]")
+    rows, cols = (int(size) for size in plain(shape_of))
+    widths = {weights["num_bits"] for weights in _weights(config) if weights["type"] == "int"}
+    fitting = [bits for bits in sorted(widths) if tensor.shape == (rows, -(-cols * bits // 32))]
+    if cols < 1 or len(fitting) != 1:
+        found = f"shape {list(tensor.shape)}, which is no matrix of [{rows}, {cols}] in codes of"
+        raise FormatError(f"{where}: tensor {name}{_PACKED} has {found} {' or '.join(map(str, sorted(widths)))} bits without gaps")
+    scales, numbers = scales_of(scale, (rows, cols), where)
+    _check_order(name, tensors, cols, scales.group or cols, where)
+    zeros = _zero_points(tensors.get(f"{name}_zero_point"), numbers.shape, fitting[0], where)
+    return _integers(tensor, Codes(cols, fitting[0]), scales, numbers, zeros)
+
+
+def _packed_fours(name: str, tensors: Tensors, where: str) -> StoredTensor:
+    """Floats of 4 bits: with powers of two for 32 columns, or e4m3 for 16 and a scale of the tensor."""
+    tensor, scale = (_required(name + part, tensors, where) for part in (_PACKED, "_scale"))
+    if len(tensor.shape) != 2 or scale.format.name not in ("U8", "F8_E4M3"):
+        kinds = f"{scale.format.name}, expected U8 (powers of two) or F8_E4M3"
+        raise FormatError(f"{where}: tensor {name}{_PACKED} has shape {list(tensor.shape)}, and its scales are {kinds}")
+    rows, cols = shape = tensor.rows, 2 * tensor.cols
+    group = group_of(scale, shape, where)
+    if scale.format.name == "U8":
+        if group != 32:
+            raise UnsupportedModelError(f"{where}: tensor {name}_scale has scales of {group} columns each; what is supported: 32")
+        parts = {"codes": tensor.parts["codes"].reshape(rows, cols // 32, 16), "block_scales": _powers(scale, where)}
+        return replace(tensor, shape=shape, format=FORMATS["MXFP4_PAIRS"], parts=parts)
+    whole = _required(f"{name}_global_scale", tensors, where).dequantise().reshape(-1)
+    with np.errstate(all="ignore"):
+        is_usable = whole.size == 1 and np.isfinite(scale.dequantise() / whole).all()
+    if not is_usable:
+        raise FormatError(f"{where}: tensor {name}_scale over {name}_global_scale, which is one number, is not finite")
+    parts = {"codes": codes_of(tensor), "scales": codes_of(scale), "tensor_scale": whole}
+    return replace(tensor, shape=shape, format=packed_format("e2m1", Codes(cols, 4), Scales(group, "e4m3")), parts=parts)
+
+
+def _zero_points(points: StoredTensor | None, shape: tuple[int, int], bits: int, where: str) -> NDArray[np.uint8] | None:
+    """Zero points as codes [rows, scales of a row], of a matrix with scales of such a shape; None where all of them are that of none."""
+    if points is None:
+        return None
+    rows, per_row = shape
+    zeros: NDArray[Any]
+    if points.format.name == "I8" and math.prod(points.shape) in (1, rows * per_row):
+        signed = plain(points).astype(np.int16)
+        zeros = signed.reshape(-1, 1 if signed.size == 1 else per_row) + (1 << bits - 1)
+    elif points.format.name == "I32" and points.shape == (-(-rows * bits // 32), per_row):
+        words = points.parts["codes"].transpose(1, 0, 2).reshape(per_row, -1)
+        zeros = unpacked(words, bits, rows).T
+    else:
+        found = f"{points.format.name} {list(points.shape)}"
+        raise FormatError(f"{where}: tensor {points.name} is {found}, and there are {per_row} scales for each of {rows} rows")
+    if (zeros < 0).any() or (zeros >= 1 << bits).any():
+        raise FormatError(f"{where}: tensor {points.name} has a zero point that is no code of {bits} bits")
+    return None if (zeros == 1 << bits - 1).all() else np.ascontiguousarray(np.broadcast_to(zeros, shape), np.uint8)
+
+
+def _integers(
+    tensor: StoredTensor, codes: Codes, scales: Scales, numbers: NDArray[np.generic], zeros: NDArray[np.uint8] | None
+) -> StoredTensor:
+    parts = {"codes": codes_of(tensor), "scales": numbers}
+    if zeros is not None:
+        parts["zeros"] = np.repeat(zeros, scales.block_rows, axis=0)[: tensor.rows]
+    return replace(tensor, shape=(tensor.rows, codes.cols), format=packed_format("integer", codes, scales, zeros is not None), parts=parts)
+
+
+def _required(name: str, tensors: Tensors, where: str) -> StoredTensor:
+    if name not in tensors:
+        raise FormatError(f"{where}: tensor {name} is missing")
+    return tensors[name]
+
+
+def _powers(scale: StoredTensor, where: str) -> NDArray[np.uint8]:  # [rows, groups]
+    powers = codes_of(scale)
+    if (powers == 255).any():
+        raise FormatError(f"{where}: tensor {scale.name} has a power of two that is NaN")
+    return powers
+
+
+def _check_order(name: str, tensors: Tensors, cols: int, group: int, where: str) -> None:
+    """Refuse columns that are not in the order of their groups (actorder = group)."""
+    if (index := tensors.get(f"{name}_g_idx")) is None:
+        return
+    groups = plain(index)
+    if not (np.array_equal(groups, np.arange(cols) // group) or (groups == -1).all()):
+        raise UnsupportedModelError(f"{where}: tensor {index.name} groups columns in another order than they are in (actorder = group)")
+
+
+def _weights(config: Config) -> list[dict[str, Any]]:
+    return [_DEFAULTS | group["weights"] for group in config["config_groups"].values()]
+
+
+def _block(config: Config) -> tuple[int, int] | None:
+    """The rows and columns of a block, which is one for all that have any."""
+    found = [tuple(weights["block_structure"]) for weights in _weights(config) if weights.get("strategy") == "block"]
+    return found[0] if found else None
 
 
 def _unknown(config: Config) -> Iterator[tuple[str, Any]]:
@@ -76,15 +230,37 @@ def _unknown(config: Config) -> Iterator[tuple[str, Any]]:
     if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         yield "config_groups", groups
         return
+    blocks = []
     for name, group in groups.items():
         if group.get("output_activations") is not None:
             yield f"{name}.output_activations", group["output_activations"]
-        for part, fields in _GROUP.items():
+        if group.get("format") not in (None, *_FORMATS):
+            yield f"{name}.format", group["format"]
+        for part, unknown in (("weights", _unknown_weights), ("input_activations", _unknown_activations)):
             given = group.get(part)
-            if given is None and part == "input_activations":
-                continue
-            if not isinstance(given, dict):
+            if isinstance(given, dict):
+                yield from ((f"{name}.{part}.{key}", value) for key, value in unknown(_DEFAULTS | given))
+            elif given is not None or part == "weights":
                 yield f"{name}.{part}", given
-                continue
-            found = _DEFAULTS | given
-            yield from ((f"{name}.{part}.{key}", found.get(key)) for key, value in fields.items() if found.get(key) != value)
+        if group["weights"].get("strategy") == "block":
+            blocks.append(group["weights"]["block_structure"])
+    if any(block != blocks[0] for block in blocks):
+        yield "block_structure", blocks
+
+
+def _unknown_weights(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from ((key, given.get(key)) for key, known in _WEIGHTS.items() if given.get(key) not in known)
+    bits, structure = _BITS[given["type"]], given.get("block_structure")
+    if type(given["num_bits"]) is not int or given["num_bits"] not in bits:
+        yield "num_bits", given["num_bits"]
+    if given["type"] == "float" and given["symmetric"] is not True:
+        yield "symmetric", given["symmetric"]
+    is_block = isinstance(structure, list) and len(structure) == 2 and all(type(size) is int and size > 0 for size in structure)
+    if given.get("strategy") == "block" and not is_block:
+        yield "block_structure", structure
+
+
+def _unknown_activations(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    if given["type"] != "float":
+        known = {"type": ("int",), **_INT_ACTIVATIONS}
+        yield from ((key, given.get(key)) for key, values in known.items() if given.get(key) not in values)

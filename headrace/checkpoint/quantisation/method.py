@@ -14,7 +14,8 @@ Tensors = Mapping[str, StoredTensor]
 class Method(Protocol):
     """A way to quantise checkpoints, one file each; a line in `quantisation/__init__.py` makes it known.
 
-    A format of numbers that none had before is a line of `FORMATS` and its meaning in `quant/dequantise.py`.
+    A format of numbers that none had before is a line of `FORMATS` and its meaning in `quant/dequantise.py`, or it is made of a `QuantSpec`
+    and a function that reads rows code by code (`table_format`; `quantisation/tables.py` has what several methods share).
     """
 
     supported: str

@@ -1,0 +1,59 @@
+"""Floats of 8 bits: `fp8` as DeepSeek-V3 and Qwen3 are published and vLLM quantises, and `fbgemm_fp8` (Llama 3.1 405B).
+
+A quantised layer X has `X.weight` e4m3 (or e5m2) [rows, cols], and `X.weight_scale_inv` or `X.weight_scale`: one number for the tensor,
+[rows, 1], or [rows / 128, cols / 128] rounded up, where the blocks of `weight_block_size` are of 128. A weight is float times scale,
+whatever the name says.
+"""
+
+from typing import Any
+
+from headrace.checkpoint.quantisation.method import Config, Tensors, refusal
+from headrace.checkpoint.quantisation.tables import float8_matrix, scales_of
+from headrace.errors import FormatError
+from headrace.quant.formats import StoredTensor
+
+_METHODS = ("fp8", "fbgemm_fp8")
+_FLOATS = ("F8_E4M3", "F8_E5M2")
+_SCALES = ("_scale_inv", "_scale")
+_ACTIVATIONS = ("input_scale", "input_scale_ub", "activation_scale")
+_FIELDS: dict[str, tuple[Any, ...]] = {
+    "activation_scheme": (None, "dynamic", "static"),
+    "fmt": (None, "e4m3", "float8_e4m3fn", "e5m2"),
+    "expert_dtype": (None, "fp8"),
+}
+
+
+class Fp8:
+    """Floats of 8 bits by tensor, row or block, multiplied with float32 activations.
+
+    These are finer than the ones of 8 bits that such models are run with elsewhere: `activation_scheme`, `activation_scale_ub` and the
+    scales of activations that a file has make no difference.
+    """
+
+    supported = f"{' or '.join(_METHODS)}: e4m3 or e5m2 by tensor, row or block"
+
+    def claims(self, config: Config) -> bool:
+        return config.get("quant_method") in _METHODS
+
+    def check(self, config: Config) -> None:
+        for field, known in _FIELDS.items():
+            if config.get(field) not in known:
+                raise refusal(field, config[field], self.supported)
+        block = config.get("weight_block_size")
+        is_pair = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+        if block is not None and not is_pair:
+            raise refusal("weight_block_size", block, self.supported)
+
+    def assemble(self, config: Config, tensors: Tensors, where: str) -> dict[str, StoredTensor]:
+        block = tuple(config["weight_block_size"]) if config.get("weight_block_size") else None
+        result = dict(tensors)
+        for name, tensor in tensors.items():
+            if tensor.format.name not in _FLOATS:
+                continue
+            scale = next((tensors[name + suffix] for suffix in _SCALES if name + suffix in tensors), None)
+            if scale is None:
+                raise FormatError(f"{where}: tensor {name} is {tensor.format.name}, and {name}_scale_inv or {name}_scale is not there")
+            result[name] = float8_matrix(tensor, *scales_of(scale, tensor.shape, where, block))
+            for other in (scale.name, *(name.removesuffix("weight") + activation for activation in _ACTIVATIONS)):
+                result.pop(other, None)
+        return result

@@ -1,0 +1,59 @@
+"""Weights that bitsandbytes itself makes on a CPU: read as it reads them, and computed as transformers computes with them."""
+
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes.functional as bnb
+import numpy as np
+import pytest
+import torch
+from transformers import BitsAndBytesConfig, LlamaForCausalLM
+
+from headrace.checkpoint.load import open_checkpoint
+from tests.folders import TOKENS, assembled, backends, logits_of, tiny_llama
+
+FOUR: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+EIGHT: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("size", [64, 256, 4096])
+@pytest.mark.parametrize("shape", [(40, 256), (100, 32), (1, 64), (3, 192), (600, 160)])
+def test_4_bits(kind: str, is_nested: bool, size: int, shape: tuple[int, int], tmp_path: Path) -> None:
+    torch.manual_seed(shape[0])
+    weight = torch.randn(shape)
+    codes, state = bnb.quantize_4bit(weight, blocksize=size, compress_statistics=is_nested, quant_type=kind)
+    tensors = {"x.weight": codes} | {f"x.weight.{name}": part.contiguous() for name, part in state.as_dict(packed=True).items()}
+    found = assembled(tmp_path, FOUR | {"bnb_4bit_quant_type": kind}, tensors)
+    np.testing.assert_allclose(found["x.weight"].dequantise(), bnb.dequantize_4bit(codes, state).numpy(), rtol=3e-7, atol=0)
+
+
+def test_8_bits(tmp_path: Path) -> None:
+    weight = torch.randn(40, 96, dtype=torch.float16)
+    codes, largest, _ = bnb.int8_vectorwise_quant(weight)
+    found = assembled(tmp_path, EIGHT, {"x.weight": codes, "x.SCB": largest, "x.weight_format": torch.tensor(0, dtype=torch.uint8)})
+    want = bnb.int8_vectorwise_dequant(codes, largest).numpy()
+    np.testing.assert_allclose(found["x.weight"].dequantise(), want, rtol=3e-7, atol=0)  # a division by 127 against a product
+
+
+@pytest.mark.parametrize(
+    ("options", "near"),
+    [
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, 1e-4),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, 1e-4),
+        ({"load_in_8bit": True}, 0.05),  # it has int8 activations, and the reference has float64
+    ],
+)
+def test_folders(options: dict[str, Any], near: float, tmp_path: Path) -> None:
+    """Written by transformers, with the quantised layers of bitsandbytes."""
+    tiny_llama(64, 160).save_pretrained(tmp_path / "plain")
+    config = BitsAndBytesConfig(**options, bnb_4bit_compute_dtype=torch.float32)
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config, device_map="cpu", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "quantised")
+    with torch.no_grad():
+        want = model(torch.arange(TOKENS)[None] * 37 % 96).logits[0].numpy()
+    truth, executable = backends(open_checkpoint(tmp_path / "quantised"), "")
+    exact, got = logits_of(truth, [TOKENS]), logits_of(executable, [TOKENS])
+    assert np.linalg.norm(exact - want) < near * np.linalg.norm(want)
+    assert np.linalg.norm(got - want) < 0.05 * np.linalg.norm(want)
