@@ -1,5 +1,5 @@
-// Quantised tile times float32 activations: a group is decoded to float32, and the rows of the block stream against it. For activations that
-// are to be exact, and for codes that no integer product takes. Included inside the namespace of an instruction set, behind
+// Quantised tile times float32 activations: a group is decoded to float32, and the rows of the block stream against it. For activations
+// that are to be exact, and for codes that no integer product takes. Included inside the namespace of an instruction set, behind
 // kernels_matmul_table.h.
 
 // A small float in the low byte of each lane, over 2^120 (e4m3) or 2^112 (e5m2): its fields are where float32 has them, whose exponent has

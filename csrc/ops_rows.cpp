@@ -281,9 +281,7 @@ std::unique_ptr<Op> make_rope_angles(int out, std::vector<double> inverse_freque
 }
 std::unique_ptr<Op> make_rope(int out, int x, int angles, int head_dim) { return std::make_unique<Rope>(out, x, angles, head_dim); }
 std::unique_ptr<Op> make_norm(const NormArgs& args) { return std::make_unique<Norm>(args); }
-std::unique_ptr<Op> make_pack(int out, int x, std::vector<int32_t> order) {
-  return std::make_unique<Pack>(out, x, std::move(order));
-}
+std::unique_ptr<Op> make_pack(int out, int x, std::vector<int32_t> order) { return std::make_unique<Pack>(out, x, std::move(order)); }
 std::unique_ptr<Op> make_gather_rows(int out, int x) { return std::make_unique<GatherRows>(out, x); }
 std::unique_ptr<Op> make_add(int out, int x, int y) { return std::make_unique<Add>(out, x, y); }
 std::unique_ptr<Op> make_concat_heads(int out, int x, int y, int x_dim, int y_dim) {
