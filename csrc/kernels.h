@@ -126,7 +126,7 @@ struct Kernels {
 
   // out[rows][16] = 16 weight rows times a block of activation rows.
   using Matmul = void (*)(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out);
-  Matmul matmul[kNumModes][kNumFormats][16];  // [mode][format][rows - 1]; null where a format has no such mode
+  Matmul matmul[kNumModes][kNumFormats][16];  // [mode][format][rows - 1]
   Form form[kNumModes][kNumFormats];          // the activations that these kernels read
 
   // Rows m .. m + count - 1 of a block of `rows` activation rows, from x[count][n], `stride` apart; zeros up to `columns`.
