@@ -111,6 +111,19 @@ def weight_pair(rng: Random) -> tuple[Any, ...]:
     return name, codes, scales, other[0], other[3], other[5], rows, cols
 
 
+def table(rng: Random) -> _native.TableSpec:
+    """A matrix with a table of scales, which nothing fills unless a call does."""
+    return _native.TableSpec(rng.choice(["2", "3", "4", "8", "e4m3"]), rng.choice([16, 33]), rng.choice([32, 40, 64]), 32, "f16", None)
+
+
+def table_rows(rng: Random) -> tuple[Any, ...]:
+    """Rows of the matrix with a table that a furnished plan has, or of something else."""
+    codes, scales = np.zeros((16, 32), np.uint8), np.zeros((16, 2), np.uint8)
+    if rng.randrange(3):
+        return 4, rng.choice([0, 16]), codes, scales, None
+    return ID(rng), mostly(0, 16)(rng), spoilt(rng, codes), spoilt(rng, scales), rng.choice([None, scales])
+
+
 WIDTH = mostly(1, 16, 32, 33, 64)
 FLAG = one_of(False, True)
 ROWS_OF = one_of("step", "step", "gathered", "logit", "pooled", "?")
@@ -130,6 +143,10 @@ BUILDER: dict[str, Maker] = {
         *(one_of("f32", "bf16", "int8", "int4", "?"), mostly(0, 0, 3, 40)),
     ),
     "add_program": several(),
+    "add_table": several(table),
+    "add_table_pair": several(table, table),
+    "fill_table": table_rows,
+    "use_float_activations": several(),
     "add_vector": lambda rng: (spoilt(rng, np.ones(rng.choice([16, 32, 64]), np.float32)),),
     "add_weight": weight,
     "add_weight_pair": weight_pair,
@@ -172,6 +189,10 @@ FUNCTIONS: dict[str, Maker] = {
     "kv_block_bytes": several(one_of("f32", "int4", "?"), mostly(16), mostly(0, 16)),
     "packed_bytes": several(one_of("Q4_0", "Q6_K", "F32", "?"), mostly(32), mostly(256)),
     "vector_bytes": several(mostly(16)),
+    "TableSpec": several(
+        *(one_of("4", "lookup", "e5m2", "?"), mostly(32), mostly(64), mostly(16, 32), one_of("f16", "u8", "?")),
+        *(one_of(None, "u8", "f32", "?"), one_of([], [0.5] * 16, [float("nan")] * 16)),
+    ),
     "read_bandwidth": several(one_of(-1, 0, 1, 2, 1025, 2**31 - 1), one_of(0, 1, 4095, 8192, *SIZES[-4:])),
     "dot_rate": several(one_of("", "int9"), mostly(1)),
     "Pool": several(one_of(-(2**31), -1, 0, 1, 2, 1025, 2**31 - 1)),
@@ -190,6 +211,7 @@ def furnished(rng: Random | None) -> _native.Plan:
     for rows, cols, name in ((32, 32, "Q8_0"), (64, 32, "F32"), (32, 64, "Q4_1"), (16, 32, "BF16")):
         tensor = stored(name, rows, cols)
         plan.add_weight(name, rows, cols, tensor.parts["codes"], None, tensor.scales)
+    plan.add_table(_native.TableSpec("4", 32, 32, 32, "f16", None))
     for width in (16, 32, 64, 2):
         plan.add_vector(np.ones(width, np.float32))
     buffers = (32, "step", False), (32, "step", True), (64, "step", False), (32, "gathered", False), (16, "step", False)
