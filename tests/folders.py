@@ -36,7 +36,16 @@ def tiny_llama(hidden: int = 64, ffn: int = 100) -> LlamaForCausalLM:
     return model
 
 
-def write_folder(folder: Path, model: LlamaForCausalLM, config: dict[str, Any], stored: Stored) -> None:
+def configure(folder: Path, model: LlamaForCausalLM, config: dict[str, Any]) -> None:
+    """The `config.json` of a model with this `quantization_config`."""
+    model.config.save_pretrained(folder)
+    values = json.loads((folder / "config.json").read_text()) | {"quantization_config": config, "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def write_folder(
+    folder: Path, model: LlamaForCausalLM, config: dict[str, Any], stored: Stored, metadata: dict[str, str] | None = None
+) -> None:
     """The folder of a model whose linear layers, but not its head, are quantised; the model gets the weights that these stand for."""
     state: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():
@@ -46,10 +55,8 @@ def write_folder(folder: Path, model: LlamaForCausalLM, config: dict[str, Any], 
             state |= tensors
         else:
             state[name] = value
-    model.config.save_pretrained(folder)
-    values = json.loads((folder / "config.json").read_text()) | {"quantization_config": config, "architectures": ["LlamaForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(values))
-    save_file(state, folder / "model.safetensors")
+    configure(folder, model, config)
+    save_file(state, folder / "model.safetensors", metadata)
 
 
 def assembled(folder: Path, config: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, StoredTensor]:

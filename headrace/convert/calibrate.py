@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend import cpu
-from headrace.batch import KvRows, RaggedBatch, ints
 from headrace.config import KvConfig
+from headrace.convert.batches import num_blocks, piece_batch
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program.ops import Linear
@@ -44,13 +44,14 @@ def input_products(
             readers.setdefault(op.x.id, []).append(op.weight.name)
             widths[op.x.id] = op.x.width
     turns = _turns(widths, memory)
-    blocks = -(-max(map(len, pieces)) // KvConfig.block_size)
+    blocks = num_blocks(max(map(len, pieces)))
     kv = KvConfig((blocks,) * len(program.kv_groups))
     for number, turn in enumerate(turns):
         executable = cpu.CpuExecutable(program, tensors, kv, threads, "", lower=cpu.sized, kept=frozenset(turn))
         sums = {value: np.zeros((widths[value], widths[value]), np.float32) for value in turn}
         for i, piece in enumerate(pieces):
-            executable.launch(_batch(piece, blocks, len(program.kv_groups))).wait()
+            # All rows have logits, or the last layers read some rows alone.
+            executable.launch(piece_batch(piece, 0, len(piece), len(piece), blocks, len(program.kv_groups))).wait()
             for value, total in sums.items():
                 rows = executable.value(value, len(piece))
                 total += rows.T @ rows
@@ -73,18 +74,3 @@ def _turns(widths: Mapping[int, int], memory: int) -> list[list[int]]:
         turns[-1].append(value)
         left -= size
     return turns
-
-
-def _batch(piece: list[int], blocks: int, groups: int) -> RaggedBatch:
-    positions, rows = ints(list(range(len(piece)))), len(piece)
-    return RaggedBatch(
-        tokens=ints(piece),
-        positions=positions,
-        row_start=ints([0, rows]),
-        context_len=ints([0]),
-        scheduled_len=ints([rows]),
-        kv=(KvRows(positions, np.arange(blocks, dtype=np.int32)[None]),) * groups,
-        ancestors=None,
-        logit_rows=positions,  # all, or the last layers read some rows alone
-        seq_of=ints([0] * rows),
-    )

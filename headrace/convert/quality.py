@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend import Executable, compile_program, forward
-from headrace.batch import KvRows, RaggedBatch, ints
+from headrace.batch import RaggedBatch
 from headrace.config import Activations, KvConfig, KvDtype
+from headrace.convert.batches import num_blocks, piece_batch
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.quant.formats import StoredTensor
@@ -64,7 +65,7 @@ class Scorer:
     ) -> None:
         program = trace_model(spec, tensors)
         self._groups = len(program.kv_groups)
-        self._blocks = -(-length // KvConfig.block_size)
+        self._blocks = num_blocks(length)
         kv = KvConfig((self._blocks,) * self._groups, dtype=kv_dtype)
         self.executable: Executable = compile_program(backend, program, tensors, kv, threads, activations)
 
@@ -78,7 +79,7 @@ class Scorer:
 
     def speed(self, piece: Sequence[int]) -> tuple[float, float]:
         """Tokens/s of a piece at once, and of single steps at its end: medians of a few."""
-        prefill, decode = self._batch(piece, 0, len(piece), logits=1), self._batch(piece, len(piece) - 1, len(piece))
+        prefill, decode = self._batch(piece, 0, len(piece), 1), self._batch(piece, len(piece) - 1, len(piece))
         seconds = []
         for batch, times in ((prefill, _PREFILLS), (decode, _STEPS)):
             taken = []
@@ -92,22 +93,8 @@ class Scorer:
     def close(self) -> None:
         self.executable.close()
 
-    def _batch(self, piece: Sequence[int], first: int, end: int, logits: int = _ROWS) -> RaggedBatch:
-        """Tokens `first` to `end` of a piece, whose slots are its positions; the last `logits` rows have logits."""
-        positions, rows = ints(list(range(first, end))), end - first
-        scored = min(logits, rows)
-        table = np.arange(self._blocks, dtype=np.int32)[None]
-        return RaggedBatch(
-            tokens=ints(list(piece[first:end])),
-            positions=positions,
-            row_start=ints([0, rows]),
-            context_len=ints([first]),
-            scheduled_len=ints([rows]),
-            kv=(KvRows(positions, table),) * self._groups,
-            ancestors=None,
-            logit_rows=ints(list(range(rows - scored, rows))),
-            seq_of=ints([0] * scored),
-        )
+    def _batch(self, piece: Sequence[int], first: int, end: int, num_logits: int = _ROWS) -> RaggedBatch:
+        return piece_batch(piece, first, end, num_logits, self._blocks, self._groups)
 
 
 def pieces_of(ids: Sequence[int], length: int, tokens: int) -> list[list[int]]:

@@ -66,6 +66,11 @@ class QuantSpec:
         """What each code stands for [2^bits], before it is scaled."""
         return code_values(self)
 
+    @property
+    def needs_floats(self) -> bool:
+        """Whether no integer product takes such codes: small floats, and groups of fewer columns than those of activations have."""
+        return self.codebook in FRACTION_BITS or self.group == 16
+
     def num_scales(self, cols: int) -> int:
         """Scales of a row of so many columns."""
         return -(-cols // self.group) if self.group else 1

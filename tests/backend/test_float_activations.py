@@ -1,6 +1,6 @@
 """Quantised weights times activations in float32, in every instruction set of this machine and every format that has them."""
 
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,13 +9,12 @@ from numpy.typing import NDArray
 
 from headrace import _native
 from headrace.backend import compile_program, forward
-from headrace.backend.packing import add_weight
 from headrace.config import KvConfig
 from headrace.model import trace_model
 from headrace.quant.formats import FORMATS, StoredTensor
 from tests.backend.batches import Sequence, batch_of
 from tests.backend.stored import random_stored
-from tests.backend.test_cpu_linear import run_rows
+from tests.backend.test_table_formats import product as table_product
 from tests.tables import KINDS, random_table
 from tests.tiny import tiny_model
 
@@ -28,16 +27,7 @@ def stored(name: str, rows: int, cols: int, seed: int) -> StoredTensor:
     return random_stored(name, rows, cols, seed) if name in FORMATS else random_table(name, rows, cols, seed)
 
 
-def product(isa: str, weight: StoredTensor, x: Array, offset: bool, threads: int = 1) -> Array:
-    plan = _native.Plan(isa, threads)
-    plan.use_float_activations()
-    loose, packed = (plan.add_buffer(x.shape[1], "step", packs) for packs in (False, True))
-    out = plan.add_buffer(weight.rows, "step", False)
-    plan.embed(loose, plan.add_weight("F32", *x.shape, x.astype(np.float32).view(np.uint8).reshape(-1), None))
-    plan.pack(packed, loose)
-    plan.linear(out, packed, add_weight(plan, weight), -1, -1, offset)
-    run_rows(plan, len(x))
-    return np.array(plan.floats(out, len(x)))
+product = partial(table_product, float_activations=True)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -82,4 +72,4 @@ def test_int8_by_row_stays_as_it_is() -> None:
     weight = random_stored("I8_ROW", 32, 64, 0)
     x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
     values = weight.dequantise().astype(np.float64)
-    assert 1e-4 < np.abs(product("", replace(weight), x, False) - x @ values.T).max() < 0.05 * np.abs(x @ values.T).max()
+    assert 1e-4 < np.abs(product("", weight, x) - x @ values.T).max() < 0.05 * np.abs(x @ values.T).max()

@@ -22,9 +22,11 @@ WIDE = {kind for kind, spec in KINDS.items() if spec.group == 16 or spec.codeboo
 Array = NDArray[Any]
 
 
-def product(isa: str, stored: StoredTensor, x: Array, offset: bool = False, threads: int = 1) -> Array:
+def product(isa: str, stored: StoredTensor, x: Array, offset: bool = False, threads: int = 1, float_activations: bool = False) -> Array:
     """x @ W.T by a native plan."""
     plan = _native.Plan(isa, threads)
+    if float_activations:
+        plan.use_float_activations()
     loose, packed = (plan.add_buffer(x.shape[1], "step", packs) for packs in (False, True))
     out = plan.add_buffer(stored.rows, "step", False)
     plan.embed(loose, plan.add_weight("F32", *x.shape, x.astype(np.float32).view(np.uint8).reshape(-1), None))

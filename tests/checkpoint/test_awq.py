@@ -18,7 +18,8 @@ from headrace.checkpoint.quantisation import method_of
 from headrace.checkpoint.safetensors import read_safetensors
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.quant.formats import StoredTensor
-from tests.quantised import check_logits, configure, write
+from tests.folders import check_engine, configure, tiny_llama
+from tests.quantised import write
 
 CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
@@ -81,14 +82,14 @@ def quantise(weight: NDArray[np.float32]) -> tuple[dict[str, torch.Tensor], NDAr
 
 
 def test_a_folder_is_computed(tmp_path: Path) -> None:
-    check_logits(tmp_path, write(tmp_path, CONFIG, quantise))
+    check_engine(tmp_path, write(tmp_path, CONFIG, quantise))
 
 
 class TestConfigs:
     @pytest.mark.parametrize("change", [{}, {"version": "GEMM"}, {"format": "gemm", "backend": "autoawq"}, {"group_size": -1}])
     def test_read(self, tmp_path: Path, change: dict[str, Any]) -> None:
-        configure(tmp_path, CONFIG | change)
-        assert open_folder(tmp_path).spec.num_layers == 2
+        configure(tmp_path, tiny_llama(64, 96), CONFIG | change)
+        assert open_folder(tmp_path).spec.num_layers == 3
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -106,7 +107,7 @@ class TestConfigs:
         ],
     )
     def test_refused(self, tmp_path: Path, change: dict[str, Any], message: str) -> None:
-        configure(tmp_path, CONFIG | change)
+        configure(tmp_path, tiny_llama(64, 96), CONFIG | change)
         with pytest.raises(UnsupportedModelError, match=rf"quantization_config: {message}.*awq with"):
             open_folder(tmp_path)
 

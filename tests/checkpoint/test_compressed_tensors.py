@@ -119,7 +119,6 @@ class TestConfigs:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"quant_method": "vptq"}, "quant_method = vptq"),
             ({"format": "marlin-24"}, "format = marlin-24"),
             ({"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
             ({"format": None}, "format = None"),

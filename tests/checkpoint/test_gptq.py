@@ -22,7 +22,8 @@ from headrace.errors import FormatError, UnsupportedModelError
 from headrace.model import trace_model
 from headrace.program.ops import QkvRopeWrite
 from headrace.quant.formats import StoredTensor
-from tests.quantised import check_logits, configure, write
+from tests.folders import check_engine, configure, tiny_llama
+from tests.quantised import write
 
 CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "damp_percent": 0.1}
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
@@ -138,13 +139,13 @@ def quantise(bits: int, v2: bool, ordered: str = "", group: int = 32, symmetric:
 )
 def test_a_folder_is_computed(tmp_path: Path, bits: int, v2: bool, symmetric: bool) -> None:
     config = CONFIG | {"bits": bits, "checkpoint_format": "gptq_v2" if v2 else "gptq"}
-    check_logits(tmp_path, write(tmp_path, config, quantise(bits, v2, symmetric=symmetric)))
+    check_engine(tmp_path, write(tmp_path, config, quantise(bits, v2, symmetric=symmetric)))
 
 
 @pytest.mark.parametrize("ordered", ["together", "apart"])
 def test_the_order_of_activations(tmp_path: Path, ordered: str) -> None:
     """In fused ops where their matrices have one order, else op by op."""
-    check_logits(tmp_path, write(tmp_path, CONFIG | {"desc_act": True}, quantise(4, False, ordered=ordered)))
+    check_engine(tmp_path, write(tmp_path, CONFIG | {"desc_act": True}, quantise(4, False, ordered=ordered)))
     checkpoint = open_checkpoint(tmp_path)
     program = lower_program("cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors)
     assert any(isinstance(op, QkvRopeWrite) for op in program.ops) == (ordered == "together")
@@ -169,8 +170,8 @@ class TestConfigs:
         ],
     )
     def test_read(self, tmp_path: Path, change: dict[str, Any]) -> None:
-        configure(tmp_path, CONFIG | change)
-        assert open_folder(tmp_path).spec.num_layers == 2
+        configure(tmp_path, tiny_llama(64, 96), CONFIG | change)
+        assert open_folder(tmp_path).spec.num_layers == 3
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -194,7 +195,7 @@ class TestConfigs:
         ],
     )
     def test_refused(self, tmp_path: Path, change: dict[str, Any], message: str) -> None:
-        configure(tmp_path, CONFIG | change)
+        configure(tmp_path, tiny_llama(64, 96), CONFIG | change)
         with pytest.raises(UnsupportedModelError, match=rf"quantization_config: {message}.*gptq with"):
             open_folder(tmp_path)
 

@@ -18,7 +18,8 @@ from headrace.checkpoint.quantisation import method_of
 from headrace.checkpoint.safetensors import read_safetensors
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.quant.formats import StoredTensor
-from tests.quantised import check_logits, configure, write
+from tests.folders import check_engine, configure, tiny_llama
+from tests.quantised import write
 
 PARAMS = {"nbits": 4, "channel_wise": True, "group_size": 32, "optimize": True, "round_zero": True, "axis": 1, "view_as_float": False}
 LAYERS = {"weight_quant_params": PARAMS, "scale_quant_params": None, "zero_quant_params": None, "offload_meta": False}
@@ -110,13 +111,13 @@ def quantise(bits: int, is_rounded: bool) -> Any:
 
 @pytest.mark.parametrize(("bits", "is_rounded"), [(4, True), (4, False), (3, False), (1, False), (8, True)])
 def test_a_folder_is_computed(tmp_path: Path, bits: int, is_rounded: bool) -> None:
-    check_logits(tmp_path, write(tmp_path, CONFIG, quantise(bits, is_rounded)), 0.05 if bits == 1 else 0.03)
+    check_engine(tmp_path, write(tmp_path, CONFIG, quantise(bits, is_rounded)), 0.05 if bits == 1 else 0.03)
 
 
 @pytest.mark.parametrize("given", [LAYERS, {"self_attn.q_proj": LAYERS, "mlp.up_proj": None}])
 def test_configurations_that_are_read(tmp_path: Path, given: dict[str, Any]) -> None:
-    configure(tmp_path, CONFIG | {"quant_config": given})
-    assert open_folder(tmp_path).spec.num_layers == 2
+    configure(tmp_path, tiny_llama(64, 96), CONFIG | {"quant_config": given})
+    assert open_folder(tmp_path).spec.num_layers == 3
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_configurations_that_are_read(tmp_path: Path, given: dict[str, Any]) -> 
     ],
 )
 def test_refused(tmp_path: Path, given: Any, message: str) -> None:
-    configure(tmp_path, CONFIG | {"quant_config": given})
+    configure(tmp_path, tiny_llama(64, 96), CONFIG | {"quant_config": given})
     with pytest.raises(UnsupportedModelError, match=rf"quantization_config: {message}.*hqq with axis 1"):
         open_folder(tmp_path)
 

@@ -24,9 +24,6 @@ class Halves:
 
     supported = "halves with any sign"
 
-    def claims(self, config: Config) -> bool:
-        return config.get("quant_method") == "halves"
-
     def check(self, config: Config) -> None:
         if config.get("sign") not in (1, -1):
             raise refusal("sign", config.get("sign"), self.supported)
@@ -52,7 +49,7 @@ def configure(folder: Path, config: Any) -> None:
 
 
 def test_a_method_is_one_entry(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantisation, "METHODS", (*quantisation.METHODS, Halves()))
+    monkeypatch.setitem(quantisation.METHODS, "halves", (__name__, "Halves"))
     path = folder / "model.safetensors"
     state = load_file(path)
     weight = state.pop(f"{NAME}.weight")
@@ -65,9 +62,11 @@ def test_a_method_is_one_entry(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("config", [{"quant_method": "vptq"}, {}, [], "int8", 3])
-def test_what_nobody_claims_is_refused_with_what_there_is(folder: Path, config: Any) -> None:
+def test_an_unknown_method_is_refused_with_those_that_there_are(folder: Path, config: Any) -> None:
     configure(folder, config)
-    with pytest.raises(UnsupportedModelError, match=r"quantization_config: .* is not supported; what is: compressed-tensors"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"quantization_config: .* is not supported; what is: awq, bitsandbytes, compressed-tensors"
+    ):
         open_checkpoint(folder)
 
 

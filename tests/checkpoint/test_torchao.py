@@ -18,7 +18,8 @@ from headrace.checkpoint.quantisation import method_of
 from headrace.checkpoint.safetensors import read_safetensors
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.quant.formats import StoredTensor
-from tests.quantised import check_logits, configure, write
+from tests.folders import check_engine, configure, tiny_llama
+from tests.quantised import write
 
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 NAME = "model.layers.1.self_attn.q_proj"
@@ -142,7 +143,7 @@ def quantise_pairs(weight: NDArray[np.float32]) -> tuple[dict[str, torch.Tensor]
     [(INT4, quantise_pairs), (INT8, quantise(8, 32, False)), (intx(4), quantise(4, 32, True)), (intx(5), quantise(5, 32, False))],
 )
 def test_a_folder_is_computed(tmp_path: Path, config: dict[str, Any], of: Any) -> None:
-    check_logits(tmp_path, write(tmp_path, config, of))
+    check_engine(tmp_path, write(tmp_path, config, of))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_a_folder_is_computed(tmp_path: Path, config: dict[str, Any], of: Any) -
     ],
 )
 def test_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
-    configure(tmp_path, config)
+    configure(tmp_path, tiny_llama(64, 96), config)
     with pytest.raises(UnsupportedModelError, match=rf"quantization_config: {message}.*torchao with"):
         open_folder(tmp_path)
 

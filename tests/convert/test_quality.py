@@ -110,5 +110,10 @@ def test_the_verb_judges_a_model_and_formats(capsys: pytest.CaptureFixture[str])
     assert 0 < eight["quality"]["kl"] < 0.1 < three["quality"]["kl"]
     assert abs(eight["bits"] - 8.25) < 0.02 * 8.25 and abs(three["bits"] - 3.25) < 0.02 * 3.25
     assert eight["weight_bytes"] > whole["weight_bytes"] > three["weight_bytes"]
+    for reference in ("exact", "smollm2"):
+        assert main(["eval", "--tokens", "32", "--length", "32", "--activations", "f32", "--reference", reference, "--json"]) == 0
+        (row,) = json.loads(capsys.readouterr().out)
+        # Float64 beside KV in bf16 and activations in float32; the model beside itself.
+        assert 0 < row["quality"]["kl"] < 1e-3 if reference == "exact" else row["quality"]["kl"] == 0
     assert main(["eval", "--formats", "int5"]) == 2
     assert "int5" in capsys.readouterr().err

@@ -1,27 +1,31 @@
 """Quantisation methods of Hugging Face folders: which there are, and whose a checkpoint is."""
 
+from importlib import import_module
 from typing import Any
 
-from headrace.checkpoint.quantisation.awq import Awq
-from headrace.checkpoint.quantisation.bitsandbytes import BitsAndBytes
-from headrace.checkpoint.quantisation.compressed_tensors import CompressedTensors
-from headrace.checkpoint.quantisation.fp8 import Fp8
-from headrace.checkpoint.quantisation.gptq import Gptq
-from headrace.checkpoint.quantisation.hqq import Hqq
 from headrace.checkpoint.quantisation.method import Method, refusal
-from headrace.checkpoint.quantisation.mxfp4 import Mxfp4
-from headrace.checkpoint.quantisation.torchao import TorchAo
 
-METHODS: tuple[Method, ...] = (CompressedTensors(), Mxfp4(), Gptq(), Awq(), BitsAndBytes(), Fp8(), TorchAo(), Hqq())
+METHODS = {
+    "awq": (".awq", "Awq"),
+    "bitsandbytes": (".bitsandbytes", "BitsAndBytes"),
+    "compressed-tensors": (".compressed_tensors", "CompressedTensors"),
+    "fbgemm_fp8": (".fp8", "Fp8"),
+    "fp8": (".fp8", "Fp8"),
+    "gptq": (".gptq", "Gptq"),
+    "hqq": (".hqq", "Hqq"),
+    "mxfp4": (".mxfp4", "Mxfp4"),
+    "torchao": (".torchao", "TorchAo"),
+}
+"""The module and the class of each `quant_method`: imported when a checkpoint has it, since most have none."""
 
 
 def method_of(config: Any) -> Method:
     """The method whose `quantization_config` this is, checked. Raises UnsupportedModelError, which names the field."""
-    supported = "; ".join(method.supported for method in METHODS)
-    if not isinstance(config, dict):
-        raise refusal("all of it", config, supported)
-    for method in METHODS:
-        if method.claims(config):
-            method.check(config)
-            return method
-    raise refusal("quant_method", config.get("quant_method"), supported)
+    name = config.get("quant_method") if isinstance(config, dict) else None
+    if not isinstance(name, str) or name not in METHODS:
+        field, value = ("quant_method", name) if isinstance(config, dict) else ("all of it", config)
+        raise refusal(field, value, ", ".join(METHODS))
+    module, kind = METHODS[name]
+    method: Method = getattr(import_module(module, __name__), kind)()
+    method.check(config)
+    return method

@@ -37,9 +37,6 @@ class Awq:
 
     supported = f"{_METHOD} with 4 bits and zero points in the version gemm, groups of 16, of multiples of 32 or -1"
 
-    def claims(self, config: Config) -> bool:
-        return config.get("quant_method") == _METHOD
-
     def check(self, config: Config) -> None:
         check_fields(config, {"bits": (4,), "zero_point": (None, True), "backend": (None, "autoawq", "auto")}, self.supported)
         for field in _VERSIONS:

@@ -60,9 +60,6 @@ class BitsAndBytes:
 
     supported = f"{_METHOD} of 4 bits (nf4, fp4; scales quantised again or not) or 8 (LLM.int8)"
 
-    def claims(self, config: Config) -> bool:
-        return config.get("quant_method") == _METHOD
-
     def check(self, config: Config) -> None:
         is_4bit, is_8bit = (config.get(field, config.get("_" + field)) for field in ("load_in_4bit", "load_in_8bit"))
         if bool(is_4bit) == bool(is_8bit):

@@ -76,9 +76,6 @@ class CompressedTensors:
         "symmetric int8 activations by token (W8A8), float ones, or none"
     )
 
-    def claims(self, config: Config) -> bool:
-        return config.get("quant_method") == _METHOD
-
     def check(self, config: Config) -> None:
         for field, value in _unknown(config):
             raise refusal(field, value, self.supported)

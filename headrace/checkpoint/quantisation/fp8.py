@@ -12,7 +12,6 @@ from headrace.checkpoint.quantisation.tables import float8_matrix, scales_of
 from headrace.errors import FormatError
 from headrace.quant.formats import StoredTensor
 
-_METHODS = ("fp8", "fbgemm_fp8")
 _FLOATS = ("F8_E4M3", "F8_E5M2")
 _SCALES = ("_scale_inv", "_scale")
 _ACTIVATIONS = ("input_scale", "input_scale_ub", "activation_scale")
@@ -30,10 +29,7 @@ class Fp8:
     scales of activations that a file has make no difference.
     """
 
-    supported = f"{' or '.join(_METHODS)}: e4m3 or e5m2 by tensor, row or block"
-
-    def claims(self, config: Config) -> bool:
-        return config.get("quant_method") in _METHODS
+    supported = "fp8 or fbgemm_fp8: e4m3 or e5m2 by tensor, row or block"
 
     def check(self, config: Config) -> None:
         for field, known in _FIELDS.items():

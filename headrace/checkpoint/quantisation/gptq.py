@@ -22,8 +22,8 @@ from headrace.checkpoint.quantisation.packed_codes import (
     gathered,
     group_of,
     numbers,
-    unpack,
 )
+from headrace.checkpoint.quantisation.tables import unpacked
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.quant.dequantise import Parts, Rows
 from headrace.quant.formats import Format, StoredTensor, TensorPart, table_format, table_parts
@@ -50,9 +50,6 @@ class Gptq:
     """Integers of 2, 3, 4 or 8 bits with zero points, by groups of columns in order or in the order of activations."""
 
     supported = f"{_METHOD} with 2, 3, 4 or 8 bits in the checkpoint formats gptq and gptq_v2, groups of 16, of multiples of 32 or -1"
-
-    def claims(self, config: Config) -> bool:
-        return config.get("quant_method") == _METHOD
 
     def check(self, config: Config) -> None:
         check_fields(config, _FIELDS, self.supported)
@@ -91,14 +88,19 @@ def _matrix(layer: str, config: Config, tensors: Tensors, where: str) -> StoredT
     return StoredTensor(f"{layer}weight", format, (rows, cols), parts)
 
 
+def _codes(words: Words, bits: int) -> NDArray[np.uint8]:  # [rows, 32 / bits of each word]
+    """The codes of words [rows, words]."""
+    return unpacked(np.ascontiguousarray(words).view(np.uint8), bits, words.shape[1] * 32 // bits)
+
+
 def _zero_points(words: Words, bits: int, is_less_1: bool) -> NDArray[np.uint8]:  # [groups, rows]
     """Zero points of words [groups, words].
 
     GPTQModel takes 1 from whole words of 2, 4 and 8 bits, so that a zero point of 0 borrows from the next; this is undone here.
     """
     if is_less_1 and bits in _ONES:
-        return unpack(words + np.uint32(_ONES[bits]), bits)
-    zeros = unpack(words, bits)
+        return _codes(words + np.uint32(_ONES[bits]), bits)
+    zeros = _codes(words, bits)
     return zeros + np.uint8(1) & np.uint8((1 << bits) - 1) if is_less_1 else zeros
 
 
@@ -125,7 +127,7 @@ def _format(spec: QuantSpec, is_ordered: bool) -> Format:
         parts["column_order"] = TensorPart("<i8", by_row=False)
 
     def rows_of(of: Parts, rows: Rows) -> TableRows:
-        codes = unpack(of["codes"][rows], spec.bits)
+        codes = _codes(of["codes"][rows], spec.bits)
         codes = codes[:, of["column_order"]] if is_ordered else codes
         return TableRows(codes, of["scales"][rows], of["zeros"][rows] if spec.zero_type else None)
 

@@ -33,9 +33,6 @@ class Hqq:
 
     supported = f"{_METHOD} with axis 1, encoded for safetensors, scales and zeros that are not quantised themselves"
 
-    def claims(self, config: Config) -> bool:
-        return config.get("quant_method") == _METHOD
-
     def check(self, config: Config) -> None:
         given = config.get("quant_config")
         if not isinstance(given, dict):

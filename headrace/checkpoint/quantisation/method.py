@@ -21,10 +21,6 @@ class Method(Protocol):
     supported: str
     """What of it can be computed, for messages."""
 
-    def claims(self, config: Config) -> bool:
-        """Whether this is a `quantization_config` of the method's own."""
-        ...
-
     def check(self, config: Config) -> None:
         """Refuse what cannot be computed, by UnsupportedModelError naming the field."""
         ...

@@ -19,9 +19,6 @@ class Mxfp4:
 
     supported = f"{_METHOD} (gpt-oss)"
 
-    def claims(self, config: Config) -> bool:
-        return config.get("quant_method") == _METHOD
-
     def check(self, config: Config) -> None:
         if (dequantised := config.get("dequantize")) not in (None, False):
             raise refusal("dequantize", dequantised, self.supported)

@@ -81,26 +81,3 @@ def group_of(cols: int, size: int, name: str, where: str) -> int:
     if cols % group:
         raise FormatError(f"{where}: tensor {name} has {cols:,} columns, which are no groups of {group}")
     return group
-
-
-def unpack(words: Words, bits: int) -> NDArray[np.uint8]:  # [rows, 32 / bits of each word]
-    """Codes of 2, 3, 4 or 8 bits from words [rows, words], of which 3 hold 32 codes of 3 bits: the first code is in the lowest bits."""
-    data = np.ascontiguousarray(words).view(np.uint8)
-    if bits == 3:
-        return _of_threes(data)
-    if bits == 8:
-        return data
-    codes: NDArray[Any] = data.astype(np.uint16 if bits == 4 else np.uint32)  # a byte for each code, all of them in the first
-    codes |= codes << 4 if bits == 4 else codes << 6 | codes << 12 | codes << 18
-    codes &= 0x0F0F if bits == 4 else 0x03030303
-    return codes.view(np.uint8)
-
-
-def _of_threes(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The 8 codes of each 3 bytes."""
-    low, middle, high = (data[:, at::3].astype(np.uint32) for at in range(3))
-    packed = low | middle << 8 | high << 16
-    codes = np.empty((*packed.shape, 8), np.uint8)
-    for at in range(8):
-        codes[..., at] = packed >> 3 * at & 7
-    return codes.reshape(len(data), -1)

@@ -44,9 +44,6 @@ class TorchAo:
 
     supported = f"{_METHOD} with one of {', '.join(_KNOWN)} in version {_VERSION}, int4 as PLAIN, intx as UNPACKED_TO_INT8"
 
-    def claims(self, config: Config) -> bool:
-        return config.get("quant_method") == _METHOD
-
     def check(self, config: Config) -> None:
         given = _default(config)
         if given.get("_type") not in _KNOWN:
