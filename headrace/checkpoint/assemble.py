@@ -13,7 +13,7 @@ from headrace.model.family import Layout, Numbers, Stored
 from headrace.model.spec import ModelSpec
 from headrace.quant.formats import RAW_FORMATS, StoredTensor
 
-_Located = tuple[tuple[int, ...], Stored, Numbers]
+Located = tuple[tuple[int, ...], Stored, Numbers]
 """The shape of a tensor of ours, where the file has it, and the numbers in its name."""
 
 
@@ -23,10 +23,10 @@ def assemble(spec: ModelSpec, layout: Layout, stored: Mapping[str, StoredTensor]
     Raises FormatError for one that is missing or has another shape, UnsupportedModelError for one that has no place or no meaning.
     """
     layout = layout.of(stored.keys())
-    located = _located(spec, layout)
-    needed = _shapes(spec, located)
+    places = located(spec, layout)
+    needed = _shapes(spec, places)
     tensors: dict[str, StoredTensor] = {}
-    for name, (shape, place, numbers) in located.items():
+    for name, (shape, place, numbers) in places.items():
         tensor = _checked(stored, place, needed[place.name], where)
         tensors[name] = _ours(name, shape, tensor, place, numbers, spec)
     for source in stored.keys() - needed.keys():
@@ -38,17 +38,17 @@ def assemble(spec: ModelSpec, layout: Layout, stored: Mapping[str, StoredTensor]
 
 def stored_shapes(spec: ModelSpec, layout: Layout) -> dict[str, tuple[int, ...]]:
     """The tensors that a file of a model has to have: [rows, cols], or the length of one that holds vectors."""
-    return _shapes(spec, _located(spec, layout))
+    return _shapes(spec, located(spec, layout))
 
 
-def _located(spec: ModelSpec, layout: Layout) -> dict[str, _Located]:
-    """Every tensor that the equations ask for, by our name."""
+def located(spec: ModelSpec, layout: Layout) -> dict[str, Located]:
+    """Every tensor that the equations ask for, by our name: its shape, where the file has it, and the numbers in its name."""
     return {name: (shape, *layout.locate(name)) for name, shape in tensor_shapes(spec).items()}
 
 
-def _shapes(spec: ModelSpec, located: Mapping[str, _Located]) -> dict[str, tuple[int, ...]]:
+def _shapes(spec: ModelSpec, places: Mapping[str, Located]) -> dict[str, tuple[int, ...]]:
     needed = defaultdict[str, _Needed](_Needed)
-    for name, (shape, place, numbers) in located.items():
+    for name, (shape, place, numbers) in places.items():
         first = int(place.slab(spec, numbers)[0]) if place.slab else 0
         needed[place.name].add(name, shape, first if place.transposed else None)
     return {name: each.shape for name, each in needed.items()}

@@ -8,6 +8,7 @@ from copy import copy
 from functools import cached_property
 
 import tokenizers
+from tokenizers import decoders
 
 from headrace.errors import FormatError, HeadraceError, RequestError
 from headrace.record import frozen
@@ -87,6 +88,18 @@ class Tokenizer:
         """Tokens, special ones included; the model's embedding may have more rows."""
         with library_calls("the tokenizer"):
             return self._parsing.get_vocab_size(with_added_tokens=True)
+
+    def to_json(self) -> str:
+        """The `tokenizer.json` of this tokenizer, with the decoder that goes with how its tokens are spelt."""
+        with library_calls("the tokenizer"):
+            backend = tokenizers.Tokenizer.from_str(self._parsing.to_str())
+            if self.vocabulary.byte_level:
+                backend.decoder = decoders.ByteLevel()
+            else:
+                steps: list[decoders.Decoder] = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+                backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if self.vocabulary.strip_space else steps)
+            text: str = backend.to_str(pretty=True)
+            return text
 
     @property
     def bos_token(self) -> str:

@@ -46,7 +46,7 @@ class TensorFile:
         start, nbytes = self._missing.pop(name)
         self._file.seek(start)
         for piece in pieces:
-            self._file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
+            np.ascontiguousarray(piece).tofile(self._file)
         assert self._file.tell() == start + nbytes, f"{name}: {self._file.tell() - start:,} bytes, expected {nbytes:,}"
 
     def close(self) -> None:

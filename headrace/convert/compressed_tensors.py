@@ -1,0 +1,84 @@
+"""Folders that the compressed-tensors library reads, and with it transformers and vLLM: the formats are told in
+`checkpoint/quantisation/compressed_tensors.py`.
+
+Integers are `pack-quantized`, to be multiplied with whatever activations there are; int8 by row with int8 activations by token (W8A8) is
+`int-quantized`; e4m3 is `float-quantized`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.convert.packing import Parts, check_groups, pack_bits
+from headrace.convert.tensor_file import PlannedTensor
+from headrace.errors import RequestError
+from headrace.quant.spec import NUMBERS, QuantSpec
+from headrace.record import frozen
+
+_DTYPES = {"f16": "F16", "f32": "F32", "bf16": "BF16"}
+
+
+@frozen
+class CompressedTensors:
+    """A writer of integers of 2, 3, 4 and 8 bits, and of e4m3. `by_token`: int8 by row, multiplied with int8 activations by token."""
+
+    spec: QuantSpec
+    by_token: bool = False
+
+    def __post_init__(self) -> None:
+        if self.spec.codebook not in ("integer", "e4m3") or self.spec.zero == "minimum":
+            raise RequestError(f"compressed-tensors has no format for {self.spec.name}; it has integers and e4m3")
+
+    def config(self, left: Sequence[str]) -> dict[str, Any]:
+        spec = self.spec
+        weights = {
+            "num_bits": spec.bits,
+            "type": "int" if spec.codebook == "integer" else "float",
+            "symmetric": spec.zero == "none",
+            "strategy": "group" if spec.group else "channel",
+            "group_size": spec.group or None,
+            "dynamic": False,
+        }
+        activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True} if self.by_token else None
+        return {
+            "quant_method": "compressed-tensors",
+            "format": self._format,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
+            "ignore": list(left),
+            "kv_cache_scheme": None,
+        }
+
+    @property
+    def _format(self) -> str:
+        if self.by_token:
+            return "int-quantized"
+        return "pack-quantized" if self.spec.codebook == "integer" else "float-quantized"
+
+    def planned(self, name: str, rows: int, cols: int) -> list[PlannedTensor]:
+        check_groups(self.spec, name, cols)
+        assert self.spec.scale in NUMBERS
+        scale = _DTYPES[self.spec.scale]
+        per_row, bits = self.spec.num_scales(cols), self.spec.bits
+        scales = PlannedTensor(f"{name}_scale", scale, (rows, per_row), rows * per_row * NUMBERS[self.spec.scale].itemsize)
+        if self._format != "pack-quantized":
+            return [PlannedTensor(name, "I8" if self.by_token else "F8_E4M3", (rows, cols), rows * cols), scales]
+        shapes = {f"{name}_packed": (rows, -(-cols * bits // 32))}
+        if self.spec.zero == "point":
+            shapes[f"{name}_zero_point"] = (-(-rows * bits // 32), per_row)
+        words = [PlannedTensor(part, "I32", shape, 4 * shape[0] * shape[1]) for part, shape in shapes.items()]
+        return [*words, scales, PlannedTensor(f"{name}_shape", "I64", (2,), 16)]
+
+    def packed(self, name: str, parts: Parts) -> dict[str, NDArray[Any]]:
+        codes: NDArray[np.uint8] = parts["codes"]
+        scales: dict[str, NDArray[Any]] = {f"{name}_scale": parts["scales"]}
+        if self._format != "pack-quantized":
+            return {name: codes ^ np.uint8(128) if self.by_token else codes, **scales}
+        result: dict[str, NDArray[Any]] = {f"{name}_packed": pack_bits(codes, self.spec.bits), **scales}
+        result[f"{name}_shape"] = np.array(codes.shape, np.int64)
+        if "zeros" in parts:
+            down = pack_bits(np.ascontiguousarray(parts["zeros"].T), self.spec.bits)
+            result[f"{name}_zero_point"] = np.ascontiguousarray(down.T)
+        return result

@@ -1,0 +1,32 @@
+"""Tensors that were made ours go back to where they were, in files of either kind of every family."""
+
+import numpy as np
+import pytest
+
+from headrace.checkpoint.assemble import assemble, stored_shapes
+from headrace.convert.disassemble import disassembled
+from headrace.model import FAMILIES
+from headrace.quant.formats import StoredTensor
+from tests.families import VARIANTS, spec_of
+
+
+@pytest.mark.parametrize("kind", ["config", "gguf"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_back_to_the_file(variant: str, kind: str) -> None:
+    spec, layout = spec_of(variant), getattr(FAMILIES[VARIANTS[variant].family], kind)
+    if layout is None:
+        return
+    rng = np.random.default_rng(0)
+    stored = {
+        name: StoredTensor.from_floats(name, rng.normal(size=shape).astype(np.float32))
+        for name, shape in stored_shapes(spec, layout).items()
+    }
+    tensors = assemble(spec, layout, stored, "x")
+    found = disassembled(spec, layout, stored)
+    assert found.keys() == stored.keys()
+    for name, tensor in stored.items():
+        whole = tensor.dequantise()
+        np.testing.assert_allclose(found[name].values(tensors, 0, len(whole)), whole, rtol=1e-6, atol=1e-6, err_msg=name)
+        if whole.ndim == 2:
+            first, last = len(whole) // 3, len(whole) - len(whole) // 4
+            np.testing.assert_array_equal(found[name].values(tensors, first, last), whole[first:last], err_msg=name)
