@@ -27,27 +27,27 @@ _MAX_RECORDS = 65_536
 """Most key-values and most tensors in a file."""
 _MAX_KEY_BYTES = 65_535
 _MAX_NAME_BYTES = 64
-_MAX_DIMS = 4
+MAX_DIMS = 4
 _MAX_ARRAY_DEPTH = 4
-_MAX_ALIGNMENT = 64 << 10
+MAX_ALIGNMENT = 64 << 10
 _MAX_TEXT_BYTES = 4 << 20
 """Of a value that is text, and is read; the longest are chat templates."""
 _MAX_STRINGS = 4 << 20
 """In an array that is read: each costs far more in memory than its length in the file."""
 _INT64_MAX = 2**63 - 1
 
-_BOOL, _STRING, _ARRAY = 7, 8, 9
-_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "<u1", 10: "<u8", 11: "<i8", 12: "<f8"}
-_SCALAR_BYTES = {kind: np.dtype(name).itemsize for kind, name in _SCALARS.items()}
+BOOL, STRING, ARRAY = 7, 8, 9
+SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", BOOL: "<u1", 10: "<u8", 11: "<i8", 12: "<f8"}
+_SCALAR_BYTES = {kind: np.dtype(name).itemsize for kind, name in SCALARS.items()}
 
 # By ggml's type number; "-" are numbers that ggml has retired.
-_TENSOR_TYPES = dict(
+TENSOR_TYPES = dict(
     enumerate(
         "F32 F16 Q4_0 Q4_1 - - Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S "
         "IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 - - - TQ1_0 TQ2_0 - - - MXFP4 NVFP4".split()
     )
 )
-_KNOWN = [name for name in _TENSOR_TYPES.values() if name in FORMATS]
+_KNOWN = [name for name in TENSOR_TYPES.values() if name in FORMATS]
 
 _U32 = struct.Struct("<I").unpack_from
 _U64 = struct.Struct("<Q").unpack_from
@@ -100,9 +100,9 @@ class _Cursor:
     def skip_value(self, kind: int, depth: int = 0) -> None:
         if kind in _SCALAR_BYTES:
             self.take(_SCALAR_BYTES[kind], "a value")
-        elif kind == _STRING:
+        elif kind == STRING:
             self.take(self.u64("a string length"), "a string")
-        elif kind == _ARRAY:
+        elif kind == ARRAY:
             if depth == _MAX_ARRAY_DEPTH:
                 self.fail(f"arrays nested more than {_MAX_ARRAY_DEPTH} deep")
             element, count = self.u32("an array type"), self.u64("an array length")
@@ -111,7 +111,7 @@ class _Cursor:
                 return
             if count > (len(self.data) - self.offset) // 8:  # a string takes at least 8 bytes, an array 12
                 self.fail(f"an array of {count:,} entries does not fit in the file")
-            if element == _STRING:
+            if element == STRING:
                 self.skip_strings(count)
                 return
             for _ in range(count):
@@ -121,27 +121,35 @@ class _Cursor:
 
     def value(self, kind: int) -> Any:
         """Decode the value at the cursor, which `skip_value` has been over already."""
-        if kind == _STRING:
+        if kind == STRING:
             size = self.u64("a string length")
             if size > _MAX_TEXT_BYTES:
                 self.fail(f"a string of {size:,} bytes, more than {_MAX_TEXT_BYTES:,}")
             start = self.take(size, "a string")
             return self.data[start : start + size].decode()
-        if kind != _ARRAY:
-            scalar = np.frombuffer(self.data, _SCALARS[kind], 1, self.take(_SCALAR_BYTES[kind], "a value"))[0].item()
-            return bool(scalar) if kind == _BOOL else scalar
+        if kind != ARRAY:
+            scalar = np.frombuffer(self.data, SCALARS[kind], 1, self.take(_SCALAR_BYTES[kind], "a value"))[0].item()
+            return bool(scalar) if kind == BOOL else scalar
         element, count = self.u32("an array type"), self.u64("an array length")
-        if element == _STRING:
+        if element == STRING:
             return self.strings(count)
-        if element == _ARRAY:
-            return [self.value(_ARRAY) for _ in range(count)]
-        return np.frombuffer(self.data, _SCALARS[element], count, self.take(count * _SCALAR_BYTES[element], "an array"))
+        if element == ARRAY:
+            return [self.value(ARRAY) for _ in range(count)]
+        return np.frombuffer(self.data, SCALARS[element], count, self.take(count * _SCALAR_BYTES[element], "an array"))
 
     def strings(self, count: int) -> list[str]:
         if count > _MAX_STRINGS:
             self.fail(f"an array of {count:,} strings, more than {_MAX_STRINGS:,}")
         strings, self.offset = _native.read_strings(self.bytes, self.offset, count)
         return strings
+
+
+class RawValue(NamedTuple):
+    """A value of the metadata as it lies in the file."""
+
+    kind: int
+    """The number of its type."""
+    data: bytes
 
 
 class Metadata(Fields):
@@ -168,6 +176,13 @@ class Metadata(Fields):
             return _Cursor(self._data, self.where, offset).value(kind)
         except UnicodeDecodeError as error:
             raise FormatError(f"{self.where}: {key} is not valid UTF-8 (at byte {offset:,})") from error
+
+    def raw(self, key: str) -> RawValue:
+        """The value with its type, byte by byte, to be written again."""
+        kind, offset = self._entries[key]
+        cursor = _Cursor(self._data, self.where, offset)
+        cursor.skip_value(kind)
+        return RawValue(kind, self._data[offset : cursor.offset])
 
     def strings(self, key: str) -> list[str]:
         value: list[str] = self._get(key, None, list, "an array of strings")
@@ -232,14 +247,14 @@ def _read_tensors(cursor: _Cursor, count: int, metadata: Metadata) -> dict[str, 
     if len(records) != count:
         cursor.fail("two tensors have the same name")
     alignment = metadata.integer("general.alignment", 32)
-    if not 8 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
-        cursor.fail(f"alignment {alignment:,} is not a power of two from 8 to {_MAX_ALIGNMENT:,}")
+    if not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        cursor.fail(f"alignment {alignment:,} is not a power of two from 8 to {MAX_ALIGNMENT:,}")
     base = -(-cursor.offset // alignment) * alignment
     data = cursor.bytes
     tensors: dict[str, StoredTensor] = {}
     end, last = base, "the header"
     for record in sorted(records.values(), key=lambda record: record.offset):
-        type_name = _TENSOR_TYPES.get(record.type, "unknown")
+        type_name = TENSOR_TYPES.get(record.type, "unknown")
         if type_name not in _KNOWN:
             what = f"tensor {record.name} has type {record.type} ({type_name}); known: {', '.join(_KNOWN)}"
             raise UnsupportedModelError(f"{cursor.name}: {what}")
@@ -262,8 +277,8 @@ def _read_tensors(cursor: _Cursor, count: int, metadata: Metadata) -> dict[str, 
 def _read_record(cursor: _Cursor) -> _Record:
     name = cursor.text("a tensor name", _MAX_NAME_BYTES, "UTF-8")
     num_dims = cursor.u32("a dimension count")
-    if not 1 <= num_dims <= _MAX_DIMS:
-        cursor.fail(f"tensor {name} has {num_dims:,} dimensions, not 1 to {_MAX_DIMS}")
+    if not 1 <= num_dims <= MAX_DIMS:
+        cursor.fail(f"tensor {name} has {num_dims:,} dimensions, not 1 to {MAX_DIMS}")
     shape = tuple(cursor.u64("a dimension") for _ in range(num_dims))[::-1]
     if 0 in shape or math.prod(shape) > _INT64_MAX // 8:
         cursor.fail(f"tensor {name} has shape {list(shape)}: empty, or too large to address")

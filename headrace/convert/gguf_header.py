@@ -1,0 +1,110 @@
+"""What a GGUF file begins with: version 3, little endian (ggml, `docs/gguf.md`).
+
+Key-values come by their keys, in the order of the file: those of an open file byte by byte (`Metadata.raw`), others made here.
+"""
+
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.checkpoint.gguf import ARRAY, BOOL, MAX_ALIGNMENT, MAX_DIMS, SCALARS, STRING, TENSOR_TYPES, RawValue
+from headrace.convert.tensor_file import Plan, PlannedTensor
+from headrace.errors import FormatError
+
+_VERSION = 3
+_ALIGNMENT = 32
+"""Of tensors, where `general.alignment` does not say another."""
+_MAX_NAME_BYTES = 63
+"""Of a tensor's name: ggml ends it with a zero in 64 bytes (`GGML_MAX_NAME`)."""
+_KINDS = {np.dtype(name): kind for kind, name in SCALARS.items() if kind != BOOL}
+_TYPE_NUMBERS = {name: number for number, name in TENSOR_TYPES.items() if name != "-"}
+
+
+def u32(value: int) -> RawValue:
+    """An unsigned integer of 32 bits."""
+    return _scalar(value, "<u4")
+
+
+def f32(value: float) -> RawValue:
+    """A float of 32 bits."""
+    return _scalar(value, "<f4")
+
+
+def flag(value: bool) -> RawValue:
+    """True or false."""
+    return RawValue(BOOL, bytes([value]))
+
+
+def string(value: str) -> RawValue:
+    """A string, in UTF-8."""
+    return RawValue(STRING, _text(value))
+
+
+def strings(values: Sequence[str]) -> RawValue:
+    """An array of strings."""
+    return RawValue(ARRAY, struct.pack("<IQ", STRING, len(values)) + b"".join(map(_text, values)))
+
+
+def numbers(values: NDArray[Any]) -> RawValue:
+    """An array of numbers, of the array's own type: int32, float32 and the others that GGUF has."""
+    little = values.astype(values.dtype.newbyteorder("<"))
+    return RawValue(ARRAY, struct.pack("<IQ", _KINDS[little.dtype], len(values)) + little.tobytes())
+
+
+def gguf_plan(metadata: Mapping[str, RawValue], tensors: Iterable[PlannedTensor]) -> Plan:
+    """The header of a file with these key-values and tensors, in this order, and where its tensors will lie.
+
+    Raises FormatError, which names the tensor, for one that no GGUF file can hold: of a format that ggml does not have, of more than four
+    dimensions, with too long a name, or with the name of another.
+    """
+    alignment = _alignment(metadata)
+    records, offsets, end = [], {}, 0
+    for tensor in tensors:
+        if tensor.name in offsets:
+            raise FormatError(f"tensor {tensor.name}: two have this name")
+        records.append(_record(tensor, end))
+        offsets[tensor.name] = (end, tensor.nbytes)
+        end += _padded(tensor.nbytes, alignment)
+    entries = [_text(key) + struct.pack("<I", value.kind) + value.data for key, value in metadata.items()]
+    head = b"GGUF" + struct.pack("<IQQ", _VERSION, len(records), len(entries)) + b"".join(entries) + b"".join(records)
+    header = head.ljust(_padded(len(head), alignment), b"\0")
+    places = {name: (len(header) + offset, nbytes) for name, (offset, nbytes) in offsets.items()}
+    return Plan(header, places, len(header) + end)
+
+
+def _scalar(value: float, dtype: str) -> RawValue:
+    return RawValue(_KINDS[np.dtype(dtype)], np.array(value, dtype).tobytes())
+
+
+def _text(value: str) -> bytes:
+    encoded = value.encode()
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
+def _padded(size: int, alignment: int) -> int:
+    return -(-size // alignment) * alignment
+
+
+def _alignment(metadata: Mapping[str, RawValue]) -> int:
+    if "general.alignment" not in metadata:
+        return _ALIGNMENT
+    alignment = int.from_bytes(metadata["general.alignment"].data, "little")
+    if not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise FormatError(f"general.alignment {alignment:,} is not a power of two from 8 to {MAX_ALIGNMENT:,}")
+    return alignment
+
+
+def _record(tensor: PlannedTensor, offset: int) -> bytes:
+    """The entry of a tensor in the header; `offset` counts from the first tensor. Dimensions are in ggml's order, columns first."""
+    if tensor.format not in _TYPE_NUMBERS:
+        raise FormatError(f"tensor {tensor.name}: GGUF files have no format {tensor.format}")
+    if not 1 <= len(tensor.shape) <= MAX_DIMS or math.prod(tensor.shape) == 0:
+        raise FormatError(f"tensor {tensor.name}: a GGUF file holds none of shape {list(tensor.shape)}")
+    if len(tensor.name.encode()) > _MAX_NAME_BYTES:
+        raise FormatError(f"tensor {tensor.name}: its name has more than {_MAX_NAME_BYTES} bytes")
+    dims = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape[::-1])
+    return _text(tensor.name) + dims + struct.pack("<IQ", _TYPE_NUMBERS[tensor.format], offset)
