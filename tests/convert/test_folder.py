@@ -1,0 +1,168 @@
+"""Folders that are written hold what was quantised, exactly, next to all else that the model had."""
+
+import json
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.checkpoint.load import open_checkpoint
+from headrace.convert.bitsandbytes import BitsAndBytes
+from headrace.convert.compressed_tensors import CompressedTensors
+from headrace.convert.folder import copied_files, plan_folder, write_folder
+from headrace.convert.matrices import quantisable, rounded
+from headrace.convert.original import Original, open_original
+from headrace.convert.output import check_new
+from headrace.convert.packing import Packing, pack_bits
+from headrace.errors import HeadraceError, RequestError
+from headrace.quant.formats import StoredTensor
+from headrace.quant.named import named_format
+from tests.families import save_model
+
+FORMATS = [
+    *("int2-g32", "int3-g32", "int4-g32", "int8-g32", "int3-row", "int8-row", "int4-g16"),
+    *("int2-g32-asym", "int3-g32-asym", "int4-row-asym", "int8-g32-asym", "e4m3-row", "e4m3-g32"),
+]
+OTHERS = {"tokenizer.json": "{}", "notes.md": "kept", "model.safetensors.index.json": "{}", "old.bin": "weights", ".hidden": "no"}
+
+
+def packing_of(name: str) -> Packing:
+    to = named_format(name)
+    return BitsAndBytes(to) if to.codebook in ("nf4", "fp4") else CompressedTensors(to)
+
+
+def written(folder: Path, name: str, out: Path) -> tuple[Original, dict[str, StoredTensor]]:
+    """A folder converted to a format, to the nearest; gives the original and what its matrices were rounded to, by our names."""
+    original, packing = open_original(folder), packing_of(name)
+    tensors = original.checkpoint.tensors
+    plan = plan_folder(original, packing, quantisable(original.checkpoint.spec, tensors))
+    made = rounded(tensors, plan.names, named_format(name), lambda done: None)
+    results = ((ours, made[ours]) for ours in reversed(plan.names))
+    write_folder(original, out, plan, tensors, results, lambda place: copied_files(folder, place))
+    return original, {ours: made[ours] for ours in plan.names}
+
+
+def check_same(original: Original, made: dict[str, StoredTensor], out: Path) -> None:
+    found = open_checkpoint(out)
+    assert found.spec == original.checkpoint.spec or found.spec.name != original.checkpoint.spec.name
+    assert found.tensors.keys() == original.checkpoint.tensors.keys()
+    for name, tensor in found.tensors.items():
+        want = made.get(name, original.checkpoint.tensors[name])
+        np.testing.assert_array_equal(tensor.dequantise(), want.dequantise(), err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    save_model("llama3-gqa", folder)
+    for name, text in OTHERS.items():
+        (folder / name).write_text(text)
+    (folder / "model.safetensors.index.json").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_was_rounded_is_read_again(llama: Path, name: str, tmp_path: Path) -> None:
+    original, made = written(llama, name, tmp_path / "out")
+    assert len(made) == 7 * 3
+    check_same(original, made, tmp_path / "out")
+
+
+@pytest.mark.parametrize("variant", ["phi3", "qwen3-moe", "gemma2", "gpt-neox", "falcon-40b", "deepseek-v3", "smollm2", "gpt2"])
+def test_families(variant: str, tmp_path: Path) -> None:
+    """Fused, stacked, transposed and reordered matrices lie in the folder as the family's files have them."""
+    save_model(variant, tmp_path / "model")
+    original, made = written(tmp_path / "model", "int4-row", tmp_path / "out")
+    assert bool(made) == (variant != "gpt2")
+    check_same(original, made, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["nf4-g32", "fp4-g16"])
+def test_scales_that_are_quantised_again(llama: Path, name: str, tmp_path: Path) -> None:
+    _, made = written(llama, name, tmp_path / "out")
+    found = open_checkpoint(tmp_path / "out").tensors
+    for ours, want in made.items():
+        read, spec = found[ours].format.table_rows, want.format.spec
+        assert read and spec
+        table = read(found[ours].parts, slice(None) if found[ours].row_order is None else found[ours].row_order)
+        np.testing.assert_array_equal(table.codes, want.parts["codes"])
+        # A value of the upper decade is at most 0.9 / 64 from its neighbours, and those of the lowest are finer than 1e-6.
+        scales = want.parts["scales"]
+        largest = np.abs(scales - scales.mean()).max()
+        np.testing.assert_allclose(table.scales, scales, rtol=0, atol=1.5 * largest * 0.9 / 64)
+
+
+def test_what_else_lies_in_the_folder(llama: Path, tmp_path: Path) -> None:
+    written(llama, "int4-g32", tmp_path / "out")
+    there = {path.name for path in (tmp_path / "out").iterdir()}
+    assert there == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "notes.md"}
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config.pop("quantization_config")["ignore"] == ["lm_head", "model.embed_tokens"]
+    assert config == json.loads((llama / "config.json").read_text())
+
+
+def test_a_quantised_folder_is_converted_again(llama: Path, tmp_path: Path) -> None:
+    written(llama, "int8-g32", tmp_path / "eight")
+    original, made = written(tmp_path / "eight", "int4-g32", tmp_path / "four")
+    check_same(original, made, tmp_path / "four")
+    assert "pack-quantized" in (tmp_path / "four/config.json").read_text()
+
+
+@pytest.mark.parametrize("name", ["int4-g96", "nf4-g128"])
+def test_groups_that_do_not_divide(llama: Path, name: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"tensor model\.layers\.0\.\S+ has (64|96) columns, no multiple of the \d+ .*take groups of"):
+        written(llama, name, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["nf4-row", "iq4_nl-g32", "e5m2-row"])
+def test_formats_that_no_folder_has(name: str) -> None:
+    with pytest.raises(RequestError, match="has no format for"):
+        packing_of(name)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, MemoryError])
+def test_nothing_is_left_of_an_interrupted_conversion(llama: Path, tmp_path: Path, failure: type[BaseException]) -> None:
+    original, packing = open_original(llama), packing_of("int4-g32")
+    tensors = original.checkpoint.tensors
+    plan = plan_folder(original, packing, quantisable(original.checkpoint.spec, tensors))
+    made = rounded(tensors, plan.names, named_format("int4-g32"), lambda done: None)
+
+    def some() -> Iterator[tuple[str, StoredTensor]]:
+        yield from [(name, made[name]) for name in plan.names[:5]]
+        assert len(list(tmp_path.iterdir())) == 1
+        raise failure
+
+    with pytest.raises(failure):
+        write_folder(original, tmp_path / "out", plan, tensors, some(), lambda place: copied_files(llama, place))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_refuses(llama: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))
+    try:
+        with pytest.raises(HeadraceError, match="out: File too large"):
+            written(llama, "int4-g32", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_nothing_new_can_be(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for place, message in ((tmp_path / "there", "is there already"), (tmp_path / "no/such", "nothing can be written there")):
+        with pytest.raises(RequestError, match=message):
+            check_new(place)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_bits_in_words(bits: int) -> None:
+    codes = np.random.default_rng(bits).integers(0, 1 << bits, (5, 37), np.uint8)
+    words: Any = pack_bits(codes, bits).view(np.uint32)
+    for row, packed in zip(codes, words, strict=True):
+        number = sum(int(word) << 32 * i for i, word in enumerate(packed))
+        assert [number >> bits * i & (1 << bits) - 1 for i in range(37)] == row.tolist()

@@ -1,0 +1,47 @@
+"""Folders that we write, read by the libraries whose formats they have: the same weights, and the same logits."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+from headrace.checkpoint.folder import open_folder
+from tests.convert.test_folder import written
+from tests.folders import check_engine, tiny_llama
+
+FORMATS = ["int2-g32", "int3-g32", "int4-g32", "int8-g32", "int4-row", "int8-row", "e4m3-row", "nf4-g32", "fp4-g64"]
+ASYMMETRIC = ["int2-g32-asym", "int3-g32-asym", "int4-row-asym", "int8-g64-asym"]
+"""Transformers 5.23 makes room for zero points that are not packed, and finds packed ones: they are held to the compressor by itself."""
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_transformers_computes_what_we_do(name: str, tmp_path: Path) -> None:
+    tiny_llama(64, 128).save_pretrained(tmp_path / "model")
+    written(tmp_path / "model", name, tmp_path / "out")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, device_map="cpu").eval()
+    for parameter in model.parameters():
+        if parameter.dtype == torch.bfloat16:  # as a model of bitsandbytes has all that is not quantised
+            parameter.data = parameter.data.float()
+    check_engine(tmp_path / "out", model, near=0.05)
+
+
+@pytest.mark.parametrize("name", ASYMMETRIC)
+def test_the_compressor_reads_zero_points(name: str, tmp_path: Path) -> None:
+    tiny_llama(64, 128).save_pretrained(tmp_path / "model")
+    written(tmp_path / "model", name, tmp_path / "out")
+    config = QuantizationConfig.model_validate(json.loads((tmp_path / "out/config.json").read_text())["quantization_config"])
+    compressor = BaseCompressor.get_value_from_registry(config.format)
+    stored, ours = load_file(tmp_path / "out/model.safetensors"), open_folder(tmp_path / "out").tensors()
+    layers = [key.removesuffix(".weight_zero_point") for key in stored if key.endswith(".weight_zero_point")]
+    assert len(layers) == 7 * 3
+    for layer in layers:
+        parts = {key.removeprefix(f"{layer}."): part for key, part in stored.items() if key.startswith(f"{layer}.weight_")}
+        values = compressor.decompress(parts, config.config_groups["group_0"])["weight"]
+        # They are multiplied in float16 there, the type of the scales.
+        np.testing.assert_allclose(ours[f"{layer}.weight"].dequantise(), values.float().numpy(), rtol=1e-3, atol=1e-6)
