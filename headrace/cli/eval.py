@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headrace.quant.spec import QuantSpec
 
 EXACT = "exact"
-METHODS = ("rtn", "gptq")
+METHODS = ("rtn", "gptq", "awq", "smoothquant")
 _MOST = 2**20
 
 
@@ -37,10 +37,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"another model of the same vocabulary, or `{EXACT}`: the model's own weights, computed in float64 (slow); with --formats, "
         "if left out, the model as it is",
     )
-    parser.add_argument("--formats", metavar="NAME,...", help="round the model's matrices to these formats too, such as int4-g128,nf4-g64")
-    parser.add_argument("--method", choices=METHODS, default="rtn", help="how: to the nearest, or by GPTQ")
+    parser.add_argument("--formats", metavar="NAME,...", help="round the model's matrices to these formats too, such as int4-g128,w8a8")
+    parser.add_argument("--method", choices=METHODS, default="rtn", help="how: to the nearest, or by what a text shows")
     parser.add_argument(
-        "--calibration", type=Path, metavar="FILE", help="text for GPTQ; if left out, a part of Python's language reference"
+        "--calibration", type=Path, metavar="FILE", help="text for the methods; if left out, a part of Python's language reference"
     )
     parser.add_argument("--calibration-tokens", type=whole_number(2, _MOST), default=16384, metavar="N", help="tokens of that text")
     parser.add_argument("--text", type=Path, metavar="FILE", help="the text; if left out, a part of Python's language reference")
@@ -156,8 +156,10 @@ def _scorer(
 def _quantised(
     args: argparse.Namespace, checkpoint: "Checkpoint", name: str, to: "QuantSpec", bar: "Progress"
 ) -> "Mapping[str, StoredTensor]":
+    from headrace.convert.awq import by_awq
     from headrace.convert.matrices import by_gptq, quantisable, rounded
     from headrace.convert.quality import pieces_of
+    from headrace.convert.smoothquant import by_smoothquant
     from headrace.convert.texts import read_text
     from headrace.planner.host import usable_cores
 
@@ -170,7 +172,8 @@ def _quantised(
         ids = checkpoint.load_tokenizer().encode(read_text(args.calibration, "calibration"), add_special=False, parse_special=False)
         pieces = pieces_of(ids, min(args.length, spec.max_context), args.calibration_tokens)
         threads = args.threads or usable_cores()
-        result = by_gptq(spec, tensors, names, to, pieces, threads, lambda done: bar.update(task, completed=done))
+        method = {"gptq": by_gptq, "awq": by_awq, "smoothquant": by_smoothquant}[args.method]
+        result = method(spec, tensors, names, to, pieces, threads, lambda done: bar.update(task, completed=done))
     bar.remove_task(task)
     return result
 

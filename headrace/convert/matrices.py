@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program.mixture import Experts, GateRows, Route
 from headrace.program.ops import Linear
-from headrace.quant.formats import StoredTensor, plain_table
+from headrace.quant.formats import FORMATS, StoredTensor, plain_table
+from headrace.quant.named import W8A8
 from headrace.quant.rounding import round_to_nearest
 from headrace.quant.spec import QuantSpec, TableRows
 
+Floats = NDArray[np.float32]
 Tell = Callable[[float], None]
 
 _CHUNK_VALUES = 1 << 24
@@ -42,12 +45,22 @@ def quantisable(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> list[st
     return [name for name in dict.fromkeys(wanted) if name not in kept]
 
 
-def rounded(tensors: Mapping[str, StoredTensor], names: list[str], to: QuantSpec, tell: Tell) -> dict[str, StoredTensor]:
-    """All tensors, of which the named matrices are rounded to the nearest; `tell` hears how much is done, from 0 to 1."""
+def rounded(
+    tensors: Mapping[str, StoredTensor],
+    names: list[str],
+    to: QuantSpec,
+    tell: Tell,
+    importance: Mapping[str, Floats] = MappingProxyType({}),
+) -> dict[str, StoredTensor]:
+    """All tensors, of which the named matrices are rounded to the nearest; `tell` hears how much is done, from 0 to 1.
+
+    `importance` is what errors of the columns of a matrix count where ranges are clipped [cols]; all the same where it has none.
+    """
     result = dict(tensors)
     for done, name in enumerate(names):
         tell(done / len(names))
-        result[name] = quantised(tensors[name], to, [round_to_nearest(chunk, to) for chunk in _chunks(tensors[name])])
+        pieces = [round_to_nearest(chunk, to, importance=importance.get(name)) for chunk in chunks(tensors[name])]
+        result[name] = quantised(tensors[name], to, pieces)
     return result
 
 
@@ -55,8 +68,9 @@ def by_gptq(
     spec: ModelSpec, tensors: Mapping[str, StoredTensor], names: list[str], to: QuantSpec, pieces: list[list[int]], threads: int, tell: Tell
 ) -> dict[str, StoredTensor]:
     """The same by GPTQ, with pieces of a text to calibrate with; matrices of experts are rounded to the nearest."""
-    result = rounded(tensors, sorted(expert_matrices(spec, tensors) & set(names)), to, lambda done: None)
-    for products, readers in input_products(spec, tensors, pieces, names, threads, tell):
+    experts = expert_matrices(spec, tensors)
+    result = rounded(tensors, [name for name in names if name in experts], to, lambda done: None)
+    for products, readers in input_products(spec, tensors, pieces, [name for name in names if name not in experts], threads, tell):
         for name in readers:
             result[name] = quantised(tensors[name], to, [gptq(tensors[name].dequantise(), products, to)])
     return result
@@ -68,7 +82,11 @@ def expert_matrices(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> set
 
 
 def quantised(tensor: StoredTensor, to: QuantSpec, pieces: list[TableRows]) -> StoredTensor:
-    """A matrix of these rows, in the place of `tensor`."""
+    """A matrix of these rows, in the place of `tensor`; of the format W8A8 as the engine multiplies it with activations by row."""
+    if to == W8A8:
+        signed = np.concatenate([piece.codes for piece in pieces])[..., None] ^ np.uint8(0x80)
+        scales = np.concatenate([piece.scales[:, 0] for piece in pieces])
+        return replace(tensor, format=FORMATS["I8_ROW"], parts={"codes": signed, "row_scales": scales}, row_order=None)
     parts: dict[str, NDArray[Any]] = {
         "codes": np.concatenate([piece.codes for piece in pieces]),
         "scales": np.concatenate([piece.scales for piece in pieces]),
@@ -78,7 +96,7 @@ def quantised(tensor: StoredTensor, to: QuantSpec, pieces: list[TableRows]) -> S
     return replace(tensor, format=plain_table(to), parts=parts, row_order=None)
 
 
-def _chunks(tensor: StoredTensor) -> Iterator[NDArray[np.float32]]:
+def chunks(tensor: StoredTensor) -> Iterator[Floats]:
     """A matrix in float32, some rows at a time."""
     step = max(1, _CHUNK_VALUES // tensor.cols)
     for first in range(0, tensor.rows, step):

@@ -17,14 +17,15 @@ _MOST_CLIPPED = 4
 """Bits of a code up to which the range is searched: finer ones gain nothing by it."""
 
 
-def round_to_nearest(weights: Floats, spec: QuantSpec, *, clip: bool = True) -> TableRows:
+def round_to_nearest(weights: Floats, spec: QuantSpec, *, clip: bool = True, importance: Floats | None = None) -> TableRows:
     """The codes of a matrix [rows, cols], whose values lie within half a step of the weights inside the range; `clip` searches for it.
 
-    The last group of a row may have fewer columns than the others.
+    `importance` [cols] is what the squared errors of each column count in that search. The last group of a row may have fewer columns than
+    the others.
     """
     rows, cols = weights.shape
     grouped = in_groups(weights, spec)
-    scales, zeros = best_range(grouped, spec, clip=clip)
+    scales, zeros = best_range(grouped, spec, clip=clip, importance=None if importance is None else in_groups(importance[None], spec)[0])
     codes = nearest_codes(grouped, scales, zeros, spec).reshape(rows, -1)[:, :cols]
     return table_rows(codes, scales, zeros, spec)
 
@@ -36,16 +37,19 @@ def in_groups(weights: Floats, spec: QuantSpec) -> Floats:  # [rows, groups, col
     return np.pad(weights, ((0, 0), (0, -cols % group))).reshape(rows, -1, group)
 
 
-def best_range(grouped: Floats, spec: QuantSpec, *, clip: bool) -> tuple[Floats, Floats | None]:
-    """Scales and zeros [..., groups] of weights [..., groups, columns], as they come out of being stored."""
+def best_range(grouped: Floats, spec: QuantSpec, *, clip: bool, importance: Floats | None = None) -> tuple[Floats, Floats | None]:
+    """Scales and zeros [..., groups] of weights [..., groups, columns], as they come out of being stored.
+
+    `importance` [groups, columns] is what squared errors count; all the same without it.
+    """
     best = _range(grouped, spec, np.float32(1))
     if not clip or spec.bits > _MOST_CLIPPED:
         return best
     scales, zeros = best
-    least = _errors(grouped, scales, zeros, spec)
+    least = _errors(grouped, scales, zeros, spec, importance)
     for factor in _FACTORS[1:]:
         other, other_zeros = _range(grouped, spec, factor)
-        error = _errors(grouped, other, other_zeros, spec)
+        error = _errors(grouped, other, other_zeros, spec, importance)
         better = error < least
         least = np.where(better, error, least)
         scales = np.where(better, other, scales)
@@ -79,9 +83,9 @@ def table_rows(codes: NDArray[np.uint8], scales: Floats, zeros: Floats | None, s
     return TableRows(codes, encoded(scales, spec.scale), None if zeros is None else encoded(zeros, spec.zero_type))
 
 
-def _errors(grouped: Floats, scales: Floats, zeros: Floats | None, spec: QuantSpec) -> Floats:
+def _errors(grouped: Floats, scales: Floats, zeros: Floats | None, spec: QuantSpec, importance: Floats | None) -> Floats:
     difference = grouped - values_of(nearest_codes(grouped, scales, zeros, spec), scales, zeros, spec)
-    result: Floats = np.einsum("...k,...k->...", difference, difference)
+    result: Floats = np.einsum("...k,...k->...", difference, difference if importance is None else difference * importance)
     return result
 
 

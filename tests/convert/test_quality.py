@@ -15,6 +15,7 @@ from headrace.convert.remembered import Remembered
 from headrace.convert.texts import read_text
 from headrace.errors import RequestError
 from headrace.quant.named import named_format
+from tests.families import save_model
 from tests.tiny import tiny_model
 
 SPEC, TENSORS = tiny_model(2, dim=64, heads=4, kv_heads=2, ffn=96, vocab=61)
@@ -117,3 +118,21 @@ def test_the_verb_judges_a_model_and_formats(capsys: pytest.CaptureFixture[str])
         assert 0 < row["quality"]["kl"] < 1e-3 if reference == "exact" else row["quality"]["kl"] == 0
     assert main(["eval", "--formats", "int5"]) == 2
     assert "int5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("method", "format"), [("gptq", "int3-g64"), ("awq", "int3-g64"), ("smoothquant", "w8a8")])
+def test_the_verb_has_methods(method: str, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tiny model whose tokens are letters: each method gives another model than rounding does, of the same size."""
+    save_model("qwen2", tmp_path)
+    letters = [chr(ord("!") + i) for i in range(90)]
+    model = {"type": "BPE", "vocab": {letter: i for i, letter in enumerate(letters)}, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    text = tmp_path / "text"
+    text.write_text("".join(np.random.default_rng(0).choice(letters, 400)))
+    flags = ["--text", str(text), "--calibration", str(text), "--tokens", "128", "--length", "64", "--calibration-tokens", "128"]
+    found = []
+    for how in ("rtn", method):
+        assert main(["eval", str(tmp_path), *flags, "--formats", format, "--method", how, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)[1])
+    assert found[0]["bits"] == found[1]["bits"]
+    assert all(0 < row["quality"]["kl"] < 0.5 for row in found) and found[0]["quality"]["kl"] != found[1]["quality"]["kl"]

@@ -1,0 +1,73 @@
+"""Models whose norms give single columns that are much larger than all others, as those of large models do: the same functions in floats.
+
+`python -m tests.convert.outliers MODEL` prints what W8A8 costs such a variant of a real model, rounded alone and smoothed before, beside
+the model as it is.
+"""
+
+import sys
+
+import numpy as np
+
+from headrace.convert.matrices import quantisable, rounded
+from headrace.convert.quality import Judge, Quality, Scorer, pieces_of
+from headrace.convert.scaling import Scalings, scaling_groups
+from headrace.convert.smoothquant import by_smoothquant
+from headrace.model import trace_model
+from headrace.model.spec import ModelSpec
+from headrace.quant.named import W8A8
+from tests.tiny import Tensors
+
+FACTOR = 60.0
+"""How much larger the columns become."""
+EVERY = 64
+"""One of so many columns does."""
+
+
+def with_outliers(spec: ModelSpec, tensors: Tensors, seed: int = 0) -> Tensors:
+    """Random columns of what each norm makes times FACTOR, and the columns of all that read it divided by that."""
+    rng, scalings = np.random.default_rng(seed), Scalings()
+    for group in scaling_groups(trace_model(spec, tensors), quantisable(spec, tensors)):
+        if all(len(tensors[name].shape) == 1 for name in group.makers):
+            factors = np.ones(len(group.columns), np.float32)
+            factors[rng.permutation(len(factors))[: len(factors) // EVERY]] = 1 / FACTOR
+            scalings.add(group, factors)
+    return scalings.applied(tensors, ())
+
+
+def judged(spec: ModelSpec, reference: Tensors, tensors: Tensors, pieces: list[list[int]], threads: int = 1) -> Quality:
+    """How far a model is from the reference on pieces of text."""
+    judge = Judge()
+    truth, ours = (Scorer(spec, each, max(map(len, pieces)), "cpu", threads) for each in (reference, tensors))
+    for piece in pieces:
+        judge.add(piece, ours.log_probabilities(piece), truth.log_probabilities(piece))
+    truth.close()
+    ours.close()
+    return judge.quality()
+
+
+def main(model: str, calibration_tokens: int = 4096, tokens: int = 1022, length: int = 512) -> None:
+    """Print the divergence KL of each."""
+    from headrace.checkpoint.load import open_checkpoint
+    from headrace.checkpoint.source import resolve
+    from headrace.convert.texts import read_text
+    from headrace.planner.host import usable_cores
+
+    checkpoint = open_checkpoint(resolve(model))
+    spec, tensors = checkpoint.spec, dict(checkpoint.tensors)
+    encode = checkpoint.load_tokenizer().encode
+    calibration = pieces_of(encode(read_text(None, "calibration"), add_special=False, parse_special=False), length, calibration_tokens)
+    pieces = pieces_of(encode(read_text(None, "evaluation"), add_special=False, parse_special=False), length, tokens)
+    names, threads = quantisable(spec, tensors), usable_cores()
+    for title, variant in (("as it is", tensors), ("with outliers", with_outliers(spec, tensors))):
+        results = {
+            "floats": variant,
+            "w8a8, rtn": rounded(variant, names, W8A8, lambda done: None),
+            "w8a8, smoothquant": by_smoothquant(spec, variant, names, W8A8, calibration, threads, lambda done: None),
+        }
+        for way, result in results.items():
+            quality = judged(spec, tensors, result, pieces, threads)
+            print(f"{title}, {way}: NLL {quality.nll:.4f}, KL {quality.kl:.4f}, same top {quality.agreement:.1%}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,82 @@
+"""AWQ: outputs nearer than those of rounding, with everything in its place."""
+
+import numpy as np
+import pytest
+
+from headrace.convert.awq import awq, by_awq
+from headrace.convert.calibrate import input_products
+from headrace.convert.matrices import quantisable, rounded
+from headrace.convert.scaling import Scalings
+from headrace.quant.named import named_format
+from headrace.quant.rounding import round_to_nearest
+from headrace.quant.spec import dequantise_rows
+from tests.convert.outliers import judged, with_outliers
+from tests.families import spec_of
+from tests.tables import KINDS
+from tests.tiny import random_tensors, tiny_model
+
+SPEC, PLAIN = tiny_model(2, dim=64, heads=4, kv_heads=2, ffn=96, vocab=61)
+TENSORS = with_outliers(SPEC, PLAIN)
+PIECES = [list(map(int, piece)) for piece in np.random.default_rng(0).integers(0, 61, (3, 40))]
+JUDGED = [list(map(int, piece)) for piece in np.random.default_rng(1).integers(0, 61, (2, 60))]
+
+
+def test_outputs_are_nearer_than_those_of_rounding() -> None:
+    """By the squared error of each matrix's outputs, which the scalings are chosen by: never worse, much better for those with outliers."""
+    to, names = named_format("int4-g32"), quantisable(SPEC, TENSORS)
+    scalings, mean_squares = awq(SPEC, TENSORS, names, to, PIECES, 1, lambda done: None)
+    ratios = []
+    for products, readers in input_products(SPEC, TENSORS, PIECES, names, 1, lambda done: None):
+        errors = []
+        for chosen in (Scalings(), scalings):
+            error = 0.0
+            for name in readers:
+                factors = chosen.columns.get(name, np.ones(len(products), np.float32))
+                weights = TENSORS[name].dequantise()
+                d = dequantise_rows(to, round_to_nearest(weights * factors, to, clip=False)) / factors - weights
+                error += float(np.sum(d @ products * d))
+                np.testing.assert_allclose(mean_squares[name] * np.square(scalings.columns[name]), np.diag(products), rtol=1e-4)
+            errors.append(error)
+        assert errors[1] <= errors[0] * (1 + 1e-6)
+        ratios.append(errors[1] / errors[0])
+    assert len(ratios) == 2 * 4 and min(ratios) < 0.5
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "int3-g64-asym", "nf4-g64"])
+def test_models_are_nearer_than_rounded_ones(name: str) -> None:
+    to, names = named_format(name), quantisable(SPEC, TENSORS)
+    nearest = judged(SPEC, TENSORS, rounded(TENSORS, names, to, lambda done: None), JUDGED).kl
+    told: list[float] = []
+    result = by_awq(SPEC, TENSORS, names, to, PIECES, 1, told.append)
+    assert told == sorted(told) and told[0] > 0 and told[-1] <= 1
+    ours = judged(SPEC, TENSORS, result, JUDGED).kl
+    assert nearest is not None and ours is not None and 0 < ours < 0.8 * nearest
+    assert all(result[name].format.spec == to and result[name].shape == TENSORS[name].shape for name in names)
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen2-moe", "deepseek-v3", "gpt2", "falcon-7b", "command-r", "gemma2", "gpt-oss"])
+def test_models_of_all_kinds_are_quantised(variant: str) -> None:
+    """At 8 bits the result is about as near as a rounded model, though its norms, routers and biases have changed."""
+    spec = spec_of(variant)
+    tensors = random_tensors(spec, 3)
+    names = quantisable(spec, tensors)
+    to = named_format("int8-g32")
+    result = by_awq(spec, tensors, names, to, PIECES[:1], 1, lambda done: None)
+    assert result.keys() == tensors.keys()
+    assert any(result[name] is not tensors[name] for name in tensors.keys() - set(names))
+    nearest = judged(spec, tensors, rounded(tensors, names, to, lambda done: None), JUDGED).kl
+    ours = judged(spec, tensors, result, JUDGED).kl
+    assert nearest is not None and ours is not None and ours < 2 * nearest < 0.1
+
+
+@pytest.mark.parametrize("kind", [kind for kind, spec in KINDS.items() if spec.bits <= 4])
+def test_ranges_are_clipped_for_the_columns_that_count(kind: str) -> None:
+    spec, rng = KINDS[kind], np.random.default_rng(5)
+    weights = rng.standard_normal((32, 320)).astype(np.float32)
+    importance = np.exp(rng.normal(0, 3, 320)).astype(np.float32)
+
+    def error(weighed: np.ndarray | None) -> float:
+        d = dequantise_rows(spec, round_to_nearest(weights, spec, importance=weighed)) - weights
+        return float((np.square(d) * importance).sum())
+
+    assert error(importance) < error(None) and error(np.full(320, 2, np.float32)) == error(None)
