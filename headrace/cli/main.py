@@ -27,6 +27,7 @@ VERBS = {  # each is a module of this package with `configure(parser)` and `run(
     "profile": "where the time of prefill and decode goes, op by op, and what limits it",
     "bench": "measure how fast a model runs here, and how close to the limit",
     "eval": "what a model, or a way to quantise it, costs in quality, next to bytes and speed",
+    "convert": "quantise a model to a GGUF file or to a folder of safetensors",
     "top": "what your engines on this machine are doing: KV memory, rows, speed, requests",
     "calibrate": "find out whether speculative decoding saves time for a model here, and with what",
     "doctor": "measure this machine, and test that the engine computes correctly on it",

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from headrace.convert.packing import Parts, check_groups, pack_bits
 from headrace.convert.tensor_file import PlannedTensor
 from headrace.errors import RequestError
+from headrace.quant.named import W8A8
 from headrace.quant.spec import NUMBERS, QuantSpec
 from headrace.record import frozen
 
@@ -22,10 +23,9 @@ _DTYPES = {"f16": "F16", "f32": "F32", "bf16": "BF16"}
 
 @frozen
 class CompressedTensors:
-    """A writer of integers of 2, 3, 4 and 8 bits, and of e4m3. `by_token`: int8 by row, multiplied with int8 activations by token."""
+    """A writer of integers of 2, 3, 4 and 8 bits, of W8A8, and of e4m3."""
 
     spec: QuantSpec
-    by_token: bool = False
 
     def __post_init__(self) -> None:
         if self.spec.codebook not in ("integer", "e4m3") or self.spec.zero == "minimum":
@@ -41,7 +41,7 @@ class CompressedTensors:
             "group_size": spec.group or None,
             "dynamic": False,
         }
-        activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True} if self.by_token else None
+        activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True} if self._is_w8a8 else None
         return {
             "quant_method": "compressed-tensors",
             "format": self._format,
@@ -52,8 +52,12 @@ class CompressedTensors:
         }
 
     @property
+    def _is_w8a8(self) -> bool:
+        return self.spec == W8A8
+
+    @property
     def _format(self) -> str:
-        if self.by_token:
+        if self._is_w8a8:
             return "int-quantized"
         return "pack-quantized" if self.spec.codebook == "integer" else "float-quantized"
 
@@ -64,7 +68,7 @@ class CompressedTensors:
         per_row, bits = self.spec.num_scales(cols), self.spec.bits
         scales = PlannedTensor(f"{name}_scale", scale, (rows, per_row), rows * per_row * NUMBERS[self.spec.scale].itemsize)
         if self._format != "pack-quantized":
-            return [PlannedTensor(name, "I8" if self.by_token else "F8_E4M3", (rows, cols), rows * cols), scales]
+            return [PlannedTensor(name, "I8" if self._is_w8a8 else "F8_E4M3", (rows, cols), rows * cols), scales]
         shapes = {f"{name}_packed": (rows, -(-cols * bits // 32))}
         if self.spec.zero == "point":
             shapes[f"{name}_zero_point"] = (-(-rows * bits // 32), per_row)
@@ -72,10 +76,12 @@ class CompressedTensors:
         return [*words, scales, PlannedTensor(f"{name}_shape", "I64", (2,), 16)]
 
     def packed(self, name: str, parts: Parts) -> dict[str, NDArray[Any]]:
+        if self._is_w8a8:
+            return {name: parts["codes"], f"{name}_scale": parts["row_scales"]}
         codes: NDArray[np.uint8] = parts["codes"]
         scales: dict[str, NDArray[Any]] = {f"{name}_scale": parts["scales"]}
         if self._format != "pack-quantized":
-            return {name: codes ^ np.uint8(128) if self.by_token else codes, **scales}
+            return {name: codes, **scales}
         result: dict[str, NDArray[Any]] = {f"{name}_packed": pack_bits(codes, self.spec.bits), **scales}
         result[f"{name}_shape"] = np.array(codes.shape, np.int64)
         if "zeros" in parts:

@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.checkpoint.files import list_names, member, read_json
+from headrace.convert.described import described_files
 from headrace.convert.disassemble import Stored
 from headrace.convert.original import PLAIN, Original
 from headrace.convert.output import check_room, unfinished
@@ -83,18 +84,18 @@ def write_folder(
     plan: FolderPlan,
     tensors: Mapping[str, StoredTensor],
     results: Iterable[tuple[str, StoredTensor]],
-    files: Callable[[Path], dict[str, Any]],
 ) -> None:
     """Write it: `tensors` are ours, of which `results` are those that were quantised, in any order.
 
-    `files` writes what else belongs there, and gives `config.json` without its quantisation. Raises HeadraceError where the disk refuses,
-    and whatever `results` raises; nothing is left at `out` then.
+    Raises HeadraceError where the disk refuses, UnsupportedModelError for a GGUF file whose model no `config.json` describes, and what
+    `results` raises; nothing is left at `out` then.
     """
     layout = safetensors_plan(plan.planned())
     check_room(out, layout.size)
     with unfinished(out) as folder:
         folder.mkdir()
-        config = files(folder)
+        checkpoint = original.checkpoint
+        config = copied_files(checkpoint.path, folder) if original.is_folder else described_files(checkpoint, folder)
         if plan.packing:
             left = {name.removesuffix(".weight") for name, (_, planned) in plan.plain.items() if len(planned.shape) == 2} | {original.head}
             config["quantization_config"] = plan.packing.config(sorted(left))

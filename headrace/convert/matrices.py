@@ -59,9 +59,13 @@ def rounded(
     result = dict(tensors)
     for done, name in enumerate(names):
         tell(done / len(names))
-        pieces = [round_to_nearest(chunk, to, importance=importance.get(name)) for chunk in chunks(tensors[name])]
-        result[name] = quantised(tensors[name], to, pieces)
+        result[name] = round_matrix(tensors[name], to, importance.get(name))
     return result
+
+
+def round_matrix(tensor: StoredTensor, to: QuantSpec, importance: Floats | None = None) -> StoredTensor:
+    """A matrix rounded to the nearest."""
+    return quantised(tensor, to, [round_to_nearest(chunk, to, importance=importance) for chunk in chunks(tensor)])
 
 
 def by_gptq(

@@ -11,7 +11,8 @@ from headrace.errors import RequestError
 from headrace.quant.spec import QuantSpec
 
 Parts = Mapping[str, NDArray[Any]]
-"""Of a matrix that was quantised: `codes` uint8 [rows, cols], `scales` [rows, scales of a row], and `zeros` like these, if it has them."""
+"""Of a matrix that was quantised, as its `Format` has them: `codes` uint8 [rows, cols], `scales` [rows, scales of a row] and perhaps
+`zeros` like these; of W8A8 int8 `codes` and `row_scales`."""
 
 
 class Packing(Protocol):

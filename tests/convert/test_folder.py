@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from headrace.checkpoint.load import open_checkpoint
-from headrace.convert.bitsandbytes import BitsAndBytes
-from headrace.convert.compressed_tensors import CompressedTensors
-from headrace.convert.folder import copied_files, plan_folder, write_folder
+from headrace.convert.folder import plan_folder, write_folder
 from headrace.convert.matrices import quantisable, rounded
 from headrace.convert.original import Original, open_original
 from headrace.convert.output import check_new
-from headrace.convert.packing import Packing, pack_bits
+from headrace.convert.packing import pack_bits
+from headrace.convert.packings import packing_of
 from headrace.errors import HeadraceError, RequestError
 from headrace.quant.formats import StoredTensor
 from headrace.quant.named import named_format
@@ -24,24 +23,19 @@ from tests.families import save_model
 
 FORMATS = [
     *("int2-g32", "int3-g32", "int4-g32", "int8-g32", "int3-row", "int8-row", "int4-g16"),
-    *("int2-g32-asym", "int3-g32-asym", "int4-row-asym", "int8-g32-asym", "e4m3-row", "e4m3-g32"),
+    *("int2-g32-asym", "int3-g32-asym", "int4-row-asym", "int8-g32-asym", "w8a8", "e4m3-row", "e4m3-g32"),
 ]
 OTHERS = {"tokenizer.json": "{}", "notes.md": "kept", "model.safetensors.index.json": "{}", "old.bin": "weights", ".hidden": "no"}
 
 
-def packing_of(name: str) -> Packing:
-    to = named_format(name)
-    return BitsAndBytes(to) if to.codebook in ("nf4", "fp4") else CompressedTensors(to)
-
-
 def written(folder: Path, name: str, out: Path) -> tuple[Original, dict[str, StoredTensor]]:
     """A folder converted to a format, to the nearest; gives the original and what its matrices were rounded to, by our names."""
-    original, packing = open_original(folder), packing_of(name)
+    original, packing = open_original(folder), packing_of(named_format(name))
     tensors = original.checkpoint.tensors
     plan = plan_folder(original, packing, quantisable(original.checkpoint.spec, tensors))
     made = rounded(tensors, plan.names, named_format(name), lambda done: None)
     results = ((ours, made[ours]) for ours in reversed(plan.names))
-    write_folder(original, out, plan, tensors, results, lambda place: copied_files(folder, place))
+    write_folder(original, out, plan, tensors, results)
     return original, {ours: made[ours] for ours in plan.names}
 
 
@@ -121,12 +115,12 @@ def test_groups_that_do_not_divide(llama: Path, name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["nf4-row", "iq4_nl-g32", "e5m2-row"])
 def test_formats_that_no_folder_has(name: str) -> None:
     with pytest.raises(RequestError, match="has no format for"):
-        packing_of(name)
+        packing_of(named_format(name))
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, MemoryError])
 def test_nothing_is_left_of_an_interrupted_conversion(llama: Path, tmp_path: Path, failure: type[BaseException]) -> None:
-    original, packing = open_original(llama), packing_of("int4-g32")
+    original, packing = open_original(llama), packing_of(named_format("int4-g32"))
     tensors = original.checkpoint.tensors
     plan = plan_folder(original, packing, quantisable(original.checkpoint.spec, tensors))
     made = rounded(tensors, plan.names, named_format("int4-g32"), lambda done: None)
@@ -137,7 +131,7 @@ def test_nothing_is_left_of_an_interrupted_conversion(llama: Path, tmp_path: Pat
         raise failure
 
     with pytest.raises(failure):
-        write_folder(original, tmp_path / "out", plan, tensors, some(), lambda place: copied_files(llama, place))
+        write_folder(original, tmp_path / "out", plan, tensors, some())
     assert not list(tmp_path.iterdir())
 
 

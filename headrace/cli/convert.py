@@ -1,0 +1,97 @@
+"""Quantise a model to a file: a GGUF file, or a folder of safetensors that transformers and vLLM read as well.
+
+A name that ends in .gguf gets a GGUF file, in one of llama.cpp's mixtures (--to Q4_K_M); any other a folder, in the format of
+compressed-tensors (--to int4-g64), or of bitsandbytes (--to nf4). Nothing is there until all of it is.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.cli.arguments import add_model, add_threads
+from headrace.cli.calibrating import add_calibration, calibration_pieces
+from headrace.errors import RequestError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from headrace.convert.original import Original
+
+_PLAIN = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this verb."""
+    add_model(parser, optional=False)
+    parser.add_argument("out", type=Path, metavar="OUT", help="what to write: a file that ends in .gguf, or a folder")
+    parser.add_argument(
+        "--to",
+        required=True,
+        metavar="FORMAT",
+        help="of a GGUF file: Q4_K_M, Q8_0, F16, ...; of a folder: int4-g64, int8-row, int4-g32-asym, w8a8, e4m3, nf4, bf16, ...",
+    )
+    add_calibration(parser)
+    add_threads(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write it, and say what it is."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from headrace.checkpoint.source import resolve
+    from headrace.convert.original import open_original
+    from headrace.convert.output import check_new
+
+    check_new(args.out)
+    original = open_original(resolve(args.model))
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        (_to_gguf if args.out.suffix == ".gguf" else _to_folder)(args, original, bar)
+    files = [args.out] if args.out.is_file() else list(args.out.glob("*.safetensors"))
+    print(f"{args.out}: {sum(file.stat().st_size for file in files) / 1e6:,.1f} MB, where {args.model} has {_size(original) / 1e6:,.1f}")
+    return 0
+
+
+def _size(original: "Original") -> int:
+    return sum(tensor.nbytes for tensor in original.tensors.values())
+
+
+def _to_gguf(args: argparse.Namespace, original: "Original", bar: "Progress") -> None:
+    from headrace.convert.gguf_file import plan_gguf, write_gguf
+
+    if args.method != "rtn":
+        raise RequestError(f"--method {args.method}: blocks of GGUF files are rounded to the nearest (rtn)")
+    plan, mixture = plan_gguf(original, args.to.upper()), args.to.upper()
+    write_gguf(original, args.out, mixture, plan, original.checkpoint.tensors, _told(bar, f"to {mixture}"))
+
+
+def _to_folder(args: argparse.Namespace, original: "Original", bar: "Progress") -> None:
+    from headrace.convert.folder import plan_folder, write_folder
+    from headrace.convert.matrices import quantisable
+    from headrace.convert.methods import prepared, quantised_matrices
+    from headrace.convert.packings import packing_of
+    from headrace.planner.host import usable_cores
+    from headrace.quant.named import named_format
+
+    checkpoint, threads = original.checkpoint, args.threads or usable_cores()
+    if args.to in _PLAIN:
+        plan = plan_folder(original, None, (), _PLAIN[args.to])
+        write_folder(original, args.out, plan, checkpoint.tensors, ())
+        return
+    to = named_format(args.to)
+    plan = plan_folder(original, packing_of(to), quantisable(checkpoint.spec, checkpoint.tensors))
+    if not plan.names:
+        raise RequestError(f"{args.model} has no matrix that a folder can have quantised")
+    plan.planned()
+    pieces = [] if args.method == "rtn" else calibration_pieces(args, checkpoint)
+    tell = _told(bar, f"{args.method}: reading a text") if pieces else lambda done: None
+    model = prepared(args.method, checkpoint.spec, checkpoint.tensors, plan.names, to, pieces, threads, tell)
+    results = quantised_matrices(args.method, checkpoint.spec, model, plan.names, to, pieces, threads)
+    write_folder(original, args.out, plan, model.tensors, bar.track(results, total=len(plan.names), description=f"to {to.name}"))
+
+
+def _told(bar: "Progress", what: str) -> Callable[[float], None]:
+    task = bar.add_task(what, total=1.0)
+    return lambda done: bar.update(task, completed=done)
