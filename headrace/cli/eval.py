@@ -170,6 +170,8 @@ def _quantised(
         result = rounded(tensors, names, to, lambda done: bar.update(task, completed=done))
     else:
         ids = checkpoint.load_tokenizer().encode(read_text(args.calibration, "calibration"), add_special=False, parse_special=False)
+        if not ids:
+            raise RequestError("a text to calibrate with has a token at least")
         pieces = pieces_of(ids, min(args.length, spec.max_context), args.calibration_tokens)
         threads = args.threads or usable_cores()
         method = {"gptq": by_gptq, "awq": by_awq, "smoothquant": by_smoothquant}[args.method]

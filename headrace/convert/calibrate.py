@@ -13,6 +13,7 @@ from headrace.backend import cpu
 from headrace.config import KvConfig
 from headrace.convert.batches import num_blocks, piece_batch
 from headrace.convert.scaling import sources
+from headrace.errors import FormatError
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program.mixture import Experts
@@ -39,7 +40,7 @@ def input_products(
     """For the inputs of the named matrices, X^T X / rows over all rows of all pieces [cols, cols], and the matrices that read it.
 
     `tell` hears how much of the work is done, from 0 to 1. What experts read is what all of them read together; what goes into their last
-    matrices is left out.
+    matrices is left out. Raises FormatError, which names a tensor, where the model computes what is not finite.
     """
     program = trace_model(spec, tensors)
     readers = _readers(program, names)
@@ -56,7 +57,7 @@ def input_products(
 
         _read(program, tensors, pieces, turn, threads, add, tell_turn)
         for value in turn:
-            yield sums.pop(value) / num_rows, readers[value]
+            yield _finite(sums.pop(value) / num_rows, readers[value]), readers[value]
 
 
 def input_maxima(
@@ -67,7 +68,10 @@ def input_maxima(
     threads: int,
     tell: Callable[[float], None],
 ) -> list[tuple[Floats, list[str]]]:
-    """The same with the largest magnitude in each column [cols] in place of products."""
+    """The same with the largest magnitude in each column [cols] in place of products.
+
+    Like those it raises FormatError, which names a tensor, where the model computes what is not finite.
+    """
     program = trace_model(spec, tensors)
     readers = _readers(program, names)
     largest = {value: np.zeros(value.width, np.float32) for value in readers}
@@ -76,7 +80,7 @@ def input_maxima(
         np.maximum(largest[value], np.abs(rows).max(axis=0), out=largest[value])
 
     _read(program, tensors, pieces, list(readers), threads, add, tell)
-    return [(largest[value], names) for value, names in readers.items()]
+    return [(_finite(largest[value], names), names) for value, names in readers.items()]
 
 
 def _readers(program: Program, names: list[str]) -> dict[Value, list[str]]:
@@ -111,6 +115,13 @@ def _read(
             add(value, executable.value(value.id, len(piece)))
         tell((i + 1) / len(pieces))
     executable.close()
+
+
+def _finite(numbers: Floats, names: list[str]) -> Floats:
+    """The same numbers of what the named matrices read."""
+    if not np.isfinite(numbers).all():
+        raise FormatError(f"tensor {names[0]}: what it is multiplied with in a text to calibrate with is not finite")
+    return numbers
 
 
 def _turns(values: Mapping[Value, list[str]], memory: int) -> list[list[Value]]:

@@ -45,7 +45,7 @@ def judged(spec: ModelSpec, reference: Tensors, tensors: Tensors, pieces: list[l
     return judge.quality()
 
 
-def main(model: str, calibration_tokens: int = 4096, tokens: int = 1022, length: int = 512) -> None:
+def main(model: str, calibration_tokens: int = 4096, tokens: int = 1024, length: int = 512) -> None:
     """Print the divergence KL of each."""
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve

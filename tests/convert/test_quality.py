@@ -126,7 +126,8 @@ def test_the_verb_has_methods(method: str, format: str, tmp_path: Path, capsys: 
     save_model("qwen2", tmp_path)
     letters = [chr(ord("!") + i) for i in range(90)]
     model = {"type": "BPE", "vocab": {letter: i for i, letter in enumerate(letters)}, "merges": []}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "decoder": decoder, "model": model}))
     text = tmp_path / "text"
     text.write_text("".join(np.random.default_rng(0).choice(letters, 400)))
     flags = ["--text", str(text), "--calibration", str(text), "--tokens", "128", "--length", "64", "--calibration-tokens", "128"]
