@@ -4,6 +4,9 @@ Of every variant of a family, llama.cpp's converter makes a GGUF file. Our two r
 specification, and on that file our logits must be those of llama.cpp. What was found goes to tests/data/gguf, where the short form of
 this, in `make test`, and the table of docs/families.md find it.
 
+Of files that we write, its mixtures must have the formats that ours have, and its quantised blocks must not be nearer to what they stand
+for than ours.
+
     python -m tests.llama_cpp                 all of them
     python -m tests.llama_cpp gpt2 gemma3     some of them; nothing is written
 """
@@ -23,7 +26,7 @@ import transformers
 from engines import ENGINES
 from engines.process import BENCH, Unavailable, interpreter
 
-from tests.llama_cpp import fixtures
+from tests.llama_cpp import fixtures, mixed, quantised
 from tests.llama_cpp.convert import convert
 from tests.llama_cpp.judge import Logits, differences, our_logits, relative_error
 from tests.llama_cpp.models import CASES, NOT_CONVERTED, NOT_RUN, TOKENS, UNSAID, save_coarse
@@ -42,9 +45,13 @@ class LlamaCpp(NamedTuple):
         """Its logits of all tokens, or None where it does not load the file."""
         out = file.with_suffix(".npy")
         command = [self.python, str(WORKER), str(file), json.dumps(TOKENS), str(out)]
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it sees its own packages alone
-        result = subprocess.run(command, capture_output=True, env=environment, timeout=300)
+        result = subprocess.run(command, capture_output=True, env=environment(), timeout=300)
         return np.load(out) if result.returncode == 0 else None
+
+
+def environment() -> dict[str, str]:
+    """That of its interpreter, which sees its own packages alone."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def checked(python: str) -> str:
@@ -88,6 +95,18 @@ def verdict(name: str, llama: LlamaCpp, scratch: Path) -> fixtures.Verdict:
     return fixtures.Verdict(right, f"routes differ in {', '.join(different)}" if different else "", *errors)
 
 
+def written(llama: LlamaCpp, scratch: Path) -> list[str]:
+    """What llama.cpp does otherwise, or better, in files that we write; what it makes of mixtures is kept."""
+    ratios = quantised.ratios(llama.python, environment(), scratch)
+    for rows, by in ratios.items():
+        print(f"{f'errors of {rows}':24} {', '.join(f'{name} {ratio:.3f}' for name, ratio in by.items())}", flush=True)
+    found = {name: mixed.find(model, llama.python, environment(), scratch) for name, model in mixed.MODELS.items()}
+    wrong = [f"{name}: {each}" for name, of in found.items() for each in mixed.differences(of)]
+    print(f"{'mixtures':24} {wrong or f'the same formats in {len(found)} models'}", flush=True)
+    mixed.keep(PACKAGE, found)
+    return quantised.too_large(ratios) + wrong
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
@@ -101,14 +120,16 @@ def main() -> None:
         llama = LlamaCpp(checked(args.python or interpreter("llama.cpp")), args.source or sources())
     except (Unavailable, subprocess.CalledProcessError) as error:
         sys.exit(f"llama.cpp: {error}")
-    found = {}
+    found, wrong = {}, []
     with tempfile.TemporaryDirectory() as scratch:
         for name in args.cases or CASES:
             found[name] = verdict(name, llama, Path(scratch))
             print(f"{name:24} {found[name]}", flush=True)
         if not args.cases and all(each.right for each in found.values()):
             fixtures.write(PACKAGE, found, Path(scratch))
-    if wrong := [name for name, each in found.items() if not each.right]:
+        if not args.cases:
+            wrong = written(llama, Path(scratch))
+    if wrong := [name for name, each in found.items() if not each.right] + wrong:
         sys.exit(f"not as expected: {', '.join(wrong)}")
 
 

@@ -42,7 +42,7 @@ class Verdict(NamedTuple):
 def write(package: str, found: Mapping[str, Verdict], scratch: Path) -> None:
     """Keep verdicts, which come of a package, and of some cases the files and logits that lie in `scratch`."""
     FOLDER.mkdir(exist_ok=True)
-    for file in FOLDER.glob("*.xz"):
+    for file in FOLDER.glob("*.gguf.xz"):
         file.unlink()
     for name in KEPT:
         (FOLDER / f"{name}.gguf.xz").write_bytes(lzma.compress((scratch / f"{name}.gguf").read_bytes(), filters=_PACKING))
