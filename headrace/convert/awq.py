@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.convert.calibrate import input_products
-from headrace.convert.matrices import Tell, chunks, rounded
+from headrace.convert.matrices import Tell, chunks
 from headrace.convert.scaling import ScalingGroup, Scalings, scaling_groups
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
@@ -25,20 +25,6 @@ Floats = NDArray[np.float32]
 _ALPHAS = np.linspace(0, 1, 21, dtype=np.float32)
 _LEAST = np.float32(1e-4)
 """Of the geometric mean of activations: what a column counts that has less, or nothing."""
-_SEARCH = 0.9
-"""Part of the work that is done when the scalings are known."""
-
-
-def by_awq(
-    spec: ModelSpec, tensors: Mapping[str, StoredTensor], names: list[str], to: QuantSpec, pieces: list[list[int]], threads: int, tell: Tell
-) -> dict[str, StoredTensor]:
-    """All tensors, of which the named matrices are quantised by AWQ, with pieces of a text to calibrate with.
-
-    `tell` hears how much is done, from 0 to 1. What takes the scalings in and is not among them (norms, routers) is float32 afterwards.
-    """
-    scalings, importance = awq(spec, tensors, names, to, pieces, threads, lambda done: tell(_SEARCH * done))
-    scaled = scalings.applied(tensors, names)
-    return rounded(scaled, names, to, lambda done: tell(_SEARCH + (1 - _SEARCH) * done), importance)
 
 
 def awq(

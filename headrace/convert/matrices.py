@@ -2,14 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.convert.calibrate import input_products
-from headrace.convert.gptq import gptq
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program.mixture import Experts, GateRows, Route
@@ -45,39 +42,9 @@ def quantisable(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> list[st
     return [name for name in dict.fromkeys(wanted) if name not in kept]
 
 
-def rounded(
-    tensors: Mapping[str, StoredTensor],
-    names: list[str],
-    to: QuantSpec,
-    tell: Tell,
-    importance: Mapping[str, Floats] = MappingProxyType({}),
-) -> dict[str, StoredTensor]:
-    """All tensors, of which the named matrices are rounded to the nearest; `tell` hears how much is done, from 0 to 1.
-
-    `importance` is what errors of the columns of a matrix count where ranges are clipped [cols]; all the same where it has none.
-    """
-    result = dict(tensors)
-    for done, name in enumerate(names):
-        tell(done / len(names))
-        result[name] = round_matrix(tensors[name], to, importance.get(name))
-    return result
-
-
 def round_matrix(tensor: StoredTensor, to: QuantSpec, importance: Floats | None = None) -> StoredTensor:
     """A matrix rounded to the nearest."""
     return quantised(tensor, to, [round_to_nearest(chunk, to, importance=importance) for chunk in chunks(tensor)])
-
-
-def by_gptq(
-    spec: ModelSpec, tensors: Mapping[str, StoredTensor], names: list[str], to: QuantSpec, pieces: list[list[int]], threads: int, tell: Tell
-) -> dict[str, StoredTensor]:
-    """The same by GPTQ, with pieces of a text to calibrate with; matrices of experts are rounded to the nearest."""
-    experts = expert_matrices(spec, tensors)
-    result = rounded(tensors, [name for name in names if name in experts], to, lambda done: None)
-    for products, readers in input_products(spec, tensors, pieces, [name for name in names if name not in experts], threads, tell):
-        for name in readers:
-            result[name] = quantised(tensors[name], to, [gptq(tensors[name].dequantise(), products, to)])
-    return result
 
 
 def expert_matrices(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> set[str]:

@@ -10,30 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.convert.calibrate import input_maxima
-from headrace.convert.matrices import Tell, chunks, rounded
+from headrace.convert.matrices import Tell, chunks
 from headrace.convert.scaling import ScalingGroup, Scalings, scaling_groups
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.quant.formats import StoredTensor
-from headrace.quant.spec import QuantSpec
 
 Floats = NDArray[np.float32]
 
 ALPHA = 0.5
 """How much of the difficulty goes to the weights: 0 none, 1 all."""
-_SEARCH = 0.8
-"""Part of the work that is done when the scalings are known."""
-
-
-def by_smoothquant(
-    spec: ModelSpec, tensors: Mapping[str, StoredTensor], names: list[str], to: QuantSpec, pieces: list[list[int]], threads: int, tell: Tell
-) -> dict[str, StoredTensor]:
-    """All tensors, of which the named matrices are scaled and then rounded, with pieces of a text to calibrate with.
-
-    `tell` hears how much is done, from 0 to 1. What takes the scalings in and is not among them (norms, routers) is float32 afterwards.
-    """
-    scaled = smoothquant(spec, tensors, names, pieces, threads, lambda done: tell(_SEARCH * done)).applied(tensors, names)
-    return rounded(scaled, names, to, lambda done: tell(_SEARCH + (1 - _SEARCH) * done))
 
 
 def smoothquant(

@@ -8,13 +8,13 @@ import sys
 
 import numpy as np
 
-from headrace.convert.matrices import quantisable, rounded
+from headrace.convert.matrices import quantisable
 from headrace.convert.quality import Judge, Quality, Scorer, pieces_of
 from headrace.convert.scaling import Scalings, scaling_groups
-from headrace.convert.smoothquant import by_smoothquant
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.quant.named import W8A8
+from tests.convert.whole import quantise
 from tests.tiny import Tensors
 
 FACTOR = 60.0
@@ -61,8 +61,8 @@ def main(model: str, calibration_tokens: int = 4096, tokens: int = 1024, length:
     for title, variant in (("as it is", tensors), ("with outliers", with_outliers(spec, tensors))):
         results = {
             "floats": variant,
-            "w8a8, rtn": rounded(variant, names, W8A8, lambda done: None),
-            "w8a8, smoothquant": by_smoothquant(spec, variant, names, W8A8, calibration, threads, lambda done: None),
+            "w8a8, rtn": quantise("rtn", spec, variant, names, W8A8),
+            "w8a8, smoothquant": quantise("smoothquant", spec, variant, names, W8A8, calibration, threads),
         }
         for way, result in results.items():
             quality = judged(spec, tensors, result, pieces, threads)

@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 
-from headrace.convert.awq import awq, by_awq
+from headrace.convert.awq import awq
 from headrace.convert.calibrate import input_products
-from headrace.convert.matrices import quantisable, rounded
+from headrace.convert.matrices import quantisable
 from headrace.convert.scaling import Scalings
 from headrace.quant.named import named_format
 from headrace.quant.rounding import round_to_nearest
 from headrace.quant.spec import dequantise_rows
 from tests.convert.outliers import judged, with_outliers
+from tests.convert.whole import quantise
 from tests.families import spec_of
 from tests.tables import KINDS
 from tests.tiny import random_tensors, tiny_model
@@ -45,9 +46,9 @@ def test_outputs_are_nearer_than_those_of_rounding() -> None:
 @pytest.mark.parametrize("name", ["int4-g32", "int3-g64-asym", "nf4-g64"])
 def test_models_are_nearer_than_rounded_ones(name: str) -> None:
     to, names = named_format(name), quantisable(SPEC, TENSORS)
-    nearest = judged(SPEC, TENSORS, rounded(TENSORS, names, to, lambda done: None), JUDGED).kl
+    nearest = judged(SPEC, TENSORS, quantise("rtn", SPEC, TENSORS, names, to), JUDGED).kl
     told: list[float] = []
-    result = by_awq(SPEC, TENSORS, names, to, PIECES, 1, told.append)
+    result = quantise("awq", SPEC, TENSORS, names, to, PIECES, 1, told.append)
     assert told == sorted(told) and told[0] > 0 and told[-1] <= 1
     ours = judged(SPEC, TENSORS, result, JUDGED).kl
     assert nearest is not None and ours is not None and 0 < ours < 0.8 * nearest
@@ -61,10 +62,10 @@ def test_models_of_all_kinds_are_quantised(variant: str) -> None:
     tensors = random_tensors(spec, 3)
     names = quantisable(spec, tensors)
     to = named_format("int8-g32")
-    result = by_awq(spec, tensors, names, to, PIECES[:1], 1, lambda done: None)
+    result = quantise("awq", spec, tensors, names, to, PIECES[:1])
     assert result.keys() == tensors.keys()
     assert any(result[name] is not tensors[name] for name in tensors.keys() - set(names))
-    nearest = judged(spec, tensors, rounded(tensors, names, to, lambda done: None), JUDGED).kl
+    nearest = judged(spec, tensors, quantise("rtn", spec, tensors, names, to), JUDGED).kl
     ours = judged(spec, tensors, result, JUDGED).kl
     assert nearest is not None and ours is not None and ours < 2 * nearest < 0.1
 

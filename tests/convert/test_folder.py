@@ -11,7 +11,7 @@ import pytest
 
 from headrace.checkpoint.load import open_checkpoint
 from headrace.convert.folder import plan_folder, write_folder
-from headrace.convert.matrices import quantisable, rounded
+from headrace.convert.matrices import quantisable
 from headrace.convert.original import Original, open_original
 from headrace.convert.output import check_new
 from headrace.convert.packing import pack_bits
@@ -19,6 +19,7 @@ from headrace.convert.packings import packing_of
 from headrace.errors import HeadraceError, RequestError
 from headrace.quant.formats import StoredTensor
 from headrace.quant.named import named_format
+from tests.convert.whole import quantise
 from tests.families import save_model
 
 FORMATS = [
@@ -33,7 +34,7 @@ def written(folder: Path, name: str, out: Path) -> tuple[Original, dict[str, Sto
     original, packing = open_original(folder), packing_of(named_format(name))
     tensors = original.checkpoint.tensors
     plan = plan_folder(original, packing, quantisable(original.checkpoint.spec, tensors))
-    made = rounded(tensors, plan.names, named_format(name), lambda done: None)
+    made = quantise("rtn", original.checkpoint.spec, tensors, plan.names, named_format(name))
     results = ((ours, made[ours]) for ours in reversed(plan.names))
     write_folder(original, out, plan, tensors, results)
     return original, {ours: made[ours] for ours in plan.names}
@@ -123,7 +124,7 @@ def test_nothing_is_left_of_an_interrupted_conversion(llama: Path, tmp_path: Pat
     original, packing = open_original(llama), packing_of(named_format("int4-g32"))
     tensors = original.checkpoint.tensors
     plan = plan_folder(original, packing, quantisable(original.checkpoint.spec, tensors))
-    made = rounded(tensors, plan.names, named_format("int4-g32"), lambda done: None)
+    made = quantise("rtn", original.checkpoint.spec, tensors, plan.names, named_format("int4-g32"))
 
     def some() -> Iterator[tuple[str, StoredTensor]]:
         yield from [(name, made[name]) for name in plan.names[:5]]

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from headrace.convert.calibrate import input_products
 from headrace.convert.gptq import gptq
-from headrace.convert.matrices import by_gptq, quantisable
+from headrace.convert.matrices import quantisable
 from headrace.quant.named import named_format
 from headrace.quant.rounding import round_to_nearest
 from headrace.quant.spec import QuantSpec, dequantise_rows
+from tests.convert.whole import quantise
 from tests.tables import KINDS
 from tests.tiny import tiny_model
 
@@ -79,6 +80,6 @@ def test_sums_are_those_of_what_the_matrices_read() -> None:
 
 def test_a_model_is_quantised_whole() -> None:
     names = quantisable(SPEC, TENSORS)
-    result = by_gptq(SPEC, TENSORS, names, named_format("int4-g32"), PIECES, 1, lambda done: None)
+    result = quantise("gptq", SPEC, TENSORS, names, named_format("int4-g32"), PIECES)
     assert all(result[name].format.spec == named_format("int4-g32") and result[name].shape == TENSORS[name].shape for name in names)
     assert all(result[name] is TENSORS[name] for name in TENSORS.keys() - set(names))

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from headrace.cli.main import main
-from headrace.convert.matrices import quantisable, rounded
+from headrace.convert.matrices import quantisable
 from headrace.convert.quality import Judge, Scorer, pieces_of
 from headrace.convert.remembered import Remembered
 from headrace.convert.texts import read_text
 from headrace.errors import RequestError
 from headrace.quant.named import named_format
+from tests.convert.whole import quantise
 from tests.families import save_model
 from tests.tiny import tiny_model
 
@@ -38,7 +39,7 @@ def test_pieces_are_read_in_parts_with_the_result_of_the_whole() -> None:
 def test_measures_are_their_definitions() -> None:
     names = quantisable(SPEC, TENSORS)
     p = said(TENSORS)
-    q = said(rounded(TENSORS, names, named_format("int3-g32"), lambda done: None))
+    q = said(quantise("rtn", SPEC, TENSORS, names, named_format("int3-g32")))
     judge = Judge()
     for piece, mine, other in zip(PIECES, q, p, strict=True):
         judge.add(piece, iter([mine[:64], mine[64:]]), iter([other[:64], other[64:]]))
@@ -59,7 +60,7 @@ def test_finer_formats_are_nearer() -> None:
 
     def divergence(name: str) -> float:
         judge = Judge()
-        for piece, mine, other in zip(PIECES, said(rounded(TENSORS, names, named_format(name), lambda done: None)), truth, strict=True):
+        for piece, mine, other in zip(PIECES, said(quantise("rtn", SPEC, TENSORS, names, named_format(name))), truth, strict=True):
             judge.add(piece, iter([mine]), iter([other]))
         kl = judge.quality().kl
         assert kl is not None
@@ -72,7 +73,7 @@ def test_finer_formats_are_nearer() -> None:
 def test_what_is_quantised() -> None:
     names = quantisable(SPEC, TENSORS)
     assert len(names) == 2 * 7 and not any("embed" in name or "head" in name or "norm" in name for name in names)
-    result = rounded(TENSORS, names, named_format("int4-g32"), lambda done: None)
+    result = quantise("rtn", SPEC, TENSORS, names, named_format("int4-g32"))
     assert all(result[name] is TENSORS[name] for name in TENSORS.keys() - set(names))
     assert result.keys() == TENSORS.keys()
 
@@ -106,14 +107,14 @@ def test_what_is_remembered_comes_back_as_often_as_asked() -> None:
 def test_the_verb_judges_a_model_and_formats(capsys: pytest.CaptureFixture[str]) -> None:
     """The default model: int8 is nearer to it than int3, and takes the bytes that it should."""
     assert main(["eval", "--tokens", "64", "--length", "64", "--formats", "int8-g64,int3-g64", "--json"]) == 0
-    whole, eight, three = json.loads(capsys.readouterr().out)
+    whole, eight, three = json.loads(capsys.readouterr().out)["rows"]
     assert whole["quality"]["kl"] == 0 and whole["quality"]["agreement"] == 1
     assert 0 < eight["quality"]["kl"] < 0.1 < three["quality"]["kl"]
     assert abs(eight["bits"] - 8.25) < 0.02 * 8.25 and abs(three["bits"] - 3.25) < 0.02 * 3.25
     assert eight["weight_bytes"] > whole["weight_bytes"] > three["weight_bytes"]
     for reference in ("exact", "smollm2"):
         assert main(["eval", "--tokens", "32", "--length", "32", "--activations", "f32", "--reference", reference, "--json"]) == 0
-        (row,) = json.loads(capsys.readouterr().out)
+        (row,) = json.loads(capsys.readouterr().out)["rows"]
         # Float64 beside KV in bf16 and activations in float32; the model beside itself.
         assert 0 < row["quality"]["kl"] < 1e-3 if reference == "exact" else row["quality"]["kl"] == 0
     assert main(["eval", "--formats", "int5"]) == 2
@@ -134,6 +135,6 @@ def test_the_verb_has_methods(method: str, format: str, tmp_path: Path, capsys: 
     found = []
     for how in ("rtn", method):
         assert main(["eval", str(tmp_path), *flags, "--formats", format, "--method", how, "--json"]) == 0
-        found.append(json.loads(capsys.readouterr().out)[1])
+        found.append(json.loads(capsys.readouterr().out)["rows"][1])
     assert found[0]["bits"] == found[1]["bits"]
     assert all(0 < row["quality"]["kl"] < 0.5 for row in found) and found[0]["quality"]["kl"] != found[1]["quality"]["kl"]

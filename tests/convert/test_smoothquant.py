@@ -1,22 +1,20 @@
 """SmoothQuant, and W8A8: int8 by row on both sides."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.convert.awq import by_awq
 from headrace.convert.calibrate import input_maxima
-from headrace.convert.matrices import by_gptq, quantisable, quantised, rounded
-from headrace.convert.smoothquant import by_smoothquant, smoothquant
+from headrace.convert.matrices import quantisable, quantised
+from headrace.convert.smoothquant import smoothquant
 from headrace.errors import FormatError
 from headrace.quant.formats import StoredTensor
 from headrace.quant.named import W8A8, named_format
 from headrace.quant.rounding import round_to_nearest
 from headrace.quant.spec import dequantise_rows
 from tests.convert.outliers import FACTOR, judged, with_outliers
+from tests.convert.whole import quantise
 from tests.tiny import tiny_model
 
 SPEC, TENSORS = tiny_model(2, dim=64, heads=4, kv_heads=2, ffn=96, vocab=61)
@@ -79,22 +77,22 @@ def test_outliers_break_w8a8_and_smoothing_repairs_it() -> None:
         assert found is not None
         return found
 
-    as_it_is = kl(rounded(TENSORS, NAMES, W8A8, lambda done: None))
-    broken = kl(rounded(OUTLIERS, NAMES, W8A8, lambda done: None))
+    as_it_is = kl(quantise("rtn", SPEC, TENSORS, NAMES, W8A8))
+    broken = kl(quantise("rtn", SPEC, OUTLIERS, NAMES, W8A8))
     told: list[float] = []
-    smoothed = by_smoothquant(SPEC, OUTLIERS, NAMES, W8A8, PIECES, 1, told.append)
+    smoothed = quantise("smoothquant", SPEC, OUTLIERS, NAMES, W8A8, PIECES, 1, told.append)
     assert kl(OUTLIERS) < 1e-3 and told == sorted(told) and told[-1] <= 1
     assert broken > 20 * as_it_is and kl(smoothed) < 2 * as_it_is, f"{as_it_is} {broken} {kl(smoothed)}"
     assert all(smoothed[name].format.name == "I8_ROW" for name in NAMES)
 
 
-@pytest.mark.parametrize("by", [by_smoothquant, by_awq, by_gptq])
-def test_a_model_that_computes_no_numbers_is_refused(by: Any) -> None:
+@pytest.mark.parametrize("method", ["smoothquant", "awq", "gptq"])
+def test_a_model_that_computes_no_numbers_is_refused(method: str) -> None:
     embed = TENSORS["embed"].dequantise().copy()
     embed[PIECES[0][3], 2] = np.inf
     tensors = TENSORS | {"embed": StoredTensor.from_floats("embed", embed)}
     with pytest.raises(FormatError, match=r"tensor layers\.0\.q: .* not finite"):
-        by(SPEC, tensors, NAMES, W8A8, PIECES, 1, lambda done: None)
+        quantise(method, SPEC, tensors, NAMES, W8A8, PIECES)
 
 
 def test_outliers_are_there() -> None:

@@ -1,0 +1,23 @@
+"""Whole models, quantised in memory."""
+
+from collections.abc import Callable
+
+from headrace.convert.methods import prepared, quantised_matrices
+from headrace.model.spec import ModelSpec
+from headrace.quant.spec import QuantSpec
+from tests.tiny import Tensors
+
+
+def quantise(
+    method: str,
+    spec: ModelSpec,
+    tensors: Tensors,
+    names: list[str],
+    to: QuantSpec,
+    pieces: list[list[int]] | None = None,
+    threads: int = 1,
+    tell: Callable[[float], None] = lambda done: None,
+) -> Tensors:
+    """All tensors, of which the named matrices are quantised by a method, with pieces of a text to calibrate with."""
+    model = prepared(method, spec, tensors, names, to, pieces or [], threads, tell)
+    return {**model.tensors, **dict(quantised_matrices(method, spec, model, names, to, pieces or [], threads))}
