@@ -51,8 +51,13 @@ class Format:
 
     @property
     def quantised(self) -> bool:
-        """Whether values are codes with scales: such weights are multiplied with int8 activations."""
+        """Whether values are codes with scales: such weights are multiplied with int8 activations, if they do not need floats."""
         return self.block > 1 or len(self.parts) > 1
+
+    @property
+    def needs_floats(self) -> bool:
+        """Whether kernels have no integer product for it; they have one for all that they read from the file as it is."""
+        return self.table_rows is not None and self.spec is not None and self.spec.needs_floats
 
     @property
     def has_column_order(self) -> bool:
@@ -145,8 +150,8 @@ FORMATS: dict[str, Format] = {
         _table_blocks("IQ3_S", 256, 110, QuantSpec(4, 32, "f32", codebook="iq3_s")),
         _table_blocks("IQ4_NL", 32, 18, QuantSpec(4, 32, codebook="iq4_nl")),
         _table_blocks("IQ4_XS", 256, 136, QuantSpec(4, 32, "f32", codebook="iq4_nl")),
-        _table_blocks("TQ1_0", 256, 54, QuantSpec(2, 256, "f16", "point", "u8")),
-        _table_blocks("TQ2_0", 256, 66, QuantSpec(2, 256, "f16", "point", "u8")),
+        _table_blocks("TQ1_0", 256, 54, QuantSpec(2, 256)),
+        _table_blocks("TQ2_0", 256, 66, QuantSpec(2, 256)),
         _blocks("MXFP4", _MXFP4, dq.mxfp4),
         Format("MXFP4_PAIRS", 32, 16, dq.mxfp4_pairs, {**_CODES, "block_scales": TensorPart("u1")}, _MXFP4),
         _table_blocks("NVFP4", 64, 36, QuantSpec(4, 16, codebook="e2m1")),

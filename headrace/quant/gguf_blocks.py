@@ -3,7 +3,8 @@
 The layouts are those of ggml (`block_iq2_xxs` and so on in `ggml-common.h`, `dequantize_row_*` in `ggml-quants.c`). A function here takes
 blocks [blocks, bytes] apart into codes [blocks, values] and scales [blocks, scales of a block], as the format's `QuantSpec` has them. In
 IQ2 and IQ3 a code is the number of a magnitude and, in bit 3, its sign; in IQ1 the number of -1, 0 or 1 and, in bit 2, the sign of what is
-added to it. Scales are computed in float32 as ggml does it, and a value is the product of the two, as it is there: all are bit-equal.
+added to it. Scales are computed in float32 as ggml does it, and a value is the product of the two, as it is there: all are bit-equal, but
+for the sign of zeros in TQ1_0, TQ2_0 and NVFP4.
 """
 
 from collections.abc import Callable
@@ -31,10 +32,9 @@ def table_rows(name: str, stored: Bytes) -> TableRows:
     """
     rows, blocks, nbytes = stored.shape
     with np.errstate(invalid="ignore"):
-        parts = _READERS[name](np.ascontiguousarray(stored).reshape(rows * blocks, nbytes))
-    codes, scales, zeros = (None if part is None else part.reshape(rows, -1) for part in parts)
-    assert codes is not None and scales is not None
-    return TableRows(codes, scales, zeros)
+        found = _READERS[name](np.ascontiguousarray(stored).reshape(rows * blocks, nbytes))
+    codes, scales = found.codes, found.scales
+    return TableRows(codes.reshape(rows, blocks * codes.shape[1]), scales.reshape(rows, blocks * scales.shape[1]))
 
 
 def _words(blocks: Bytes, first: int, last: int, dtype: str) -> NDArray[np.uint32]:
@@ -45,13 +45,13 @@ def _words(blocks: Bytes, first: int, last: int, dtype: str) -> NDArray[np.uint3
 def _in_turn(numbers: NDArray[np.uint32] | Bytes, shifts: tuple[int, ...], mask: int) -> NDArray[np.uint32]:
     """Bit fields of each number, number by number: [blocks, n] -> [blocks, n * len(shifts)]."""
     found = (numbers.astype(np.uint32)[..., None] >> np.array(shifts, np.uint32)) & np.uint32(mask)
-    return found.reshape(len(numbers), -1)
+    return found.reshape(len(numbers), numbers.shape[1] * len(shifts))
 
 
 def _signed(name: Grid, points: NDArray[np.uint32] | Bytes, signs: Bytes) -> Bytes:
     """Codes of grid points, with a byte of signs for each 8 of them: [blocks, 256]."""
     minus = np.unpackbits(signs, axis=1, bitorder="little")
-    return grid(name)[points].reshape(len(points), -1) | (minus << np.uint8(3))
+    return grid(name)[points].reshape(len(points), 256) | (minus << np.uint8(3))
 
 
 def _half_steps(blocks: Bytes, steps: NDArray[np.uint32], unit: float) -> Floats:
@@ -138,12 +138,12 @@ def _iq4_xs(blocks: Bytes) -> TableRows:
 
 def _tq1_0(blocks: Bytes) -> TableRows:
     """Five values in a byte, four in the last ones: the digits of a number to the base 3, as a fraction of 256."""
-    pieces = [
-        (blocks[:, first:last, None] * np.array([1, 3, 9, 27, 81][:count], np.uint8)).swapaxes(1, 2).reshape(len(blocks), -1)
-        for first, last, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4))
-    ]
-    digits = (np.concatenate(pieces, axis=1).astype(np.uint16) * np.uint16(3)) >> np.uint16(8)
-    return _around_one(digits.astype(np.uint8), half(blocks, 52))
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
+    codes = np.empty((len(blocks), 256), np.uint8)
+    for first, last, at, digits in ((0, 32, 0, 5), (32, 48, 160, 5), (48, 52, 240, 4)):
+        fractions, width = (blocks[:, None, first:last] * powers[:digits]).astype(np.uint16), digits * (last - first)
+        codes[:, at : at + width] = (fractions * np.uint16(3) >> np.uint16(8)).reshape(len(blocks), width)
+    return _around_one(codes, half(blocks, 52))
 
 
 def _tq2_0(blocks: Bytes) -> TableRows:
@@ -152,11 +152,12 @@ def _tq2_0(blocks: Bytes) -> TableRows:
 
 
 def _around_one(codes: Bytes, scale: Floats) -> TableRows:
-    return TableRows(codes, scale.astype(np.float16), np.ones((len(codes), 1), np.uint8))
+    """Codes 0 to 3 that stand for -1 to 2, as integers of 2 bits, -2 to 1: with the other sign, and so have the scales."""
+    return TableRows(codes ^ np.uint8(3), -scale.astype(np.float16))
 
 
 def _nvfp4(blocks: Bytes) -> TableRows:
-    """4-bit floats, e4m3 scales of 16 values; a 0 may have a sign here that it has not in ggml."""
+    """4-bit floats, e4m3 scales of 16 values."""
     return TableRows(fields(blocks[:, 4:].reshape(-1, 4, 8), (0, 4), 15).reshape(-1, 64), _UE4M3[blocks[:, :4]])
 
 

@@ -21,7 +21,7 @@ def grid(name: Grid) -> NDArray[np.uint8]:
     """Which of the format's values a point has, [points, values of a point]: 8 of 3 values, or in IQ3 4 of 8."""
     points = np.cumsum(np.frombuffer(zlib.decompress(b85decode(_STEPS[name])), "<u2"), dtype=np.uint16)
     count, bits = (4, 3) if name.startswith("iq3") else (8, 2)
-    return (points[:, None] >> np.arange(0, count * bits, bits, np.uint16)).astype(np.uint8) & np.uint8((1 << bits) - 1)
+    return (points[:, None] >> np.arange(0, count * bits, bits, dtype=np.uint16)).astype(np.uint8) & np.uint8((1 << bits) - 1)
 
 
 _STEPS: dict[Grid, str] = {

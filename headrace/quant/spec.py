@@ -74,7 +74,7 @@ class QuantSpec:
 
     @property
     def needs_floats(self) -> bool:
-        """Whether no integer product takes such codes: small floats, and groups of fewer columns than those of activations have."""
+        """Whether no kernel for tables has an integer product: small floats, and groups of fewer columns than those of activations."""
         return self.codebook in FRACTION_BITS or self.group == 16
 
     def num_scales(self, cols: int) -> int:
