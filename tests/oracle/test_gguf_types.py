@@ -31,14 +31,16 @@ def matrices(name: str) -> dict[str, NDArray[np.uint8]]:
     return found
 
 
-def write(path: Path, name: str, *, as_floats: bool) -> Checkpoint:
-    """The model in the type, or what gguf-py makes of its blocks, in float32."""
+def write(path: Path, name: str, *, as_floats: bool = False, scale: float | None = None) -> Checkpoint:
+    """The model in the type, or what gguf-py makes of its blocks, in float32; `scale` begins a block of each."""
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in (metadata("llama") | {f"llama.{key}": value for key, value in SIZES.items()}).items():
         if key != "general.architecture":
             writer.add_key_value(key, value, value_type(value), *element_type(value))
     kind = gguf.GGMLQuantizationType[name]
     for tensor, blocks in matrices(name).items():
+        if scale is not None:
+            blocks[-1, :2] = np.array([scale], np.float16).view(np.uint8)
         if as_floats:
             writer.add_tensor(tensor, gguf.quants.dequantize(blocks, kind))
         else:
@@ -66,3 +68,12 @@ def test_a_model_of_the_type(name: str, tmp_path: Path) -> None:
     near = 1e-5 if FORMATS[name].needs_floats else 0.03
     assert np.linalg.norm(got - exact) < near * np.linalg.norm(exact)
     assert np.array_equal(got, logits_of(executable, [17, 1, 1, TOKENS - 19]))
+
+
+@pytest.mark.parametrize("name", ["IQ4_XS", "IQ2_S"])
+@pytest.mark.parametrize("scale", [np.inf, np.nan])
+def test_a_scale_that_is_not_finite_spoils_the_logits(name: str, scale: float, tmp_path: Path) -> None:
+    """As in types that are packed as they are: nothing is refused, nothing goes unnoticed."""
+    for executable in backends(write(tmp_path / "spoilt.gguf", name, scale=scale), ""):
+        with np.errstate(invalid="ignore"):
+            assert not np.isfinite(logits_of(executable, [TOKENS])).any()
