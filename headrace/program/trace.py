@@ -300,7 +300,7 @@ class Tracer:
 
 
 def _kind(stored: Format) -> Kind:
-    if stored.spec and stored.spec.needs_floats:
+    if stored.needs_floats:
         return "f32"
     return "int8" if stored.quantised else "bf16" if stored.name == "BF16" else "f32"
 

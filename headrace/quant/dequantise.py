@@ -1,7 +1,7 @@
 """What each stored format means, in NumPy: the truth that the kernels are held to.
 
 The layouts are those of ggml (`ggml-common.h`, `dequantize_row_*` in `ggml-quants.c`); every operation is the one ggml
-does, in its order and in float32, so the results are bit-equal to it. Integers are unpacked with `_fields`; a value is
+does, in its order and in float32, so the results are bit-equal to it. Integers are unpacked with `fields`; a value is
 `scale * q`, `scale * q + minimum` or, in the K formats of 256 values, the same with scales that are themselves quantised.
 
 A function here takes the parts of a stored tensor and which of its stored rows are wanted, and gives their values,
@@ -44,12 +44,13 @@ def row_scaled(values: Values) -> Values:
     return lambda parts, rows: values(parts, rows) * parts["row_scales"][rows, None]
 
 
-def _fields(packed: Bytes, shifts: tuple[int, ...], mask: int) -> Bytes:
+def fields(packed: Bytes, shifts: tuple[int, ...], mask: int) -> Bytes:
     """Bit fields of each byte: [..., n] -> [..., len(shifts), n], field by field."""
     return (packed[..., None, :] >> np.array(shifts, np.uint8)[:, None]) & np.uint8(mask)
 
 
-def _half(blocks: Bytes, at: int) -> Floats:  # [blocks, 1]
+def half(blocks: Bytes, at: int) -> Floats:  # [blocks, 1]
+    """The float16 that lies at this byte of each block."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
 
 
@@ -78,38 +79,39 @@ def look_up(values: Floats) -> Callable[[Bytes], Floats]:
     return lambda blocks: values[blocks]
 
 
-def _q4(blocks: Bytes, at: int) -> Bytes:  # [blocks, 32]: low nibbles are the first half of the block
-    return _fields(blocks[:, at : at + 16], (0, 4), 15).reshape(-1, 32)
+def nibbles(blocks: Bytes, at: int) -> Bytes:  # [blocks, 32]
+    """The 32 codes of 16 bytes from this one on: low nibbles are the first half of the block."""
+    return fields(blocks[:, at : at + 16], (0, 4), 15).reshape(-1, 32)
 
 
-def _q5(blocks: Bytes, at: int) -> Bytes:  # [blocks, 32]: 32 fifth bits, then nibbles as in `_q4`
+def _q5(blocks: Bytes, at: int) -> Bytes:  # [blocks, 32]: 32 fifth bits, then nibbles as in `nibbles`
     fifth = np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little")
-    return _q4(blocks, at + 4) | (fifth << np.uint8(4))
+    return nibbles(blocks, at + 4) | (fifth << np.uint8(4))
 
 
 def q4_0(blocks: Bytes) -> Floats:
     """4 bits around 8, times a scale."""
-    return _half(blocks, 0) * (_q4(blocks, 2).astype(np.float32) - np.float32(8))
+    return half(blocks, 0) * (nibbles(blocks, 2).astype(np.float32) - np.float32(8))
 
 
 def q4_1(blocks: Bytes) -> Floats:
     """4 bits, a scale and a minimum."""
-    return _half(blocks, 0) * _q4(blocks, 4).astype(np.float32) + _half(blocks, 2)
+    return half(blocks, 0) * nibbles(blocks, 4).astype(np.float32) + half(blocks, 2)
 
 
 def q5_0(blocks: Bytes) -> Floats:
     """5 bits around 16, times a scale."""
-    return _half(blocks, 0) * (_q5(blocks, 2).astype(np.float32) - np.float32(16))
+    return half(blocks, 0) * (_q5(blocks, 2).astype(np.float32) - np.float32(16))
 
 
 def q5_1(blocks: Bytes) -> Floats:
     """5 bits, a scale and a minimum."""
-    return _half(blocks, 0) * _q5(blocks, 4).astype(np.float32) + _half(blocks, 2)
+    return half(blocks, 0) * _q5(blocks, 4).astype(np.float32) + half(blocks, 2)
 
 
 def q8_0(blocks: Bytes) -> Floats:
     """Signed bytes, times a scale."""
-    return _half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
+    return half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
 
 
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
@@ -124,7 +126,7 @@ def _scaled(exponents: Bytes, values: Floats) -> Floats:
 
 def mxfp4(blocks: Bytes) -> Floats:
     """4-bit floats, times a power of two (OCP microscaling formats, 2023)."""
-    return _scaled(blocks[:, :1], _E2M1[_q4(blocks, 1)])
+    return _scaled(blocks[:, :1], _E2M1[nibbles(blocks, 1)])
 
 
 def mxfp4_pairs(parts: Parts, rows: Rows) -> Floats:
@@ -137,21 +139,21 @@ def mxfp4_pairs(parts: Parts, rows: Rows) -> Floats:
 def q2_k(blocks: Bytes) -> Floats:
     """2 bits, 4-bit scales and minima of 16 values, each times a scale."""
     scales = blocks[:, :16]
-    q = _fields(blocks[:, 16:80].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 16, 16).astype(np.float32)
-    scale = _half(blocks, 80) * (scales & 15).astype(np.float32)  # [blocks, 16]
-    minimum = _half(blocks, 82) * (scales >> 4).astype(np.float32)
+    q = fields(blocks[:, 16:80].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 16, 16).astype(np.float32)
+    scale = half(blocks, 80) * (scales & 15).astype(np.float32)  # [blocks, 16]
+    minimum = half(blocks, 82) * (scales >> 4).astype(np.float32)
     return scale[:, :, None] * q - minimum[:, :, None]
 
 
 def q3_k(blocks: Bytes) -> Floats:
     """3 bits around 4, 6-bit scales of 16 values, times a scale."""
-    low = _fields(blocks[:, 32:96].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 16, 16).astype(np.float32)
-    third = _fields(blocks[:, :32], tuple(range(8)), 1).reshape(-1, 16, 16)
+    low = fields(blocks[:, 32:96].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 16, 16).astype(np.float32)
+    third = fields(blocks[:, :32], tuple(range(8)), 1).reshape(-1, 16, 16)
     q = low - np.float32(4) * (third ^ 1).astype(np.float32)  # a set mask bit means "no offset"
-    low_scales = _fields(blocks[:, 96:104], (0, 4), 15).reshape(-1, 16)
-    high_scales = _fields(blocks[:, 104:108], (0, 2, 4, 6), 3).reshape(-1, 16)
+    low_scales = fields(blocks[:, 96:104], (0, 4), 15).reshape(-1, 16)
+    high_scales = fields(blocks[:, 104:108], (0, 2, 4, 6), 3).reshape(-1, 16)
     scales = (low_scales | (high_scales << np.uint8(4))).astype(np.float32) - np.float32(32)
-    return (_half(blocks, 108) * scales)[:, :, None] * q
+    return (half(blocks, 108) * scales)[:, :, None] * q
 
 
 def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
@@ -159,30 +161,30 @@ def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([first & 63, (third & 15) | ((first >> 2) & 0x30)], axis=1)
     minima = np.concatenate([second & 63, (third >> 4) | ((second >> 2) & 0x30)], axis=1)
-    scale = _half(blocks, 0) * scales.astype(np.float32)
-    minimum = _half(blocks, 2) * minima.astype(np.float32)
+    scale = half(blocks, 0) * scales.astype(np.float32)
+    minimum = half(blocks, 2) * minima.astype(np.float32)
     return scale[:, :, None], minimum[:, :, None]
 
 
 def q4_k(blocks: Bytes) -> Floats:
     """4 bits, 6-bit scales and minima of 32 values, each times a scale."""
     scale, minimum = _scales_and_minima(blocks)
-    q = _fields(blocks[:, 16:].reshape(-1, 4, 32), (0, 4), 15).reshape(-1, 8, 32)
+    q = fields(blocks[:, 16:].reshape(-1, 4, 32), (0, 4), 15).reshape(-1, 8, 32)
     return scale * q.astype(np.float32) - minimum
 
 
 def q5_k(blocks: Bytes) -> Floats:
     """5 bits, 6-bit scales and minima of 32 values, each times a scale."""
     scale, minimum = _scales_and_minima(blocks)
-    low = _fields(blocks[:, 48:].reshape(-1, 4, 32), (0, 4), 15).reshape(-1, 8, 32)
-    fifth = _fields(blocks[:, 16:48], tuple(range(8)), 1)
+    low = fields(blocks[:, 48:].reshape(-1, 4, 32), (0, 4), 15).reshape(-1, 8, 32)
+    fifth = fields(blocks[:, 16:48], tuple(range(8)), 1)
     return scale * (low | (fifth << np.uint8(4))).astype(np.float32) - minimum
 
 
 def q6_k(blocks: Bytes) -> Floats:
     """6 bits around 32, signed scales of 16 values, times a scale."""
-    low = _fields(blocks[:, :128].reshape(-1, 2, 64), (0, 4), 15).reshape(-1, 8, 32)
-    high = _fields(blocks[:, 128:192].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 8, 32)
+    low = fields(blocks[:, :128].reshape(-1, 2, 64), (0, 4), 15).reshape(-1, 8, 32)
+    high = fields(blocks[:, 128:192].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 8, 32)
     q = (low | (high << np.uint8(4))).astype(np.float32).reshape(-1, 16, 16) - np.float32(32)
     scales = blocks[:, 192:208].view(np.int8).astype(np.float32)
-    return (_half(blocks, 208) * scales)[:, :, None] * q
+    return (half(blocks, 208) * scales)[:, :, None] * q

@@ -45,13 +45,19 @@ class Format:
     values: dq.Values
     parts: Mapping[str, TensorPart]
     spec: QuantSpec | None = None
+    """What codes and scales are, of plain numbers None; where there is `table_rows`, as these give them."""
     table_rows: Callable[[dq.Parts, dq.Rows], TableRows] | None = None
     """The given stored rows code by code, for formats that kernels read from such rows and not from the file."""
 
     @property
     def quantised(self) -> bool:
-        """Whether values are codes with scales: such weights are multiplied with int8 activations."""
+        """Whether values are codes with scales: such weights are multiplied with int8 activations, if they do not need floats."""
         return self.block > 1 or len(self.parts) > 1
+
+    @property
+    def needs_floats(self) -> bool:
+        """Whether kernels have no integer product for it; they have one for all that they read from the file as it is."""
+        return self.table_rows is not None and self.spec is not None and self.spec.needs_floats
 
     @property
     def has_column_order(self) -> bool:
@@ -59,8 +65,14 @@ class Format:
         return "column_order" in self.parts
 
 
-def _blocks(name: str, block: int, nbytes: int, convert: Callable[[dq.Bytes], dq.Floats]) -> Format:
-    return Format(name, block, nbytes, dq.of_blocks(convert, block), _CODES)
+def _numbers(name: str, nbytes: int, convert: Callable[[dq.Bytes], dq.Floats]) -> Format:
+    return Format(name, 1, nbytes, dq.of_blocks(convert, 1), _CODES)
+
+
+def _blocks(name: str, spec: QuantSpec, convert: Callable[[dq.Bytes], dq.Floats]) -> Format:
+    """A format whose blocks, of a group or a super-block, hold codes and scales together."""
+    block = spec.super_block or spec.group
+    return Format(name, block, spec.table_bytes(1, block), dq.of_blocks(convert, block), _CODES, spec)
 
 
 def table_format(
@@ -88,6 +100,17 @@ def table_parts(spec: QuantSpec) -> dict[str, TensorPart]:
     return {name: TensorPart(NUMBERS[number].str) for name, number in named.items() if number in NUMBERS}
 
 
+def _table_blocks(name: str, block: int, nbytes: int, spec: QuantSpec) -> Format:
+    """A format whose blocks are taken apart into codes and scales as they are read."""
+
+    def rows_of(of: dq.Parts, rows: dq.Rows) -> TableRows:
+        from headrace.quant import gguf_blocks  # with its grids, where a model has such blocks
+
+        return gguf_blocks.table_rows(name, of["codes"][rows])
+
+    return replace(table_format(name, spec, _CODES, rows_of), block=block, nbytes=nbytes)
+
+
 @cache
 def plain_table(spec: QuantSpec) -> Format:
     """The format of a matrix that is stored code by code: uint8 [rows, cols], and tables [rows, scales of a row]."""
@@ -99,35 +122,50 @@ def plain_table(spec: QuantSpec) -> Format:
     return table_format(spec.name, spec, parts, rows_of)
 
 
+_MXFP4 = QuantSpec(4, 32, "e8m0", codebook="e2m1")
+_I8_VALUES = dq.row_scaled(dq.of_blocks(dq.numbers("i1"), 1))
+
 FORMATS: dict[str, Format] = {
     stored.name: stored
     for stored in (
-        _blocks("F32", 1, 4, dq.f32),
-        _blocks("F16", 1, 2, dq.f16),
-        _blocks("BF16", 1, 2, dq.bf16),
-        _blocks("Q4_0", 32, 18, dq.q4_0),
-        _blocks("Q4_1", 32, 20, dq.q4_1),
-        _blocks("Q5_0", 32, 22, dq.q5_0),
-        _blocks("Q5_1", 32, 24, dq.q5_1),
-        _blocks("Q8_0", 32, 34, dq.q8_0),
-        _blocks("Q2_K", 256, 84, dq.q2_k),
-        _blocks("Q3_K", 256, 110, dq.q3_k),
-        _blocks("Q4_K", 256, 144, dq.q4_k),
-        _blocks("Q5_K", 256, 176, dq.q5_k),
-        _blocks("Q6_K", 256, 210, dq.q6_k),
-        _blocks("MXFP4", 32, 17, dq.mxfp4),
-        Format("MXFP4_PAIRS", 32, 16, dq.mxfp4_pairs, {**_CODES, "block_scales": TensorPart("u1")}),
-        Format("I8_ROW", 1, 1, dq.row_scaled(dq.of_blocks(dq.numbers("i1"), 1)), {**_CODES, "row_scales": TensorPart("f4")}),
+        _numbers("F32", 4, dq.f32),
+        _numbers("F16", 2, dq.f16),
+        _numbers("BF16", 2, dq.bf16),
+        _blocks("Q4_0", QuantSpec(4, 32), dq.q4_0),
+        _blocks("Q4_1", QuantSpec(4, 32, "f16", "minimum", "f16"), dq.q4_1),
+        _blocks("Q5_0", QuantSpec(5, 32), dq.q5_0),
+        _blocks("Q5_1", QuantSpec(5, 32, "f16", "minimum", "f16"), dq.q5_1),
+        _blocks("Q8_0", QuantSpec(8, 32), dq.q8_0),
+        _blocks("Q2_K", QuantSpec(2, 16, "4-bit", "minimum", super_block=256), dq.q2_k),
+        _blocks("Q3_K", QuantSpec(3, 16, "6-bit", super_block=256), dq.q3_k),
+        _blocks("Q4_K", QuantSpec(4, 32, "6-bit", "minimum", super_block=256), dq.q4_k),
+        _blocks("Q5_K", QuantSpec(5, 32, "6-bit", "minimum", super_block=256), dq.q5_k),
+        _blocks("Q6_K", QuantSpec(6, 16, "8-bit", super_block=256), dq.q6_k),
+        _table_blocks("IQ1_S", 256, 50, QuantSpec(4, 32, "f32", codebook="iq1")),
+        _table_blocks("IQ1_M", 256, 56, QuantSpec(4, 16, "f32", codebook="iq1")),
+        _table_blocks("IQ2_XXS", 256, 66, QuantSpec(4, 32, "f32", codebook="iq2")),
+        _table_blocks("IQ2_XS", 256, 74, QuantSpec(4, 16, "f32", codebook="iq2")),
+        _table_blocks("IQ2_S", 256, 82, QuantSpec(4, 16, "f32", codebook="iq2")),
+        _table_blocks("IQ3_XXS", 256, 98, QuantSpec(4, 32, "f32", codebook="iq3_xxs")),
+        _table_blocks("IQ3_S", 256, 110, QuantSpec(4, 32, "f32", codebook="iq3_s")),
+        _table_blocks("IQ4_NL", 32, 18, QuantSpec(4, 32, codebook="iq4_nl")),
+        _table_blocks("IQ4_XS", 256, 136, QuantSpec(4, 32, "f32", codebook="iq4_nl")),
+        _table_blocks("TQ1_0", 256, 54, QuantSpec(2, 256)),
+        _table_blocks("TQ2_0", 256, 66, QuantSpec(2, 256)),
+        _blocks("MXFP4", _MXFP4, dq.mxfp4),
+        Format("MXFP4_PAIRS", 32, 16, dq.mxfp4_pairs, {**_CODES, "block_scales": TensorPart("u1")}, _MXFP4),
+        _table_blocks("NVFP4", 64, 36, QuantSpec(4, 16, codebook="e2m1")),
+        Format("I8_ROW", 1, 1, _I8_VALUES, {**_CODES, "row_scales": TensorPart("f4")}, QuantSpec(8, 0, "f32")),
     )
 }
 """Formats of weights by name: those of GGUF files, block layouts as in ggml's `ggml-common.h`, MXFP4 with its scales apart (gpt-oss), and
 int8 with one scale a row."""
 
 RAW_FORMATS: dict[str, Format] = {
-    name: _blocks(name, 1, np.dtype(dtype).itemsize, dq.numbers(dtype))
+    name: _numbers(name, np.dtype(dtype).itemsize, dq.numbers(dtype))
     for name, dtype in {"BOOL": "u1", "U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}.items()
 } | {
-    name: _blocks(name, 1, 1, dq.look_up(values))
+    name: _numbers(name, 1, dq.look_up(values))
     for name, values in (("F8_E4M3", small_floats(3)), ("F8_E5M2", small_floats(2)), ("F8_E8M0", POWERS))
 }
 """Plain numbers, by the name that safetensors has for them, which only a quantisation method can make weights of."""

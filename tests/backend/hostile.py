@@ -95,7 +95,7 @@ def stored(name: str, rows: int, cols: int) -> StoredTensor:
 
 def weight(rng: Random) -> tuple[Any, ...]:
     """The arguments of `add_weight`."""
-    name = rng.choice([*FORMATS, "F32", "F32", "Q4_0", "Q8_0"])
+    name = rng.choice([*(name for name, form in FORMATS.items() if not form.table_rows), "F32", "F32", "Q4_0", "Q8_0"])
     rows, cols = rng.choice([16, 32, 33]), 256 if FORMATS[name].block == 256 else rng.choice([32, 64])
     tensor = stored(name, rows, cols)
     order = spoilt(rng, np.array(rng.sample(range(rows), rows), np.int64)) if rng.randrange(4) == 0 else None

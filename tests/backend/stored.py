@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.quant.kv import round_bf16
+from headrace.quant.spec import small_floats
 
 # Byte offsets of the float16 scales inside a block: any other bytes may be random.
 _SCALES = {
@@ -13,7 +14,16 @@ _SCALES = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),
     "Q6_K": (208,),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"), (0,)),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "IQ1_M": (),  # in four pieces
 }
+_LARGEST = {
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S"), 166),
+    **{"IQ3_XXS": 480, "IQ3_S": 465, "IQ4_NL": 127, "IQ4_XS": 4064, "TQ1_0": 1, "TQ2_0": 2},
+}
+"""Values of blocks whose scale is 1; of the others 16 will do."""
 
 
 def random_stored(
@@ -34,6 +44,10 @@ def random_stored(
             return StoredTensor.from_bytes(name, form, (rows, cols), blocks.reshape(-1), block_scales=powers.astype(np.uint8))
         blocks[:, :, 0] = powers
         return StoredTensor.from_bytes(name, form, (rows, cols), blocks.reshape(-1))
+    if format_name == "NVFP4":
+        blocks = random_bytes((rows, cols // 64, form.nbytes))
+        blocks[:, :, :4] = np.searchsorted(small_floats(3)[:127], rng.uniform(0, 1, (rows, cols // 64, 4)) * scale / 6)
+        return StoredTensor.from_bytes(name, form, (rows, cols), blocks.reshape(-1))
     if format_name not in _SCALES:
         values = rng.standard_normal((rows, cols)).astype(np.float32) * np.float32(scale)
         if format_name == "F32":
@@ -45,8 +59,12 @@ def random_stored(
         return StoredTensor.from_bytes(name, form, (rows, cols), data.reshape(-1))
     blocks = random_bytes((rows * cols // form.block, form.nbytes))
     for at in _SCALES[format_name]:
-        scales = (rng.uniform(-1, 1, len(blocks)) * scale / 16).astype(np.float16)
+        scales = (rng.uniform(-1, 1, len(blocks)) * scale / _LARGEST.get(format_name, 16)).astype(np.float16)
         blocks[:, at : at + 2] = scales[:, None].view(np.uint8)
+    if format_name == "IQ1_M":
+        whole = (rng.uniform(-1, 1, len(blocks)) * scale / 16).astype(np.float16).view(np.uint16)
+        for i in range(4):
+            blocks[:, 49 + 2 * i] = blocks[:, 49 + 2 * i] & 15 | ((whole >> 4 * i) & 15) << 4
     return StoredTensor.from_bytes(name, form, (rows, cols), blocks.reshape(-1))
 
 

@@ -1,5 +1,6 @@
 """Every packed format in every instruction set of this machine, against the definition of the stored format."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace import _native
+from headrace.backend.packing import add_weight
 from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.quant.kv import round_bf16
 from tests.backend.stored import quantised_rows, random_stored
@@ -31,8 +33,7 @@ def product(isa: str, stored: StoredTensor, x: Array, offset: bool = False, thre
     out = plan.add_buffer(stored.rows, "step", False)
     plan.embed(loose, plan.add_weight("F32", num_rows, cols, x.astype(np.float32).view(np.uint8).reshape(-1), None))
     plan.pack(packed, loose)
-    weight = plan.add_weight(stored.format.name, stored.rows, cols, stored.parts["codes"], order, stored.scales)
-    plan.linear(out, packed, weight, -1, -1, offset)
+    plan.linear(out, packed, add_weight(plan, replace(stored, row_order=order)), -1, -1, offset)
     run_rows(plan, num_rows)
     return np.array(plan.floats(out, num_rows))
 
@@ -49,7 +50,7 @@ def exact(isa: str, stored: StoredTensor, x: Array, offset: bool) -> tuple[Array
     weight = stored.dequantise().astype(np.float64)
     if "row_scales" in stored.format.parts:
         x = quantised_rows(x, False, x.shape[1])
-    elif stored.format.quantised:
+    elif stored.format.quantised and not stored.format.needs_floats:
         x = quantised_rows(x, offset)
     elif stored.format.name == "BF16" and isa == "avx512bf16":
         x = round_bf16(x)
@@ -84,7 +85,7 @@ def test_a_row_does_not_depend_on_its_neighbours(isa: str, format_name: str, off
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("offset", [False, True])
-@pytest.mark.parametrize("format_name", [name for name, form in FORMATS.items() if form.quantised])
+@pytest.mark.parametrize("format_name", [name for name, form in FORMATS.items() if form.quantised and not form.needs_floats])
 def test_codes_and_activations_at_the_ends_of_their_ranges(isa: str, format_name: str, offset: bool) -> None:
     """Sums of products may be kept in 16 bits, which the largest ones must not overflow."""
     x = np.ones((6, 256), np.float32) * np.array([[1], [-1], [1], [-1], [0.5], [3]], np.float32)
@@ -155,7 +156,7 @@ def test_every_code_of_a_row_is_exact(name: str) -> None:
     stored = random_stored(name, 32, 512, 6)
     plan = _native.Plan("", 1)
     out = plan.add_buffer(512, "step", False)
-    plan.embed(out, plan.add_weight(name, 32, 512, stored.parts["codes"], None))
+    plan.embed(out, add_weight(plan, stored))
     run_rows(plan, 32)
     np.testing.assert_array_equal(plan.floats(out, 32), stored.dequantise())
 

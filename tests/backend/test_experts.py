@@ -15,6 +15,7 @@ from headrace.model import trace_model
 from headrace.model.spec import ExpertSpec, ModelSpec
 from headrace.program.ops import Activation
 from headrace.program.trace import Program
+from headrace.quant import formats
 from headrace.request import SamplingParams
 from tests.backend.stored import random_stored
 from tests.backend.test_cpu_linear import run_rows
@@ -23,8 +24,8 @@ from tests.mixtures import Mixture, Rows, rows_batch
 from tests.tiny import Tensors, run_all, tiny_engine, tiny_model
 
 ISAS = _native.isas()
-FORMATS = ("F32", "BF16", "F16", "Q4_0", "Q8_0", "Q4_K", "I8_ROW")
-TOLERANCE = {"F32": 1e-5, "F16": 1e-5, "BF16": 0.01}
+FORMATS = ("F32", "BF16", "F16", "Q4_0", "Q8_0", "Q4_K", "I8_ROW", "IQ2_XS", "IQ3_XXS")
+TOLERANCE = {"F32": 1e-5, "F16": 1e-5, "BF16": 0.01, "IQ2_XS": 1e-5}
 """Of the norm of the result; 0.03 in other formats, with int8 activations."""
 NO_KV = KvConfig(())
 
@@ -81,7 +82,7 @@ def test_equal_scores_go_to_the_lower_numbers(scoring: str) -> None:
 
 def shaped(shape: tuple[int, int, int, int], format: str, **options: object) -> Mixture:
     experts, top_k, dim, hidden = shape
-    block = 256 if format == "Q4_K" else 32
+    block = max(32, formats.FORMATS[format].block)
     return Mixture(experts, top_k, -(-dim // block) * block, -(-hidden // block) * block, format, **options)
 
 

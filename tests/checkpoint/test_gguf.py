@@ -175,7 +175,7 @@ class TestHostileFiles:
             read(content)
         assert "made.gguf" in str(caught.value)
 
-    @pytest.mark.parametrize(("kind", "name"), [(16, "IQ2_XXS"), (9, "Q8_1"), (26, "I32"), (4, "-"), (1234, "unknown")])
+    @pytest.mark.parametrize(("kind", "name"), [(15, "Q8_K"), (9, "Q8_1"), (26, "I32"), (4, "-"), (1234, "unknown")])
     def test_unsupported_type_names_tensor_and_type(self, kind: int, name: str, read: Callable[[bytes], GgufFile]) -> None:
         with pytest.raises(UnsupportedModelError, match=rf"blk\.0\.x has type {kind} \({name}\)"):
             read(build(tensor("blk.0.x", (256,), kind=kind)))

@@ -2,13 +2,14 @@
 
 Of every variant of a family, llama.cpp's converter makes a GGUF file. Our two routes must give the same tensors and the same
 specification, and on that file our logits must be those of llama.cpp. What was found goes to tests/data/gguf, where the short form of
-this, in `make test`, and the table of docs/families.md find it.
+this, in `make test`, and the table of docs/families.md find it. On files of a Llama whose matrices have a type that we read as a
+table, our logits must be near to those of llama.cpp, which rounds rows to 8 bits.
 
 Of files that we write, its mixtures must have the formats that ours have, and its quantised blocks must not be nearer to what they stand
 for than ours.
 
     python -m tests.llama_cpp                 all of them
-    python -m tests.llama_cpp gpt2 gemma3     some of them; nothing is written
+    python -m tests.llama_cpp gpt2 IQ2_XS     some of them; nothing is written
 """
 
 import argparse
@@ -28,8 +29,9 @@ from engines.process import BENCH, Unavailable, interpreter
 
 from tests.llama_cpp import fixtures, mixed, quantised
 from tests.llama_cpp.convert import convert
-from tests.llama_cpp.judge import Logits, differences, our_logits, relative_error
+from tests.llama_cpp.judge import ROUNDED_TYPE_TOLERANCE, Logits, differences, our_logits, relative_error
 from tests.llama_cpp.models import CASES, NOT_CONVERTED, NOT_RUN, TOKENS, UNSAID, save_coarse
+from tests.oracle.test_gguf_types import TABLES, write
 
 (PACKAGE,) = (word for word in ENGINES["llama.cpp"].pip[0].split() if "==" in word)
 WORKER = Path(__file__).with_name("worker.py")
@@ -107,13 +109,24 @@ def written(llama: LlamaCpp, scratch: Path) -> list[str]:
     return quantised.too_large(ratios) + wrong
 
 
+def verdict_of_type(name: str, llama: LlamaCpp, scratch: Path) -> fixtures.Verdict:
+    """What is found of a type of tensors."""
+    file = scratch / f"{name}.gguf"
+    write(file, name)
+    theirs = llama.logits(file)
+    if theirs is None:
+        return fixtures.Verdict(False, "not run")
+    error = relative_error(our_logits(file, TOKENS, like_theirs=True)[0], theirs)
+    return fixtures.Verdict(error < ROUNDED_TYPE_TOLERANCE, "", error, error)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join([*CASES, *TABLES])}")
     parser.add_argument("--python", help="an interpreter that has llama-cpp-python; else one is set up in .bench")
     parser.add_argument("--source", type=Path, help="llama.cpp's sources of that version; else they are downloaded to .bench")
     args = parser.parse_args()
-    if unknown := [name for name in args.cases if name not in CASES]:
+    if unknown := [name for name in args.cases if name not in CASES and name not in TABLES]:
         parser.error(f"unknown: {', '.join(unknown)}")
     transformers.utils.logging.set_verbosity_error()
     try:
@@ -122,11 +135,11 @@ def main() -> None:
         sys.exit(f"llama.cpp: {error}")
     found, wrong = {}, []
     with tempfile.TemporaryDirectory() as scratch:
-        for name in args.cases or CASES:
-            found[name] = verdict(name, llama, Path(scratch))
+        for name in args.cases or [*CASES, *TABLES]:
+            found[name] = (verdict_of_type if name in TABLES else verdict)(name, llama, Path(scratch))
             print(f"{name:24} {found[name]}", flush=True)
         if not args.cases and all(each.right for each in found.values()):
-            fixtures.write(PACKAGE, found, Path(scratch))
+            fixtures.write(PACKAGE, {name: found[name] for name in CASES}, Path(scratch))
         if not args.cases:
             wrong = written(llama, Path(scratch))
     if wrong := [name for name, each in found.items() if not each.right] + wrong:

@@ -27,6 +27,8 @@ GELU_TOLERANCE = 3e-4
 limit of rounding, differ by one part in a thousand."""
 ROUNDED_TOLERANCE = 0.03
 """That where ggml rounds rows to 8 bits, before they are multiplied with weights that are themselves rounded."""
+ROUNDED_TYPE_TOLERANCE = 0.1
+"""That where it rounds rows for all matrices of a model, with a scale for 256 columns."""
 _NOT_COMPARED = {"name", "architecture", "max_context", "rope", "window_rope"}
 """Names; a length that GGUF files of some families say otherwise; rotary embeddings, whose frequencies are compared."""
 
