@@ -10,7 +10,7 @@ from headrace.errors import RequestError
 if TYPE_CHECKING:
     from headrace.checkpoint.load import Checkpoint
 
-METHODS = ("rtn", "gptq", "awq", "smoothquant")
+METHODS = ("rtn", "imatrix", "gptq", "awq", "smoothquant")
 """What `convert/methods.py` knows."""
 MOST_TOKENS = 2**20
 

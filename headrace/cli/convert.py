@@ -17,6 +17,7 @@ from headrace.errors import RequestError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from headrace.checkpoint.load import Checkpoint
     from headrace.convert.original import Original
 
 _PLAIN = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
@@ -60,11 +61,15 @@ def _size(original: "Original") -> int:
 
 def _to_gguf(args: argparse.Namespace, original: "Original", bar: "Progress") -> None:
     from headrace.convert.gguf_file import plan_gguf, write_gguf
+    from headrace.convert.matrices import quantisable
+    from headrace.convert.methods import prepared
+    from headrace.planner.host import usable_cores
 
-    if args.method != "rtn":
-        raise RequestError(f"--method {args.method}: blocks of GGUF files are rounded to the nearest (rtn)")
-    plan, mixture = plan_gguf(original, args.to.upper()), args.to.upper()
-    write_gguf(original, args.out, mixture, plan, original.checkpoint.tensors, _told(bar, f"to {mixture}"))
+    checkpoint, mixture, threads = original.checkpoint, args.to.upper(), args.threads or usable_cores()
+    plan, names = plan_gguf(original, mixture), quantisable(checkpoint.spec, checkpoint.tensors)
+    pieces, tell = _calibration(args, checkpoint, bar)
+    model = prepared(args.method, checkpoint.spec, checkpoint.tensors, names, mixture, pieces, threads, tell)
+    write_gguf(original, args.out, mixture, plan, model.importance, _told(bar, f"to {mixture}"))
 
 
 def _to_folder(args: argparse.Namespace, original: "Original", bar: "Progress") -> None:
@@ -85,11 +90,17 @@ def _to_folder(args: argparse.Namespace, original: "Original", bar: "Progress") 
     if not plan.names:
         raise RequestError(f"{args.model} has no matrix that a folder can have quantised")
     plan.planned()
-    pieces = [] if args.method == "rtn" else calibration_pieces(args, checkpoint)
-    tell = _told(bar, f"{args.method}: reading a text") if pieces else lambda done: None
+    pieces, tell = _calibration(args, checkpoint, bar)
     model = prepared(args.method, checkpoint.spec, checkpoint.tensors, plan.names, to, pieces, threads, tell)
     results = quantised_matrices(args.method, checkpoint.spec, model, plan.names, to, pieces, threads)
     write_folder(original, args.out, plan, model.tensors, bar.track(results, total=len(plan.names), description=f"to {to.name}"))
+
+
+def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint", bar: "Progress") -> tuple[list[list[int]], Callable[[float], None]]:
+    """The text that the method reads, if it reads any, and what hears how far it is."""
+    if args.method == "rtn":
+        return [], lambda done: None
+    return calibration_pieces(args, checkpoint), _told(bar, f"{args.method}: reading a text")
 
 
 def _told(bar: "Progress", what: str) -> Callable[[float], None]:

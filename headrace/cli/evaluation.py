@@ -8,24 +8,26 @@ from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.cli.calibrating import calibration_pieces
 from headrace.convert.layer_errors import layer_errors
-from headrace.convert.matrices import quantisable
+from headrace.convert.matrices import Target, quantisable
 from headrace.convert.methods import prepared, quantised_matrices
 from headrace.convert.quality import Judge, Quality, Scorer, pieces_of
 from headrace.convert.remembered import Remembered
 from headrace.convert.texts import read_text
 from headrace.errors import RequestError
 from headrace.planner.host import usable_cores
+from headrace.quant.encode import ENCODERS
 from headrace.quant.named import named_format
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from headrace.quant.formats import StoredTensor
-    from headrace.quant.spec import QuantSpec
 
 EXACT = "exact"
 SWEEP = ("int8-g32", "e4m3-row", "int4-g32", "int4-g64", "nf4-g64", "int3-g32", "int3-g64", "int2-g32")
 """Formats that a sweep tries where none are named: those that files of models have, at each number of bits."""
+BLOCKS = frozenset(name for name, encoder in ENCODERS.items() if encoder.block > 1)
+"""Formats of GGUF files that a sweep knows by their names."""
 
 
 class Row(NamedTuple):
@@ -56,7 +58,7 @@ class Evaluation:
     def __init__(self, args: argparse.Namespace, bar: "Progress") -> None:
         self._args, self._bar = args, bar
         names = [name for name in (args.formats or "").split(",") if name] or list(SWEEP if args.sweep else ())
-        self._formats = {name: named_format(name) for name in names}
+        self._formats = {name: name.upper() if name.upper() in BLOCKS else named_format(name) for name in names}
         self._checkpoint = open_checkpoint(resolve(args.model))
         self._threads = args.threads or usable_cores()
         self._length = min(args.length, self._checkpoint.spec.max_context)
@@ -83,7 +85,7 @@ class Evaluation:
                 rows.append(self._row(name, quantised, said, errors))
         return rows
 
-    def _quantised(self, name: str, to: "QuantSpec", calibration: list[list[int]]) -> tuple[dict[str, "StoredTensor"], dict[int, float]]:
+    def _quantised(self, name: str, to: Target, calibration: list[list[int]]) -> tuple[dict[str, "StoredTensor"], dict[int, float]]:
         """All tensors with the matrices in this format, and what each layer loses."""
         spec, names, method = self._checkpoint.spec, self._names, self._args.method
         model = prepared(method, spec, self._checkpoint.tensors, names, to, calibration, self._threads, self._told(f"{name}: {method}"))

@@ -68,19 +68,46 @@ def input_maxima(
     threads: int,
     tell: Callable[[float], None],
 ) -> list[tuple[Floats, list[str]]]:
-    """The same with the largest magnitude in each column [cols] in place of products.
+    """The same with the largest magnitude in each column [cols] in place of products."""
 
-    Like those it raises FormatError, which names a tensor, where the model computes what is not finite.
-    """
+    def add(largest: Floats, rows: Floats) -> None:
+        np.maximum(largest, np.abs(rows).max(axis=0), out=largest)
+
+    return _columns(spec, tensors, pieces, names, threads, tell, add)
+
+
+def input_squares(
+    spec: ModelSpec,
+    tensors: Mapping[str, StoredTensor],
+    pieces: list[list[int]],
+    names: list[str],
+    threads: int,
+    tell: Callable[[float], None],
+) -> list[tuple[Floats, list[str]]]:
+    """The same with the mean square of each column [cols]: the diagonal of the products, without the rest."""
+    num_rows = np.float32(sum(map(len, pieces)))
+
+    def add(mean: Floats, rows: Floats) -> None:
+        mean += np.einsum("rc,rc->c", rows, rows) / num_rows
+
+    return _columns(spec, tensors, pieces, names, threads, tell, add)
+
+
+def _columns(
+    spec: ModelSpec,
+    tensors: Mapping[str, StoredTensor],
+    pieces: list[list[int]],
+    names: list[str],
+    threads: int,
+    tell: Callable[[float], None],
+    add: Callable[[Floats, Floats], None],
+) -> list[tuple[Floats, list[str]]]:
+    """What `add` makes of the columns of each input, from zeros on, and the matrices that read it."""
     program = trace_model(spec, tensors)
     readers = _readers(program, names)
-    largest = {value: np.zeros(value.width, np.float32) for value in readers}
-
-    def add(value: Value, rows: Floats) -> None:
-        np.maximum(largest[value], np.abs(rows).max(axis=0), out=largest[value])
-
-    _read(program, tensors, pieces, list(readers), threads, add, tell)
-    return [(_finite(largest[value], names), names) for value, names in readers.items()]
+    found = {value: np.zeros(value.width, np.float32) for value in readers}
+    _read(program, tensors, pieces, list(readers), threads, lambda value, rows: add(found[value], rows), tell)
+    return [(_finite(found[value], names), names) for value, names in readers.items()]
 
 
 def _readers(program: Program, names: list[str]) -> dict[Value, list[str]]:

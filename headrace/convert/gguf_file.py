@@ -1,7 +1,7 @@
 """Writing a model as a GGUF file: the key-values of the one that it comes from, and its tensors in the formats of a mixture."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +11,18 @@ from numpy.typing import NDArray
 from headrace.checkpoint.gguf import Metadata
 from headrace.convert.disassemble import Stored
 from headrace.convert.gguf_header import gguf_plan, u32
+from headrace.convert.matrices import Tell, encoded_rows
 from headrace.convert.mixtures import MIXTURES, facts_of, tensor_types
 from headrace.convert.original import Original
 from headrace.convert.output import check_room, unfinished
 from headrace.convert.tensor_file import PlannedTensor, TensorFile
-from headrace.errors import RequestError, UnsupportedModelError
-from headrace.quant.encode import encode
+from headrace.errors import UnsupportedModelError
 from headrace.quant.formats import FORMATS, StoredTensor
 
 _CHUNK_VALUES = 1 << 22
 """Numbers that are encoded at a time."""
 _QUANTISATION_VERSION = 2
 """Of ggml's block formats (`GGML_QNT_VERSION`)."""
-
-Tell = Callable[[float], None]
 
 
 def plan_gguf(original: Original, mixture: str) -> dict[str, PlannedTensor]:
@@ -49,11 +47,17 @@ def _planned(name: str, shape: tuple[int, ...], kind: str) -> PlannedTensor:
 
 
 def write_gguf(
-    original: Original, out: Path, mixture: str, plan: Mapping[str, PlannedTensor], tensors: Mapping[str, StoredTensor], tell: Tell
+    original: Original,
+    out: Path,
+    mixture: str,
+    plan: Mapping[str, PlannedTensor],
+    importance: Mapping[str, NDArray[np.float32]],
+    tell: Tell,
 ) -> None:
-    """Write it: `tensors` are ours, and `tell` hears how much is done, from 0 to 1.
+    """Write it; `tell` hears how much is done, from 0 to 1.
 
-    What has its format already, and is what it was, is copied. Raises HeadraceError where the disk refuses, RequestError naming a tensor
+    `importance` is what errors in the columns of a matrix of ours count [cols]; all the same where it has none. What has its format
+    already is copied. Raises HeadraceError where the disk refuses, RequestError naming a tensor
     with a number that is not finite; nothing is left at `out` then.
     """
     metadata = original.checkpoint.tokenizer_source
@@ -62,38 +66,32 @@ def write_gguf(
     values |= {"general.file_type": u32(MIXTURES[mixture].file_type), "general.quantization_version": u32(_QUANTISATION_VERSION)}
     header = gguf_plan(values, plan.values())
     check_room(out, header.size)
-    ours = original.stored(as_folder=False)
+    ours, tensors = original.stored(as_folder=False), original.checkpoint.tensors
     total, done = sum(tensor.nbytes for tensor in plan.values()), 0
     with unfinished(out) as place:
         file = TensorFile(place, header)
         for name, planned in plan.items():
             source, stored = original.tensors[name], ours.get(name)
-            is_same = stored is None or all(tensors[share.name] is original.checkpoint.tensors[share.name] for share in stored.shares)
-            if is_same and source.format.name == planned.format:
+            if source.format.name == planned.format:
                 file.write(name, [source.parts["codes"]])
             elif stored is None:
-                file.write(name, [_encoded(name, planned.format, source.dequantise().reshape(-1, source.cols))])
+                file.write(name, [encoded_rows(name, planned.format, source.dequantise().reshape(-1, source.cols))])
             else:
-                file.write(name, _blocks(stored, planned, tensors))
+                file.write(name, _blocks(stored, planned, tensors, importance.get(stored.shares[0].name)))
             source.release()
             for share in stored.shares if stored else ():
-                original.checkpoint.tensors[share.name].release()
+                tensors[share.name].release()
             done += planned.nbytes
             tell(done / total)
         file.close()
 
 
-def _blocks(stored: Stored, planned: PlannedTensor, tensors: Mapping[str, StoredTensor]) -> Iterator[NDArray[Any]]:
+def _blocks(
+    stored: Stored, planned: PlannedTensor, tensors: Mapping[str, StoredTensor], importance: NDArray[np.float32] | None
+) -> Iterator[NDArray[Any]]:
     """A tensor in its new format, some rows at a time."""
     rows, cols = (1, stored.shape[0]) if len(stored.shape) == 1 else stored.shape
     step = rows if stored.is_transposed else max(1, _CHUNK_VALUES // cols)
     for first in range(0, rows, step):
         values = stored.values(tensors, first, min(first + step, rows))
-        yield _encoded(planned.name, planned.format, values.reshape(-1, cols))
-
-
-def _encoded(name: str, kind: str, values: NDArray[np.float32]) -> NDArray[np.uint8]:
-    try:
-        return encode(kind, values)
-    except ValueError as error:
-        raise RequestError(f"tensor {name}: {error}") from None
+        yield encoded_rows(planned.name, planned.format, values.reshape(-1, cols), importance)

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.errors import RequestError
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program.mixture import Experts, GateRows, Route
 from headrace.program.ops import Linear
+from headrace.quant.encode import encode
 from headrace.quant.formats import FORMATS, StoredTensor, plain_table
 from headrace.quant.named import W8A8
 from headrace.quant.rounding import round_to_nearest
@@ -18,6 +20,8 @@ from headrace.quant.spec import QuantSpec, TableRows
 
 Floats = NDArray[np.float32]
 Tell = Callable[[float], None]
+Target = QuantSpec | str
+"""A format to quantise to: what is stored code by code, or the name of a format of GGUF files, of `quant/encode.py`."""
 
 _CHUNK_VALUES = 1 << 24
 """Weights of a matrix that are float32 at a time."""
@@ -42,9 +46,26 @@ def quantisable(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> list[st
     return [name for name in dict.fromkeys(wanted) if name not in kept]
 
 
-def round_matrix(tensor: StoredTensor, to: QuantSpec, importance: Floats | None = None) -> StoredTensor:
-    """A matrix rounded to the nearest."""
-    return quantised(tensor, to, [round_to_nearest(chunk, to, importance=importance) for chunk in chunks(tensor)])
+def round_matrix(tensor: StoredTensor, to: Target, importance: Floats | None = None) -> StoredTensor:
+    """A matrix rounded to the nearest; `importance` says how much an error in each column counts [cols].
+
+    Raises RequestError, which names the tensor, where its columns are no whole blocks, or one of its numbers is not finite.
+    """
+    if isinstance(to, QuantSpec):
+        return quantised(tensor, to, [round_to_nearest(chunk, to, importance=importance) for chunk in chunks(tensor)])
+    stored = FORMATS[to]
+    if tensor.cols % stored.block:
+        raise RequestError(f"tensor {tensor.name} has {tensor.cols:,} columns, no multiple of the {stored.block} of a block of {to}")
+    blocks = np.concatenate([encoded_rows(tensor.name, to, chunk, importance) for chunk in chunks(tensor)])
+    return StoredTensor(tensor.name, stored, tensor.shape, {"codes": blocks})
+
+
+def encoded_rows(name: str, to: str, rows: Floats, importance: Floats | None = None) -> NDArray[np.uint8]:
+    """Rows of a tensor in a format of GGUF files. Raises RequestError, which names it, for numbers that are not finite."""
+    try:
+        return encode(to, rows, importance)
+    except ValueError as error:
+        raise RequestError(f"tensor {name}: {error}") from None
 
 
 def expert_matrices(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> set[str]:

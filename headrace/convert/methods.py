@@ -7,10 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.convert.awq import awq
-from headrace.convert.calibrate import input_products
+from headrace.convert.calibrate import input_products, input_squares
 from headrace.convert.gptq import gptq
-from headrace.convert.matrices import Tell, expert_matrices, quantised, round_matrix
+from headrace.convert.matrices import Target, Tell, expert_matrices, quantised, round_matrix
 from headrace.convert.smoothquant import smoothquant
+from headrace.errors import RequestError
 from headrace.model.spec import ModelSpec
 from headrace.quant.formats import StoredTensor
 from headrace.quant.spec import QuantSpec
@@ -32,12 +33,22 @@ def prepared(
     spec: ModelSpec,
     tensors: Mapping[str, StoredTensor],
     names: list[str],
-    to: QuantSpec,
+    to: Target,
     pieces: list[list[int]],
     threads: int,
     tell: Tell,
 ) -> Prepared:
-    """The model as a method rounds it, with pieces of a text to calibrate with; `tell` hears how much is done, from 0 to 1."""
+    """The model as a method rounds it, with pieces of a text to calibrate with; `tell` hears how much is done, from 0 to 1.
+
+    Raises RequestError for a method that does not go with blocks of GGUF files.
+    """
+    if method == "imatrix":
+        squares = input_squares(spec, tensors, pieces, names, threads, tell)
+        return Prepared(tensors, {name: mean for mean, readers in squares for name in readers})
+    if not isinstance(to, QuantSpec):
+        if method != "rtn":
+            raise RequestError(f"--method {method} does not go with {to}: blocks of GGUF files are rounded by rtn or imatrix")
+        return Prepared(tensors, {})
     if method == "awq":
         scalings, importance = awq(spec, tensors, names, to, pieces, threads, tell)
         return Prepared(scalings.applied(tensors, names), importance)
@@ -47,11 +58,11 @@ def prepared(
 
 
 def quantised_matrices(
-    method: str, spec: ModelSpec, model: Prepared, names: list[str], to: QuantSpec, pieces: list[list[int]], threads: int
+    method: str, spec: ModelSpec, model: Prepared, names: list[str], to: Target, pieces: list[list[int]], threads: int
 ) -> Matrices:
     """The named matrices, one after the other, in an order of the method's own; those of experts are never quantised by GPTQ."""
     left = names
-    if method == "gptq":
+    if method == "gptq" and isinstance(to, QuantSpec):
         experts = expert_matrices(spec, model.tensors)
         ours, left = [name for name in names if name not in experts], [name for name in names if name in experts]
         for products, readers in input_products(spec, model.tensors, pieces, ours, threads, lambda done: None):
