@@ -60,16 +60,22 @@ enum class Format : int {
   kBf16,
   kF16,
   kF32,
-  kI8Row,  // int8 with one scale a row
+  kI8Row,    // int8 with one scale a row
+  kI8Mixed,  // the same, for activations whose outliers stay float32: LLM.int8
 };
-constexpr int kNumFormats = 22;
+constexpr int kNumFormats = 23;
+
+constexpr bool is_i8(Format f) { return f == Format::kI8Row || f == Format::kI8Mixed; }
 
 // How a kernel wants its activations. An activation buffer holds every form that its readers need.
 // kQ8 is symmetric int8 per 32 columns. kQ8Offset puts the range of the codes around the middle of the group's numbers: behind a
 // norm, where single channels stick out to one side, it loses less than half as much in KL, for one more multiply-add per group.
-// kQ8Row is symmetric int8 with one scale for all columns of a row, so it can be made only of a row that is complete.
-enum class Form : int { kQ8, kQ8Offset, kQ8Row, kBf16, kF32 };
-constexpr int kNumForms = 5;
+// kQ8Row is symmetric int8 with one scale for all columns of a row, so it can be made only of a row that is complete. In kQ8Mixed numbers
+// beyond a threshold stay float32 and are 0 among the others (LLM.int8, Dettmers et al. 2022).
+enum class Form : int { kQ8, kQ8Offset, kQ8Row, kQ8Mixed, kBf16, kF32 };
+constexpr int kNumForms = 6;
+
+constexpr bool is_by_row(Form f) { return f == Form::kQ8Row || f == Form::kQ8Mixed; }
 
 // How quantised weights are multiplied: with int8 activations, with those that have an offset, or as float32 with float32. Weights that are
 // floats, or int8 by row, have one way, which is all of these.
@@ -155,11 +161,9 @@ constexpr Unit unit_of(Format f) {
 }
 
 // Columns of one unit, and its bytes for 16 rows. bf16 goes in pairs of columns, f16 and f32 column by column.
-constexpr int unit_columns(Format f) {
-  return is_grouped(f) ? unit_of(f).columns() : f == Format::kI8Row ? kGroup : f == Format::kBf16 ? 2 : 1;
-}
+constexpr int unit_columns(Format f) { return is_grouped(f) ? unit_of(f).columns() : is_i8(f) ? kGroup : f == Format::kBf16 ? 2 : 1; }
 constexpr int unit_bytes(Format f) {
-  return is_grouped(f) ? unit_of(f).bytes() : f == Format::kI8Row ? kGroup * kTileRows : f == Format::kF16 ? 32 : 64;
+  return is_grouped(f) ? unit_of(f).bytes() : is_i8(f) ? kGroup * kTileRows : f == Format::kF16 ? 32 : 64;
 }
 // What the numbers of a table are. Zero points are kU8, minima floats; with neither, codes lie around the middle of their range.
 enum class Number : int { kNone, kU8, kF16, kBf16, kF32 };
@@ -187,7 +191,7 @@ struct TileShape {
 // Bytes of a tile, in whole lines.
 constexpr size_t tile_bytes(Format f, const TileShape& shape) {
   const size_t codes = static_cast<size_t>(shape.units) * unit_bytes(f);
-  const size_t bytes = shape.codes_offset() + codes + (f == Format::kI8Row ? kTileRows * sizeof(float) : 0);
+  const size_t bytes = shape.codes_offset() + codes + (is_i8(f) ? kTileRows * sizeof(float) : 0);
   return (bytes + 63) / 64 * 64;
 }
 
@@ -202,13 +206,23 @@ constexpr int q8_group_bytes(bool offset) { return offset ? 52 : 48; }
 // Q8Row activations: for a block of n rows f32 scale[n], s32 zero_sum[n] = -128 * sum(x), then s8 x[n][32] for each 32 columns.
 constexpr size_t kRowHeaderBytes = 8;
 
+// Q8Mixed activations: the outliers of each of the n rows, in ascending columns, then the rows as in Q8Row. A row with more than kMost
+// of them has a higher threshold.
+struct Outliers {
+  static constexpr int kMost = 32;
+  static constexpr float kThreshold = 6;
+  int32_t count;
+  int32_t columns[kMost];
+  float values[kMost];
+};
+
 // Bytes of `columns` of one activation row, and of a whole one; columns are already padded to the readers' units.
 constexpr size_t form_column_bytes(Form form, size_t columns) {
   if (form == Form::kQ8 || form == Form::kQ8Offset) return columns / kGroup * q8_group_bytes(form == Form::kQ8Offset);
-  return form == Form::kQ8Row ? columns : form == Form::kBf16 ? columns * 2 : columns * 4;
+  return is_by_row(form) ? columns : form == Form::kBf16 ? columns * 2 : columns * 4;
 }
 constexpr size_t form_row_bytes(Form form, size_t columns) {
-  return form_column_bytes(form, columns) + (form == Form::kQ8Row ? kRowHeaderBytes : 0);
+  return form_column_bytes(form, columns) + (is_by_row(form) ? kRowHeaderBytes : 0) + (form == Form::kQ8Mixed ? sizeof(Outliers) : 0);
 }
 
 }  // namespace headrace

@@ -231,6 +231,20 @@ void matmul_i8_row(const uint8_t* tile, const TileShape& shape, const uint8_t* b
   }
 }
 
+// The same, and what the outliers of each row add: a column of weights times a number, in the order of columns.
+template <int Rows>
+void matmul_i8_mixed(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out) {
+  const auto* outliers = reinterpret_cast<const Outliers*>(block);
+  matmul_i8_row<Rows>(tile, shape, block + Rows * sizeof(Outliers), out);
+  const auto* scales = reinterpret_cast<const float*>(tile + static_cast<size_t>(shape.units) * unit_bytes(Format::kI8Mixed));
+  for (int m = 0; m < Rows; m++)
+    for (int i = 0; i < outliers[m].count; i++) {
+      const int column = outliers[m].columns[i];
+      const uint8_t* codes = tile + column / 4 * 64 + column % 4;
+      for (int r = 0; r < kTileRows; r++) out[16 * m + r] += outliers[m].values[i] * (scales[r] * static_cast<float>(codes[4 * r] - 128));
+    }
+}
+
 // bf16 weights: activations in pairs, bf16 where the processor multiplies them, else float32.
 template <int Rows>
 void matmul_bf16(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out) {

@@ -11,6 +11,8 @@ constexpr Kernels::Matmul matmul_for() {
     return matmul_grouped<F, Rows, offset>;
   else if constexpr (F == Format::kI8Row)
     return matmul_i8_row<Rows>;
+  else if constexpr (F == Format::kI8Mixed)
+    return matmul_i8_mixed<Rows>;
   else if constexpr (F == Format::kBf16)
     return matmul_bf16<Rows>;
   else
@@ -20,7 +22,7 @@ constexpr Kernels::Matmul matmul_for() {
 constexpr Form form_for(Format f, Mode mode) {
   if (is_grouped(f) && (mode == Mode::kFloat || is_float8(f))) return Form::kF32;
   if (is_grouped(f)) return mode == Mode::kInt8Offset ? Form::kQ8Offset : Form::kQ8;
-  if (f == Format::kI8Row) return Form::kQ8Row;
+  if (is_i8(f)) return f == Format::kI8Row ? Form::kQ8Row : Form::kQ8Mixed;
   return f == Format::kBf16 && kHasBf16 ? Form::kBf16 : Form::kF32;
 }
 

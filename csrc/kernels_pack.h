@@ -48,8 +48,35 @@ void pack_q8(const float* x, size_t stride, int count, int n, int columns, uint8
   }
 }
 
-// int8 with one scale a row: the row's highest magnitude / 127.
+// The numbers of a row that are outliers: beyond the threshold, or where these are too many beyond the next higher one that leaves few.
+void find_outliers(const float* x, int n, Outliers& found) {
+  for (float threshold = Outliers::kThreshold;; threshold *= 1.25f) {
+    int count = 0;
+    for (int k = 0; k < n && count <= Outliers::kMost; k++)
+      if (x[k] > threshold || x[k] < -threshold) {
+        if (count < Outliers::kMost) found.columns[count] = k, found.values[count] = x[k];
+        count++;
+      }
+    found.count = count;
+    if (count <= Outliers::kMost) return;
+  }
+}
+
+// Columns k to k + 15 of a row of n, where outliers are 0. `next` is the first of them from column k on, and is moved on.
+Vf without_outliers(const float* x, int k, int n, const Outliers& outliers, int& next) {
+  const Vf v = n - k >= 16 ? load(x + k) : load_partial(x + k, n - k);
+  if (next == outliers.count || outliers.columns[next] >= k + 16) return v;
+  alignas(64) float some[16];
+  store(some, v);
+  while (next < outliers.count && outliers.columns[next] < k + 16) some[outliers.columns[next++] - k] = 0;
+  return load(some);
+}
+
+// int8 with one scale a row: the row's highest magnitude / 127. kMixed: that of all but its outliers, which are listed before.
+template <bool kMixed>
 void pack_q8_row(const float* x, size_t stride, int count, int n, int columns, uint8_t* block, int rows, int m) {
+  uint8_t* const start = block + (kMixed ? rows * sizeof(Outliers) : 0);
+  Outliers none;
   for (int i = 0; i < count; i++, x += stride, m++) {
     Vf highest = zero(), zeros = zero();
     for (int k = 0; k < n; k += 16) {
@@ -58,17 +85,25 @@ void pack_q8_row(const float* x, size_t stride, int count, int n, int columns, u
       zeros = fma(v, zero(), zeros);
     }
     const bool finite = is_finite(zeros);
-    const float top = finite ? reduce_max(highest) : kNotFinite;
     const int coded = finite ? n : 0;
+    Outliers& outliers = kMixed ? reinterpret_cast<Outliers*>(block)[m] : none;
+    outliers.count = 0;
+    int next = 0;
+    if (kMixed && finite && reduce_max(highest) > Outliers::kThreshold) {
+      find_outliers(x, n, outliers);
+      highest = zero();
+      for (int k = 0; k < n; k += 16) highest = max(highest, abs(without_outliers(x, k, n, outliers, next)));
+    }
+    const float top = finite ? reduce_max(highest) : kNotFinite;
     const Vf inverse = set1(top > 1e-36f ? 127.0f / top : 0.0f);  // of less the inverse would overflow
-    auto* scales = reinterpret_cast<float*>(block);
+    auto* scales = reinterpret_cast<float*>(start);
     auto* zero_sums = reinterpret_cast<int32_t*>(scales + rows);
     auto* codes = reinterpret_cast<int8_t*>(zero_sums + rows) + kGroup * m;
     Vi sum = set1(0);
+    next = 0;
     for (int k = 0; k < columns; k += kGroup, codes += kGroup * rows)
       for (int half = 0; half < kGroup; half += 16) {
-        const int at = k + half;
-        const Vi code = round_to_int(mul(coded - at >= 16 ? load(x + at) : load_partial(x + at, coded - at), inverse));
+        const Vi code = round_to_int(mul(without_outliers(x, k + half, coded, outliers, next), inverse));
         store_s8(codes + half, code);
         sum = add(sum, code);
       }

@@ -25,7 +25,8 @@ const Kernels* make_table(const char* name) {
   fill_matmuls(k);
   k.pack[static_cast<int>(Form::kQ8)] = pack_q8<false>;
   k.pack[static_cast<int>(Form::kQ8Offset)] = pack_q8<true>;
-  k.pack[static_cast<int>(Form::kQ8Row)] = pack_q8_row;
+  k.pack[static_cast<int>(Form::kQ8Row)] = pack_q8_row<false>;
+  k.pack[static_cast<int>(Form::kQ8Mixed)] = pack_q8_row<true>;
   k.pack[static_cast<int>(Form::kBf16)] = pack_bf16;
   k.pack[static_cast<int>(Form::kF32)] = pack_f32;
   k.norm[static_cast<int>(NormKind::kRms)] = norm<NormKind::kRms>;

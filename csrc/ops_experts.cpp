@@ -128,18 +128,18 @@ class Experts {
       const ExpertBlock from = is_single_ ? work_.blocks[0] : block;
       const GatedUnit unit{plan.weight(a_.gate[e]), plan.weight(a_.up[e]), bias(plan, a_.gate_bias, e), bias(plan, a_.up_bias, e)};
       gated_group(plan, unit, group, at(x, gate, from), at(x, up, from), block.rows, a_.activate, rows);
-      if (down != Form::kQ8Row) return pack_piece(plan, packed, down, block, first, rows, n);
+      if (!is_by_row(down)) return pack_piece(plan, packed, down, block, first, rows, n);
       for (int m = 0; m < block.rows && n; m++)
         std::memcpy(loose.row(block.first + m) + first, rows + kGroup * m, static_cast<size_t>(n) * 4);
     });
   }
 
-  int hidden_pack_items(const Plan& plan, const Step&) { return form(plan, a_.down) == Form::kQ8Row ? num_blocks() : 0; }
+  int hidden_pack_items(const Plan& plan, const Step&) { return is_by_row(form(plan, a_.down)) ? num_blocks() : 0; }
   void hidden_pack(const Plan& plan, int begin, int end) const {
     const Buffer &loose = plan.buffer(work_.loose_hidden), &packed = plan.buffer(work_.hidden);
     for (int b = begin; b < end; b++) {
       const ExpertBlock& block = work_.blocks[b];
-      for (int m = 0; m < block.rows; m++) pack_row(plan, packed, Form::kQ8Row, block, m, loose.row(block.first + m));
+      for (int m = 0; m < block.rows; m++) pack_row(plan, packed, form(plan, a_.down), block, m, loose.row(block.first + m));
     }
   }
 

@@ -13,7 +13,7 @@ namespace {
 constexpr size_t kArenaBytes = size_t{64} << 20;
 
 void check_whole_rows(const Buffer& buffer) {
-  if (buffer.in_pieces && buffer.wanted[static_cast<int>(Form::kQ8Row)])
+  if (buffer.in_pieces && (buffer.wanted[static_cast<int>(Form::kQ8Row)] || buffer.wanted[static_cast<int>(Form::kQ8Mixed)]))
     throw std::invalid_argument("a buffer that is written in pieces cannot be packed with one scale a row");
 }
 

@@ -228,6 +228,7 @@ constexpr Source kSources[] = {
     {"F16", Format::kF16, 1, 2},
     {"F32", Format::kF32, 1, 4},
     {"I8_ROW", Format::kI8Row, 1, 1},
+    {"I8_MIXED", Format::kI8Mixed, 1, 1},
 };
 
 const Source& source_of(const std::string& name) {
@@ -289,7 +290,7 @@ void check_stored(const Stored& stored) {
   };
   check_shape(stored.rows, stored.cols);
   const auto rows = static_cast<size_t>(stored.rows);
-  const bool row_scaled = source.format == Format::kI8Row;
+  const bool row_scaled = is_i8(source.format);
   require(stored.cols % source.block_columns == 0 && stored.bytes % row_bytes(stored, source) == 0,
           "a weight's bytes do not match its shape and format");
   const size_t there = stored.bytes / row_bytes(stored, source);  // of which a row order may take some
@@ -316,7 +317,7 @@ Weight pack(const Stored& stored, uint8_t* to, size_t stride, Pool& pool) {
       uint8_t* tile = to + static_cast<size_t>(row / kTileRows) * stride;
       if (source.pack_row)
         source.pack_row(bytes, scales_of(from), w.cols, tile, row % kTileRows);
-      else if (w.format == Format::kI8Row)
+      else if (is_i8(w.format))
         pack_i8_row(bytes, w.cols, stored.row_scales[from], tile, w.shape.units, row % kTileRows);
       else
         pack_float_row(source.format, bytes, w.cols, tile, row % kTileRows);
@@ -333,7 +334,7 @@ void unpack_row(const Weight& w, int row, float* out) {
       out[k] = unpack_table(w, tile, r, k);
     } else if (is_grouped(w.format)) {
       out[k] = unpack_grouped(w, tile, r, k);
-    } else if (w.format == Format::kI8Row) {
+    } else if (is_i8(w.format)) {
       out[k] = unpack_i8_row(w, tile, r, k);
     } else if (w.format == Format::kBf16) {
       out[k] = bf16_to_float(read16(tile + (static_cast<size_t>(k / 2 * 16 + r) * 2 + k % 2) * 2));

@@ -1,7 +1,7 @@
-"""Folders that bitsandbytes reads, of nf4 and fp4 whose scales are quantised again (QLoRA, Dettmers et al. 2023): the format is told in
-`checkpoint/quantisation/bitsandbytes.py`.
+"""Folders that bitsandbytes reads: of nf4 and fp4 whose scales are quantised again (QLoRA, Dettmers et al. 2023), and of LLM.int8. The
+formats are told in `checkpoint/quantisation/bitsandbytes.py`.
 
-A scale becomes one of 256 values between -1 and 1 (`scale_values`), times the largest of 256 scales, plus the mean of all.
+A scale of nf4 or fp4 becomes one of 256 values between -1 and 1 (`scale_values`), times the largest of 256 scales, plus the mean of all.
 """
 
 import json
@@ -89,6 +89,33 @@ class BitsAndBytes:
 
     def _state(self, name: str) -> str:
         return f"{name}.quant_state.bitsandbytes__{self.spec.codebook}"
+
+
+class LlmInt8:
+    """A writer of int8 by row, whose activations are int8 but for outliers (LLM.int8, Dettmers et al. 2022)."""
+
+    def config(self, left: Sequence[str]) -> dict[str, Any]:
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": False,
+            "load_in_8bit": True,
+            "llm_int8_threshold": 6.0,
+            "llm_int8_skip_modules": list(left) or None,
+        }
+
+    def planned(self, name: str, rows: int, cols: int) -> list[PlannedTensor]:
+        return [
+            PlannedTensor(name, "I8", (rows, cols), rows * cols),
+            PlannedTensor(self._scales(name), "F32", (rows,), 4 * rows),
+            PlannedTensor(f"{name}_format", "U8", (), 1),
+        ]
+
+    def packed(self, name: str, parts: Parts) -> dict[str, NDArray[Any]]:
+        largest = parts["row_scales"] * np.float32(127)
+        return {name: parts["codes"], self._scales(name): largest, f"{name}_format": np.zeros((), np.uint8)}
+
+    def _scales(self, name: str) -> str:
+        return f"{name.removesuffix('weight')}SCB"
 
 
 @cache

@@ -14,7 +14,7 @@ from headrace.program.mixture import Experts, GateRows, Route
 from headrace.program.ops import Linear
 from headrace.quant.encode import encode
 from headrace.quant.formats import FORMATS, StoredTensor, plain_table
-from headrace.quant.named import W8A8
+from headrace.quant.named import LLM_INT8, W8A8
 from headrace.quant.rounding import round_to_nearest
 from headrace.quant.spec import QuantSpec, TableRows
 
@@ -74,11 +74,16 @@ def expert_matrices(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> set
 
 
 def quantised(tensor: StoredTensor, to: QuantSpec, pieces: list[TableRows]) -> StoredTensor:
-    """A matrix of these rows, in the place of `tensor`; of the format W8A8 as the engine multiplies it with activations by row."""
-    if to == W8A8:
+    """A matrix of these rows, in the place of `tensor`; of W8A8 and LLM.int8 as the engine multiplies them with activations by row."""
+    if to in (W8A8, LLM_INT8):
         signed = np.concatenate([piece.codes for piece in pieces])[..., None] ^ np.uint8(0x80)
         scales = np.concatenate([piece.scales[:, 0] for piece in pieces])
-        return replace(tensor, format=FORMATS["I8_ROW"], parts={"codes": signed, "row_scales": scales}, row_order=None)
+        return replace(
+            tensor,
+            format=FORMATS["I8_MIXED" if to.has_wide_outliers else "I8_ROW"],
+            parts={"codes": signed, "row_scales": scales},
+            row_order=None,
+        )
     parts: dict[str, NDArray[Any]] = {
         "codes": np.concatenate([piece.codes for piece in pieces]),
         "scales": np.concatenate([piece.scales for piece in pieces]),

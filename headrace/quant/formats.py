@@ -156,10 +156,11 @@ FORMATS: dict[str, Format] = {
         Format("MXFP4_PAIRS", 32, 16, dq.mxfp4_pairs, {**_CODES, "block_scales": TensorPart("u1")}, _MXFP4),
         _table_blocks("NVFP4", 64, 36, QuantSpec(4, 16, codebook="e2m1")),
         Format("I8_ROW", 1, 1, _I8_VALUES, {**_CODES, "row_scales": TensorPart("f4")}, QuantSpec(8, 0, "f32")),
+        Format("I8_MIXED", 1, 1, _I8_VALUES, {**_CODES, "row_scales": TensorPart("f4")}, QuantSpec(8, 0, "f32", has_wide_outliers=True)),
     )
 }
 """Formats of weights by name: those of GGUF files, block layouts as in ggml's `ggml-common.h`, MXFP4 with its scales apart (gpt-oss), and
-int8 with one scale a row."""
+int8 with one scale a row, of two kinds by what they are multiplied with."""
 
 RAW_FORMATS: dict[str, Format] = {
     name: _numbers(name, np.dtype(dtype).itemsize, dq.numbers(dtype))

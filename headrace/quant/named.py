@@ -1,4 +1,4 @@
-"""Formats by the names that people call them: int4-g128, int4-g32-asym, int8-row, w8a8, nf4-g64, e4m3-row."""
+"""Formats by the names that people call them: int4-g128, int4-g32-asym, int8-row, w8a8, llm-int8, nf4-g64, e4m3-row."""
 
 import re
 
@@ -12,9 +12,14 @@ _CODEBOOKS: dict[str, Codebook] = {"nf4": "nf4", "fp4": "fp4", "iq4_nl": "iq4_nl
 
 W8A8 = QuantSpec(8, 0, "f32")
 """Weights of 8 bits by row, which are multiplied with activations of 8 bits by row: those of others have scales of 32 columns."""
+LLM_INT8 = QuantSpec(8, 0, "f32", has_wide_outliers=True)
+"""The same, where activations that are outliers stay float32."""
+
+_BY_ROW = {"w8a8": W8A8, "llm-int8": LLM_INT8}
 
 NAMES = (
-    "w8a8, or int2, int3, int4, int8, nf4, fp4, iq4_nl, e4m3, e5m2; then -g and the columns of a group, or -row; then -asym for integers"
+    "w8a8, llm-int8, or int2, int3, int4, int8, nf4, fp4, iq4_nl, e4m3, e5m2; then -g and the columns of a group, or -row; then -asym for "
+    "integers"
 )
 """What a name is made of, for messages."""
 
@@ -24,8 +29,8 @@ def named_format(name: str) -> QuantSpec:
 
     Raises RequestError for a name that is none, or a group that no kernel has: 16, or a multiple of 32.
     """
-    if name == "w8a8":
-        return W8A8
+    if name in _BY_ROW:
+        return _BY_ROW[name]
     found = _NAME.fullmatch(name)
     if not found:
         raise RequestError(f"{name[:40]!r} is no format to quantise to; one is made of {NAMES}")

@@ -59,6 +59,8 @@ class QuantSpec:
     """What a code stands for; the zero of anything but integers is 0."""
     super_block: int = 0
     """Columns whose scales are integers with a float16 in common; minima are integers alike, below 0, with a float16 of their own."""
+    has_wide_outliers: bool = False
+    """Whether activations beyond 6 stay float32, while the others of their row are int8 by row (LLM.int8, Dettmers et al. 2022)."""
 
     @property
     def name(self) -> str:

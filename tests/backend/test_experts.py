@@ -24,7 +24,7 @@ from tests.mixtures import Mixture, Rows, rows_batch
 from tests.tiny import Tensors, run_all, tiny_engine, tiny_model
 
 ISAS = _native.isas()
-FORMATS = ("F32", "BF16", "F16", "Q4_0", "Q8_0", "Q4_K", "I8_ROW", "IQ2_XS", "IQ3_XXS")
+FORMATS = ("F32", "BF16", "F16", "Q4_0", "Q8_0", "Q4_K", "I8_ROW", "I8_MIXED", "IQ2_XS", "IQ3_XXS")
 TOLERANCE = {"F32": 1e-5, "F16": 1e-5, "BF16": 0.01, "IQ2_XS": 1e-5}
 """Of the norm of the result; 0.03 in other formats, with int8 activations."""
 NO_KV = KvConfig(())
@@ -145,7 +145,7 @@ def test_a_row_does_not_depend_on_its_neighbours(isa: str, format: str) -> None:
         assert np.array_equal(np.concatenate([outputs(executable, part) for part in np.array_split(x, 7)]), whole)
 
 
-@pytest.mark.parametrize(("down", "regions"), [("Q4_0", 2), ("I8_ROW", 3)])
+@pytest.mark.parametrize(("down", "regions"), [("Q4_0", 2), ("I8_ROW", 3), ("I8_MIXED", 3)])
 def test_a_single_row_meets_few_barriers(down: str, regions: int) -> None:
     """Gate with up, and down; the rest of it, the routing too, is one item and needs none."""
     made = Mixture(format="Q4_0", down_format=down, layers=5).program()

@@ -25,7 +25,7 @@ from tests.tiny import Tensors, tiny_model
 
 KV = KvConfig((2,), 32, "bf16")
 BITS = {  # of a packed number, scales included, where nothing is padded
-    **{"F32": 32, "F16": 16, "BF16": 16, "I8_ROW": 8.0625},
+    **{"F32": 32, "F16": 16, "BF16": 16, "I8_ROW": 8.0625, "I8_MIXED": 8.0625},
     **{"Q4_0": 4.5, "Q4_1": 5, "Q5_0": 5.5, "Q5_1": 6, "Q8_0": 8.5, "MXFP4": 4.25, "MXFP4_PAIRS": 4.25},
     **{"Q2_K": 2.625, "Q3_K": 3.625, "Q4_K": 4.625, "Q5_K": 5.625, "Q6_K": 6.625},
     **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_XS"), 5),

@@ -67,14 +67,14 @@ def test_blocks_of_4_bits(kind: str, rows: int, cols: int, size: int, is_nested:
     assert np.array_equal(found["x.weight"].take("y", np.arange(rows // 2, rows)).dequantise(), want[rows // 2 :])
 
 
-@pytest.mark.parametrize("has_layout", [True, False])
-def test_8_bits(has_layout: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("has_layout", "threshold", "format"), [(True, {}, "I8_MIXED"), (False, {"llm_int8_threshold": 0.0}, "I8_ROW")])
+def test_8_bits(has_layout: bool, threshold: dict[str, float], format: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     codes, largest = rng.integers(-127, 128, (20, 30)).astype(np.int8), rng.uniform(0.1, 2, 20).astype(np.float32)
     tensors = {"x.weight": torch.from_numpy(codes), "x.SCB": torch.from_numpy(largest)}
     layout = {"x.weight_format": torch.tensor(0, dtype=torch.uint8)} if has_layout else {}
-    found = assembled(tmp_path, EIGHT, tensors | layout)
-    assert found.keys() == {"x.weight"} and found["x.weight"].format.name == "I8_ROW"
+    found = assembled(tmp_path, EIGHT | threshold, tensors | layout)
+    assert found.keys() == {"x.weight"} and found["x.weight"].format.name == format
     assert np.array_equal(found["x.weight"].dequantise(), codes * (largest / np.float32(127))[:, None])
 
 

@@ -1,7 +1,7 @@
 """Models whose norms give single columns that are much larger than all others, as those of large models do: the same functions in floats.
 
-`python -m tests.convert.outliers MODEL` prints what W8A8 costs such a variant of a real model, rounded alone and smoothed before, beside
-the model as it is.
+`python -m tests.convert.outliers MODEL` prints what W8A8 costs such a variant of a real model, rounded alone, with outliers kept wide
+(LLM.int8) and smoothed before, beside the model as it is.
 """
 
 import sys
@@ -13,7 +13,7 @@ from headrace.convert.quality import Judge, Quality, Scorer, pieces_of
 from headrace.convert.scaling import Scalings, scaling_groups
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
-from headrace.quant.named import W8A8
+from headrace.quant.named import LLM_INT8, W8A8
 from tests.convert.whole import quantise
 from tests.tiny import Tensors
 
@@ -23,14 +23,19 @@ EVERY = 64
 """One of so many columns does."""
 
 
-def with_outliers(spec: ModelSpec, tensors: Tensors, seed: int = 0) -> Tensors:
-    """Random columns of what each norm makes times FACTOR, and the columns of all that read it divided by that."""
+def with_outliers(spec: ModelSpec, tensors: Tensors, seed: int = 0, *, same_function: bool = True) -> Tensors:
+    """Random columns of what each norm makes times FACTOR, and the columns of all that read it divided by that.
+
+    Not `same_function`: the latter stay as they are, so that the columns of weights are as large as all others.
+    """
     rng, scalings = np.random.default_rng(seed), Scalings()
     for group in scaling_groups(trace_model(spec, tensors), quantisable(spec, tensors)):
         if all(len(tensors[name].shape) == 1 for name in group.makers):
             factors = np.ones(len(group.columns), np.float32)
             factors[rng.permutation(len(factors))[: len(factors) // EVERY]] = 1 / FACTOR
             scalings.add(group, factors)
+    if not same_function:
+        scalings.columns.clear()
     return scalings.applied(tensors, ())
 
 
@@ -58,14 +63,20 @@ def main(model: str, calibration_tokens: int = 4096, tokens: int = 1024, length:
     calibration = pieces_of(encode(read_text(None, "calibration"), add_special=False, parse_special=False), length, calibration_tokens)
     pieces = pieces_of(encode(read_text(None, "evaluation"), add_special=False, parse_special=False), length, tokens)
     names, threads = quantisable(spec, tensors), usable_cores()
-    for title, variant in (("as it is", tensors), ("with outliers", with_outliers(spec, tensors))):
+    variants = {
+        "as it is": (tensors, tensors),
+        "with outliers": (tensors, with_outliers(spec, tensors)),
+        "another function, with outliers": (with_outliers(spec, tensors, same_function=False),) * 2,
+    }
+    for title, (reference, variant) in variants.items():
         results = {
             "floats": variant,
             "w8a8, rtn": quantise("rtn", spec, variant, names, W8A8),
+            "llm-int8": quantise("rtn", spec, variant, names, LLM_INT8),
             "w8a8, smoothquant": quantise("smoothquant", spec, variant, names, W8A8, calibration, threads),
         }
         for way, result in results.items():
-            quality = judged(spec, tensors, result, pieces, threads)
+            quality = judged(spec, reference, result, pieces, threads)
             print(f"{title}, {way}: NLL {quality.nll:.4f}, KL {quality.kl:.4f}, same top {quality.agreement:.1%}", flush=True)
 
 

@@ -10,7 +10,7 @@ from headrace.convert.matrices import quantisable, quantised
 from headrace.convert.smoothquant import smoothquant
 from headrace.errors import FormatError
 from headrace.quant.formats import StoredTensor
-from headrace.quant.named import W8A8, named_format
+from headrace.quant.named import LLM_INT8, W8A8, named_format
 from headrace.quant.rounding import round_to_nearest
 from headrace.quant.spec import dequantise_rows
 from tests.convert.outliers import FACTOR, judged, with_outliers
@@ -84,6 +84,14 @@ def test_outliers_break_w8a8_and_smoothing_repairs_it() -> None:
     assert kl(OUTLIERS) < 1e-3 and told == sorted(told) and told[-1] <= 1
     assert broken > 20 * as_it_is and kl(smoothed) < 2 * as_it_is, f"{as_it_is} {broken} {kl(smoothed)}"
     assert all(smoothed[name].format.name == "I8_ROW" for name in NAMES)
+    # Int8 by row gives the columns of weights that are smaller than others the coarser codes, whatever they are multiplied with.
+    assert as_it_is < kl(quantise("rtn", SPEC, OUTLIERS, NAMES, LLM_INT8)) < 0.2 * broken
+
+
+def test_wide_outliers_repair_w8a8() -> None:
+    tensors = with_outliers(SPEC, TENSORS, same_function=False)
+    broken, mixed = (judged(SPEC, tensors, quantise("rtn", SPEC, tensors, NAMES, to), JUDGED).kl for to in (W8A8, LLM_INT8))
+    assert broken is not None and mixed is not None and 0 < mixed < 0.15 * broken
 
 
 @pytest.mark.parametrize("method", ["smoothquant", "awq", "gptq"])

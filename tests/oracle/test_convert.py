@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from headrace.checkpoint.folder import open_folder
+from headrace.checkpoint.load import open_checkpoint
 from tests.convert.test_folder import written
-from tests.folders import check_engine, tiny_llama
+from tests.folders import TOKENS, backends, check_engine, logits_of, tiny_llama
 
 FORMATS = ["int2-g32", "int3-g32", "int4-g32", "int8-g32", "int4-row", "int8-row", "e4m3-row", "nf4-g32", "fp4-g64"]
 ASYMMETRIC = ["int2-g32-asym", "int3-g32-asym", "int4-row-asym", "int8-g64-asym"]
@@ -29,6 +30,18 @@ def test_transformers_computes_what_we_do(name: str, tmp_path: Path) -> None:
         if parameter.dtype == torch.bfloat16:  # as a model of bitsandbytes has all that is not quantised
             parameter.data = parameter.data.float()
     check_engine(tmp_path / "out", model, near=0.05)
+
+
+def test_bitsandbytes_multiplies_int8_as_we_do(tmp_path: Path) -> None:
+    """Both round activations, so that neither is what the weights stand for; both are near to it."""
+    tiny_llama(64, 128).save_pretrained(tmp_path / "model")
+    written(tmp_path / "model", "llm-int8", tmp_path / "out")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, device_map="cpu").eval()
+    truth, ours = (logits_of(each, [TOKENS]) for each in backends(open_checkpoint(tmp_path / "out"), ""))
+    with torch.no_grad():
+        theirs = model(torch.arange(TOKENS)[None] * 37 % 96).logits[0].float().numpy()
+    for logits in (ours, theirs):
+        assert np.linalg.norm(logits - truth) < 0.03 * np.linalg.norm(truth)
 
 
 @pytest.mark.parametrize("name", ASYMMETRIC)

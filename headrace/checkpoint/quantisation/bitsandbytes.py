@@ -32,6 +32,8 @@ _KINDS: tuple[Codebook, ...] = ("nf4", "fp4")
 _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 _MAX_STATE_BYTES = 1 << 16
 _MAX_OFFSET = 1e38
+_THRESHOLD = 6.0
+"""Of `llm_int8_threshold`, where a file does not say it: beyond it activations are outliers."""
 
 
 @frozen
@@ -54,8 +56,8 @@ class _Blocks:
 class BitsAndBytes:
     """nf4, fp4 and int8.
 
-    Codes of 4 bits are multiplied with int8 activations by 32 columns, and int8 weights with int8 activations by row. The columns of
-    outliers, which LLM.int8 keeps in wider activations (`llm_int8_threshold`), are not kept so: they are int8 as the others are.
+    Codes of 4 bits are multiplied with int8 activations by 32 columns, and int8 weights with int8 activations by row, of which those beyond
+    6 stay float32: row by row, where bitsandbytes takes a column for all rows of a batch. With `llm_int8_threshold` 0 none do.
     """
 
     supported = f"{_METHOD} of 4 bits (nf4, fp4; scales quantised again or not) or 8 (LLM.int8)"
@@ -69,6 +71,7 @@ class BitsAndBytes:
 
     def assemble(self, config: Config, tensors: Tensors, where: str) -> dict[str, StoredTensor]:
         result = dict(tensors)
+        kind_of_int8 = FORMATS["I8_MIXED" if config.get("llm_int8_threshold", _THRESHOLD) else "I8_ROW"]
         for name, tensor in tensors.items():
             weight, _, kind = name.partition(_STATE)
             if kind:
@@ -76,7 +79,7 @@ class BitsAndBytes:
                 others = (name, *(weight + part for part in _PARTS))
             elif tensor.format.name == "I8":
                 layer = name.removesuffix("weight")
-                result[name] = _int8(name, layer, tensors, where)
+                result[name] = _int8(name, layer, kind_of_int8, tensors, where)
                 others = (f"{layer}SCB", f"{name}_format")
             else:
                 continue
@@ -85,7 +88,7 @@ class BitsAndBytes:
         return result
 
 
-def _int8(name: str, layer: str, tensors: Tensors, where: str) -> StoredTensor:
+def _int8(name: str, layer: str, kind: Format, tensors: Tensors, where: str) -> StoredTensor:
     tensor, scale, layout = tensors[name], tensors.get(f"{layer}SCB"), tensors.get(f"{name}_format")
     if layout is not None and plain(layout).any():
         raise UnsupportedModelError(
@@ -96,7 +99,7 @@ def _int8(name: str, layer: str, tensors: Tensors, where: str) -> StoredTensor:
     largest = plain(scale)
     if not np.isfinite(largest).all():
         raise FormatError(f"{where}: tensor {layer}SCB has a number that is not finite")
-    return replace(tensor, format=FORMATS["I8_ROW"], parts={**tensor.parts, "row_scales": largest / np.float32(127)})
+    return replace(tensor, format=kind, parts={**tensor.parts, "row_scales": largest / np.float32(127)})
 
 
 def _fours(name: str, kind: str, tensors: Tensors, where: str) -> StoredTensor:
