@@ -19,7 +19,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from bf16 import bf16_folder
 from engines import ENGINES
 from engines.process import BENCH, Unavailable, interpreter, turn
 from report import OURS, Figure, table
@@ -27,6 +26,8 @@ from worker import WORKLOADS
 
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve
+from headrace.convert.folder import plan_folder, write_folder
+from headrace.convert.original import open_original
 from headrace.errors import HeadraceError
 from headrace.planner import host
 
@@ -75,6 +76,15 @@ class Contest:
         model = self.model if ENGINES[engine].reads_gguf else bf16_folder(self.model, BENCH / "models")
         options = {"num-requests": num_requests, "longest": longest, "seed": number, "vocabulary": self.vocabulary}
         return [str(model), *(workloads if number else ()), *(f"--{name}={value}" for name, value in options.items())]
+
+
+def bf16_folder(path: Path, out: Path) -> Path:
+    """The model as a folder in bfloat16, for an engine that does not compute in the formats of GGUF; written where it is not there yet."""
+    folder = out / f"{path.stem}-as-bf16"
+    if not folder.exists():
+        original = open_original(path)
+        write_folder(original, folder, plan_folder(original, None, (), "BF16"), original.checkpoint.tensors, ())
+    return folder
 
 
 def figures(result: Result) -> Iterator[Figure]:

@@ -75,6 +75,11 @@ template <int N>
 HR_INLINE Vi shift_right(Vi x) {
   return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)};
 }
+template <int N>
+HR_INLINE Vi shift_right_signed(Vi x) {  // copies of the sign come in
+  return {_mm256_srai_epi32(x.a, N), _mm256_srai_epi32(x.b, N)};
+}
+HR_INLINE Vi and_bits(Vi x, Vi y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 HR_INLINE Vi bits(Vf x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 HR_INLINE Vf from_bits(Vi x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 HR_INLINE void store(uint32_t* p, Vi x) {
@@ -153,10 +158,15 @@ HR_INLINE Vb fields(Vb x, int down, int mask) { return {fields_half(x.a, down, m
 HR_INLINE Vb or_fields(Vb others, Vb x, int down, int mask) {
   return {_mm256_or_si256(others.a, fields_half(x.a, down, mask)), _mm256_or_si256(others.b, fields_half(x.b, down, mask))};
 }
+// Byte C of each lane at its top, and others below.
+template <int C>
+HR_INLINE Vi top_byte(Vb x) {
+  return shift_left<24 - 8 * C>(x);
+}
 // Byte C of each lane.
 template <int C>
 HR_INLINE Vi byte_of(Vb x) {
-  return shift_right<24>(shift_left<24 - 8 * C>(x));
+  return shift_right<24>(top_byte<C>(x));
 }
 // Of numbers below 16 in each lane, the float of the table that each is the number of.
 HR_INLINE Vf look_up_floats(Vi numbers, const float* table) {

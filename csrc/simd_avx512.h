@@ -49,6 +49,11 @@ template <int N>
 HR_INLINE Vi shift_right(Vi x) {  // zeros come in
   return {_mm512_srli_epi32(x.v, N)};
 }
+template <int N>
+HR_INLINE Vi shift_right_signed(Vi x) {  // copies of the sign come in
+  return {_mm512_srai_epi32(x.v, N)};
+}
+HR_INLINE Vi and_bits(Vi x, Vi y) { return {_mm512_and_si512(x.v, y.v)}; }
 HR_INLINE Vi bits(Vf x) { return {_mm512_castps_si512(x)}; }
 HR_INLINE Vf from_bits(Vi x) { return _mm512_castsi512_ps(x.v); }
 HR_INLINE void store(uint32_t* p, Vi x) { _mm512_storeu_si512(p, x.v); }
@@ -90,10 +95,15 @@ HR_INLINE Vb fields(Vb x, int down, int mask) {
 HR_INLINE Vb or_fields(Vb others, Vb x, int down, int mask) {
   return {_mm512_ternarylogic_epi64(others.v, moved_down(x.v, down), _mm512_set1_epi8(static_cast<char>(mask)), 0xF8)};
 }
+// Byte C of each lane at its top, and others below.
+template <int C>
+HR_INLINE Vi top_byte(Vb x) {
+  return shift_left<24 - 8 * C>(x);
+}
 // Byte C of each lane.
 template <int C>
 HR_INLINE Vi byte_of(Vb x) {
-  return shift_right<24>(shift_left<24 - 8 * C>(x));
+  return shift_right<24>(top_byte<C>(x));
 }
 // Of numbers below 16 in each lane, the float of the table that each is the number of.
 HR_INLINE Vf look_up_floats(Vi numbers, const float* table) { return _mm512_permutexvar_ps(numbers.v, _mm512_loadu_ps(table)); }

@@ -84,6 +84,11 @@ template <int N>
 HR_INLINE Vi shift_right(Vi x) {  // zeros come in
   return QUARTERS(Vi, vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(x.q[i]), N)));
 }
+template <int N>
+HR_INLINE Vi shift_right_signed(Vi x) {  // copies of the sign come in
+  return QUARTERS(Vi, vshrq_n_s32(x.q[i], N));
+}
+HR_INLINE Vi and_bits(Vi x, Vi y) { return QUARTERS(Vi, vandq_s32(x.q[i], y.q[i])); }
 HR_INLINE Vi bits(Vf x) { return QUARTERS(Vi, vreinterpretq_s32_f32(x.q[i])); }
 HR_INLINE Vf from_bits(Vi x) { return QUARTERS(Vf, vreinterpretq_f32_s32(x.q[i])); }
 HR_INLINE void store(uint32_t* p, Vi x) {
@@ -146,10 +151,15 @@ HR_INLINE Vb fields(Vb x, int down, int mask) { return QUARTERS(Vb, fields_quart
 HR_INLINE Vb or_fields(Vb others, Vb x, int down, int mask) {
   return QUARTERS(Vb, vorrq_u8(others.q[i], fields_quarter(x.q[i], down, mask)));
 }
+// Byte C of each lane at its top, and others below.
+template <int C>
+HR_INLINE Vi top_byte(Vb x) {
+  return shift_left<24 - 8 * C>(QUARTERS(Vi, vreinterpretq_s32_u8(x.q[i])));
+}
 // Byte C of each lane.
 template <int C>
 HR_INLINE Vi byte_of(Vb x) {
-  return shift_right<24>(shift_left<24 - 8 * C>(QUARTERS(Vi, vreinterpretq_s32_u8(x.q[i]))));
+  return shift_right<24>(top_byte<C>(x));
 }
 // Of numbers below 16 in each lane, the float of the table that each is the number of.
 HR_INLINE Vf look_up_floats(Vi numbers, const float* table) {

@@ -78,6 +78,11 @@ HR_INLINE Vi shift_right(Vi a) {  // zeros come in
   typedef uint32_t Words __attribute__((vector_size(64)));
   return {reinterpret_cast<Vint>(reinterpret_cast<Words>(a.v) >> N)};
 }
+template <int N>
+HR_INLINE Vi shift_right_signed(Vi x) {  // copies of the sign come in
+  return {x.v >> N};
+}
+HR_INLINE Vi and_bits(Vi x, Vi y) { return {x.v & y.v}; }
 HR_INLINE Vi bits(Vf a) { return {reinterpret_cast<Vint>(a)}; }
 HR_INLINE Vf from_bits(Vi a) { return reinterpret_cast<Vf>(a.v); }
 HR_INLINE void store(uint32_t* p, Vi a) { memcpy(p, &a, 64); }
@@ -152,10 +157,15 @@ HR_INLINE Vb fields(Vb a, int down, int mask) {
 }
 // These bits beside those of `others`, which are 0 there.
 HR_INLINE Vb or_fields(Vb others, Vb a, int down, int mask) { return {others.v | fields(a, down, mask).v}; }
+// Byte C of each lane at its top, and others below.
+template <int C>
+HR_INLINE Vi top_byte(Vb x) {
+  return shift_left<24 - 8 * C>(Vi{x.v});
+}
 // Byte C of each lane.
 template <int C>
 HR_INLINE Vi byte_of(Vb x) {
-  return shift_right<24>(shift_left<24 - 8 * C>(Vi{x.v}));
+  return shift_right<24>(top_byte<C>(x));
 }
 // Of numbers below 16 in each lane, the float of the table that each is the number of.
 HR_INLINE Vf look_up_floats(Vi numbers, const float* table) {

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.checkpoint.files import list_names, member, read_json
-from headrace.convert.described import described_files
+from headrace.convert.described import config_of, described_files
 from headrace.convert.disassemble import Stored
 from headrace.convert.original import PLAIN, Original
 from headrace.convert.output import check_room, unfinished
@@ -40,6 +40,8 @@ class FolderPlan:
     plain: Mapping[str, tuple[Stored, PlannedTensor]]
     """All others."""
     packing: Packing | None
+    dtype: str | None
+    """What all plain numbers are, where they are all the same."""
 
     @property
     def names(self) -> list[str]:
@@ -58,9 +60,11 @@ class FolderPlan:
 def plan_folder(original: Original, packing: Packing | None, names: Collection[str], dtype: str | None = None) -> FolderPlan:
     """Quantise those of our matrices `names` that lie in a matrix of the folder by themselves or together, row by row.
 
-    All others are in `dtype`, or as they are in the original; what is quantised there becomes BF16. Raises UnsupportedModelError where
-    a folder would have matrices of several experts in one tensor, and the original is none.
+    All others are in `dtype`, or as they are in the original; what is quantised there becomes BF16. Raises UnsupportedModelError for a
+    GGUF file whose model no `config.json` describes, or whose experts a folder would have in one tensor.
     """
+    if not original.is_folder:
+        config_of(original.checkpoint.spec)
     quantised: dict[str, Stored] = {}
     plain: dict[str, tuple[Stored, PlannedTensor]] = {}
     for name, stored in original.stored(as_folder=True).items():
@@ -75,7 +79,7 @@ def plan_folder(original: Original, packing: Packing | None, names: Collection[s
             kept = source.format.name if source and source.format.name in PLAIN else "BF16"
             nbytes = FORMATS[dtype or kept].nbytes * math.prod(shape)
             plain[name] = stored, PlannedTensor(name, dtype or kept, shape, nbytes)
-    return FolderPlan(quantised, plain, packing)
+    return FolderPlan(quantised, plain, packing, dtype)
 
 
 def write_folder(
@@ -87,8 +91,7 @@ def write_folder(
 ) -> None:
     """Write it: `tensors` are ours, of which `results` are those that were quantised, in any order.
 
-    Raises HeadraceError where the disk refuses, UnsupportedModelError for a GGUF file whose model no `config.json` describes, and what
-    `results` raises; nothing is left at `out` then.
+    Raises HeadraceError where the disk refuses, and what `results` raises; nothing is left at `out` then.
     """
     layout = safetensors_plan(plan.planned())
     check_room(out, layout.size)
@@ -99,6 +102,8 @@ def write_folder(
         if plan.packing:
             left = {name.removesuffix(".weight") for name, (_, planned) in plan.plain.items() if len(planned.shape) == 2} | {original.head}
             config["quantization_config"] = plan.packing.config(sorted(left))
+        if plan.dtype:
+            config["dtype" if "dtype" in config else "torch_dtype"] = _DTYPES[plan.dtype]
         (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         file = TensorFile(folder / "model.safetensors", layout)
         for name, (stored, planned) in plan.plain.items():
@@ -129,6 +134,7 @@ def _numbers(stored: Stored, tensors: Mapping[str, StoredTensor], dtype: str) ->
         yield encoded(stored.values(tensors, first, min(first + step, rows)), _NUMBERS[dtype])
 
 
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NUMBERS: dict[str, Number] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 

@@ -63,7 +63,7 @@ class TestTable:
 
 
 def test_a_bf16_folder_is_the_model_of_the_file(write_gguf: Any, tmp_path: Path) -> None:  # noqa: F811
-    from bf16 import bf16_folder
+    from peers import bf16_folder
 
     path = write_gguf(kind="Q8_0")
     folder = bf16_folder(path, tmp_path)
@@ -75,14 +75,6 @@ def test_a_bf16_folder_is_the_model_of_the_file(write_gguf: Any, tmp_path: Path)
         assert tensor.format == FORMATS["BF16"]
         values, want = tensor.dequantise(), stored.tensors[name].dequantise()
         assert (np.abs(values - want) <= np.abs(want) * 2.0**-8).all() and (values != 0).any()
-
-
-def test_bf16_rounds_to_the_nearest_and_ties_to_even() -> None:
-    from bf16 import bf16
-
-    values = np.array([1, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -3.5], np.float32)
-    rounded = (np.frombuffer(bf16(values), "<u2").astype(np.uint32) << 16).view(np.float32)
-    assert rounded.tolist() == [1, 1, 1 + 4 * 2**-8, 1 + 2**-7, -3.5]
 
 
 def test_a_worker(write_gguf: Any) -> None:  # noqa: F811

@@ -16,11 +16,12 @@ from headrace.convert.original import Original, open_original
 from headrace.convert.output import check_new
 from headrace.convert.packing import pack_bits
 from headrace.convert.packings import packing_of
-from headrace.errors import HeadraceError, RequestError
+from headrace.errors import HeadraceError, RequestError, UnsupportedModelError
 from headrace.quant.formats import StoredTensor
 from headrace.quant.named import named_format
 from tests.convert.whole import quantise
 from tests.families import save_model
+from tests.llama_cpp import fixtures
 
 FORMATS = [
     *("int2-g32", "int3-g32", "int4-g32", "int8-g32", "int3-row", "int8-row", "int4-g16"),
@@ -97,6 +98,26 @@ def test_what_else_lies_in_the_folder(llama: Path, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config.pop("quantization_config")["ignore"] == ["lm_head", "model.embed_tokens"]
     assert config == json.loads((llama / "config.json").read_text())
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")])
+def test_plain_numbers(llama: Path, dtype: str, name: str, tmp_path: Path) -> None:
+    original = open_original(llama)
+    write_folder(original, tmp_path / "out", plan_folder(original, None, (), dtype), original.checkpoint.tensors, ())
+    for ours, tensor in open_checkpoint(tmp_path / "out").tensors.items():
+        assert tensor.format.name == dtype
+        values, want = tensor.dequantise(), original.checkpoint.tensors[ours].dequantise()
+        assert (np.abs(values - want) <= np.abs(want) * 2.0**-8 + 2.0**-24).all()
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config.get("dtype", config.get("torch_dtype")) == name
+
+
+def test_what_no_config_describes(tmp_path: Path) -> None:
+    """A GGUF file whose rotary factors are a tensor of its own: which rule they came from is not in it."""
+    original = open_original(fixtures.unpack("llama3-gqa", tmp_path))
+    assert original.checkpoint.spec.rope and original.checkpoint.spec.rope.factors
+    with pytest.raises(UnsupportedModelError, match=r"rope would be .* convert it to a GGUF file"):
+        plan_folder(original, None, (), "BF16")
 
 
 def test_a_quantised_folder_is_converted_again(llama: Path, tmp_path: Path) -> None:
