@@ -20,9 +20,10 @@ from headrace.checkpoint.pretokenizers import PRE_TOKENIZERS
 from headrace.checkpoint.tokenizer import END_OF_GENERATION, Tokenizer
 from headrace.checkpoint.tokenizer_gguf import tokenizer_from_gguf
 from headrace.convert.gguf_header import gguf_plan, raw
-from headrace.errors import UnsupportedModelError
+from headrace.errors import HeadraceError, UnsupportedModelError
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_ADDED = (_UNKNOWN, _CONTROL, _USER_DEFINED)
 _PREFIX = "tokenizer.ggml."
 _GPT2 = PRE_TOKENIZERS["gpt-2"].expressions
 _TEXTS = (
@@ -47,8 +48,8 @@ def tokenizer_values(checkpoint: Checkpoint) -> dict[str, Any]:
         merges = [" ".join(merge) for merge in model["merges"]]
         values |= {"model": "gpt2", "pre": _pre_tokenizer(state), "merges": merges}
     else:
-        space = tokenizer.vocabulary.strip_space
-        values |= {"model": "llama", "pre": "default", "scores": _scores(state, len(values["tokens"])), "add_space_prefix": space}
+        values |= {"model": "llama", "pre": "default", "scores": _scores(state, len(values["tokens"]))}
+    values["add_space_prefix"] = tokenizer.vocabulary.strip_space
     named = {f"{_PREFIX}{key}": value for key, value in values.items()}
     _check(tokenizer, named)
     return named | _templates(checkpoint)
@@ -147,22 +148,25 @@ def _check(tokenizer: Tokenizer, values: dict[str, Any]) -> None:
     with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
         file.write(gguf_plan({key: raw(value) for key, value in values.items()}, []).header)
         file.flush()
-        again = tokenizer_from_gguf(read_gguf(Path(file.name)).metadata)
+        try:
+            again = tokenizer_from_gguf(read_gguf(Path(file.name)).metadata)
+        except HeadraceError as error:
+            raise _refusal(str(error)) from error
     if again.eos_ids != tokenizer.eos_ids:
         raise _refusal(f"tokens {sorted(tokenizer.eos_ids)} end an answer")
-    for text in _texts(tokenizer, values[f"{_PREFIX}tokens"]):
+    for text in _texts(tokenizer, values[f"{_PREFIX}token_type"].tolist()):
         for parse_special in (False, True):
             if tokenizer.encode(text, parse_special=parse_special) != again.encode(text, parse_special=parse_special):
                 raise _refusal(f"there {text[:60]!r} would be other tokens")
 
 
-def _texts(tokenizer: Tokenizer, tokens: list[str]) -> Iterator[str]:
-    """Texts to try, among them all tokens in turn, with special ones in the midst of others."""
+def _texts(tokenizer: Tokenizer, types: list[int]) -> Iterator[str]:
+    """Texts to try, among them all tokens in turn, with those that are no part of the model's vocabulary in the midst of others."""
     yield from _TEXTS
-    for first in range(0, len(tokens), _TOKENS_TOGETHER):
-        together = range(first, min(first + _TOKENS_TOGETHER, len(tokens)))
+    for first in range(0, len(types), _TOKENS_TOGETHER):
+        together = range(first, min(first + _TOKENS_TOGETHER, len(types)))
         spelt = {token_id: tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in together}
-        yield "".join(f"one {text} two{text}three" if token_id in tokenizer.special_ids else text for token_id, text in spelt.items())
+        yield "".join(f"one {text} two{text}three" if types[i] in _ADDED else text for i, text in spelt.items())
 
 
 def _templates(checkpoint: Checkpoint) -> dict[str, Any]:
