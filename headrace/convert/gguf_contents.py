@@ -7,6 +7,7 @@ from headrace.checkpoint.gguf import Metadata, RawValue
 from headrace.convert.described_gguf import described
 from headrace.convert.gguf_header import raw
 from headrace.convert.original import Original
+from headrace.errors import FormatError
 from headrace.model.fields import Fields, JsonFields
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
@@ -34,11 +35,20 @@ def contents_of(original: Original) -> Contents:
 
 
 def metadata_of(original: Original, contents: Contents) -> dict[str, RawValue]:
-    """All key-values, as they are written. Raises UnsupportedModelError for a folder's tokenizer that no GGUF file describes."""
+    """All key-values, as they are written.
+
+    Raises UnsupportedModelError for a folder's tokenizer that no GGUF file describes, FormatError for text that is no Unicode.
+    """
     metadata = original.checkpoint.tokenizer_source
     if isinstance(metadata, Metadata):
         return {key: metadata.raw(key) for key in metadata}
     from headrace.convert.gguf_tokenizer import tokenizer_values
 
     values: dict[str, Any] = {**contents.fields, **tokenizer_values(original.checkpoint)}
-    return {key: raw(value) for key, value in values.items()}
+    found = {}
+    for key, value in values.items():
+        try:
+            found[key] = raw(value)
+        except UnicodeEncodeError as error:
+            raise FormatError(f"{key} is not valid Unicode: {error.reason}") from error
+    return found

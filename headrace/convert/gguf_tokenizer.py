@@ -90,7 +90,9 @@ def _special(tokenizer: Tokenizer, state: dict[str, Any], checkpoint: Checkpoint
     padding = read_json(path).get("pad_token") if path else None
     padding = padding.get("content") if isinstance(padding, dict) else padding
     ids = state["model"]["vocab"] | {token["content"]: token["id"] for token in state["added_tokens"]}
-    found = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "unknown": ids.get(state["model"]["unk_token"]), "padding": ids.get(padding)}
+    found = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "unknown": ids.get(state["model"]["unk_token"])}
+    if isinstance(padding, str):
+        found["padding"] = ids.get(padding)
     # Tokens with a known name end an answer whatever the file says.
     ends = tokenizer.eos_ids - {tokenizer.eos_id, *(ids.get(name) for name in END_OF_GENERATION)}
     found |= dict(zip(("eot", "eom"), sorted(ends), strict=False))

@@ -18,7 +18,7 @@ from headrace.convert.gguf_contents import contents_of
 from headrace.convert.gguf_file import plan_gguf
 from headrace.convert.mixtures import MIXTURES
 from headrace.convert.original import open_original
-from headrace.errors import ModelNotFoundError, UnsupportedModelError
+from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from headrace.quant.formats import StoredTensor
 from tests.convert.whole import to_gguf
 from tests.families import SIZE, VARIANTS, YARN, config_of, save_model
@@ -143,6 +143,15 @@ def test_what_a_family_has_no_key_for(tmp_path: Path) -> None:
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     save_model("llama2-mha", tmp_path / "model")
     with pytest.raises(ModelNotFoundError, match=r"no tokenizer\.json"):
+        to_gguf(tmp_path / "model", tmp_path / "made.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_template_that_is_no_unicode(tmp_path: Path) -> None:
+    save_model("llama2-mha", tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    (tmp_path / "model/tokenizer_config.json").write_text('{"chat_template": "\\ud800", "pad_token": {"content": []}}')
+    with pytest.raises(FormatError, match=r"tokenizer\.chat_template is not valid Unicode"):
         to_gguf(tmp_path / "model", tmp_path / "made.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
