@@ -1,4 +1,4 @@
-"""Writing a model as a GGUF file: the key-values of the one that it comes from, and its tensors in the formats of a mixture."""
+"""Writing a model as a GGUF file: its key-values (`gguf_contents.py`), and its tensors in the formats of a mixture."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.checkpoint.gguf import Metadata
 from headrace.convert.disassemble import Stored
+from headrace.convert.gguf_contents import contents_of, metadata_of
 from headrace.convert.gguf_header import gguf_plan, u32
 from headrace.convert.matrices import Tell, encoded_rows
 from headrace.convert.mixtures import MIXTURES, facts_of, tensor_types
 from headrace.convert.original import Original
 from headrace.convert.output import check_room, unfinished
 from headrace.convert.tensor_file import PlannedTensor, TensorFile
-from headrace.errors import UnsupportedModelError
 from headrace.quant.formats import FORMATS, StoredTensor
 
 _CHUNK_VALUES = 1 << 22
@@ -26,19 +25,13 @@ _QUANTISATION_VERSION = 2
 
 
 def plan_gguf(original: Original, mixture: str) -> dict[str, PlannedTensor]:
-    """The tensors of the file, in the order of the original.
+    """The tensors of the file, in the order of the original, or, where that is a folder, of the program.
 
-    Raises UnsupportedModelError where the original is a folder, RequestError for a mixture that is none.
+    Raises UnsupportedModelError for a folder whose model no GGUF file describes, RequestError for a mixture that is none.
     """
-    if original.is_folder:
-        raise UnsupportedModelError(
-            "a GGUF file is made of another GGUF file: make one in F16 or BF16 with llama.cpp's convert_hf_to_gguf.py, then convert that"
-        )
-    metadata = original.checkpoint.tokenizer_source
-    assert isinstance(metadata, Metadata)
-    shapes = {name: tensor.shape for name, tensor in original.tensors.items()}
-    types = tensor_types(mixture, shapes, facts_of(metadata))
-    return {name: _planned(name, shape, types[name]) for name, shape in shapes.items()}
+    contents = contents_of(original)
+    types = tensor_types(mixture, contents.shapes, facts_of(contents.fields))
+    return {name: _planned(name, shape, types[name]) for name, shape in contents.shapes.items()}
 
 
 def _planned(name: str, shape: tuple[int, ...], kind: str) -> PlannedTensor:
@@ -57,13 +50,14 @@ def write_gguf(
     """Write it; `tell` hears how much is done, from 0 to 1.
 
     `importance` is what errors in the columns of a matrix of ours count [cols]; all the same where it has none. What has its format
-    already is copied. Raises HeadraceError where the disk refuses, RequestError naming a tensor
-    with a number that is not finite; nothing is left at `out` then.
+    already is copied. Raises HeadraceError where the disk refuses, RequestError naming a tensor with a number that is not finite,
+    UnsupportedModelError for a folder's tokenizer that no GGUF file describes; nothing is left at `out` then.
     """
-    metadata = original.checkpoint.tokenizer_source
-    assert isinstance(metadata, Metadata)
-    values = {key: metadata.raw(key) for key in metadata}
-    values |= {"general.file_type": u32(MIXTURES[mixture].file_type), "general.quantization_version": u32(_QUANTISATION_VERSION)}
+    contents = contents_of(original)
+    values = metadata_of(original, contents) | {
+        "general.file_type": u32(MIXTURES[mixture].file_type),
+        "general.quantization_version": u32(_QUANTISATION_VERSION),
+    }
     header = gguf_plan(values, plan.values())
     check_room(out, header.size)
     ours, tensors = original.stored(as_folder=False), original.checkpoint.tensors
@@ -71,14 +65,15 @@ def write_gguf(
     with unfinished(out) as place:
         file = TensorFile(place, header)
         for name, planned in plan.items():
-            source, stored = original.tensors[name], ours.get(name)
-            if source.format.name == planned.format:
+            source, stored = contents.tensors.get(name), ours.get(name)
+            if source and source.format.name == planned.format:
                 file.write(name, [source.parts["codes"]])
-            elif stored is None:
-                file.write(name, [encoded_rows(name, planned.format, source.dequantise().reshape(-1, source.cols))])
-            else:
+            elif stored:
                 file.write(name, _blocks(stored, planned, tensors, importance.get(stored.shares[0].name)))
-            source.release()
+            elif source:
+                file.write(name, [encoded_rows(name, planned.format, source.dequantise().reshape(-1, source.cols))])
+            if source:
+                source.release()
             for share in stored.shares if stored else ():
                 tensors[share.name].release()
             done += planned.nbytes

@@ -55,6 +55,24 @@ def numbers(values: NDArray[Any]) -> RawValue:
     return RawValue(ARRAY, struct.pack("<IQ", _KINDS[little.dtype], len(values)) + little.tobytes())
 
 
+def raw(value: object) -> RawValue:
+    """A value in the type that goes with it: integers and floats of 32 bits, a list as an array of strings."""
+    match value:
+        case bool():
+            return flag(value)
+        case int():
+            return u32(value)
+        case float():
+            return f32(value)
+        case str():
+            return string(value)
+        case list():
+            return strings(value)
+        case np.ndarray():
+            return numbers(value)
+    raise TypeError(f"no GGUF file has a value like {value!r}")
+
+
 def gguf_plan(metadata: Mapping[str, RawValue], tensors: Iterable[PlannedTensor]) -> Plan:
     """The header of a file with these key-values and tensors, in this order, and where its tensors will lie.
 

@@ -8,13 +8,16 @@ from headrace.checkpoint.folder import open_folder
 from headrace.checkpoint.gguf import read_gguf
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.convert.disassemble import Stored, disassembled
+from headrace.errors import UnsupportedModelError
 from headrace.model import FAMILIES
-from headrace.model.family import Layout
+from headrace.model.family import GgufLayout, Layout
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 
 PLAIN = ("F32", "F16", "BF16")
 """Formats of tensors that files of either kind have."""
+_UNDER = {"mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek_v2"}
+"""Families whose GGUF files go by the name of another, which computes the same."""
 
 
 @frozen(eq=False)
@@ -33,12 +36,20 @@ class Original:
         return layout.tensors["head"].name.removesuffix(".weight") if layout else ""
 
     def stored(self, *, as_folder: bool) -> dict[str, Stored]:
-        """The tensors of a file of either kind. Raises KeyError where the family comes in no such file."""
-        family = FAMILIES[self.checkpoint.spec.architecture]
-        layout: Layout | None = family.config if as_folder else family.gguf
+        """The tensors of a file of either kind. Raises UnsupportedModelError where the family comes in no such file."""
+        architecture = self.checkpoint.spec.architecture
+        layout: Layout | None = FAMILIES[architecture].config if as_folder else gguf_layout(architecture)
         if layout is None:
-            raise KeyError(self.checkpoint.spec.architecture)
+            raise UnsupportedModelError(f"a model of the family {architecture} comes in no folder")
         return disassembled(self.checkpoint.spec, layout, self.tensors if as_folder == self.is_folder else ())
+
+
+def gguf_layout(architecture: str) -> GgufLayout:
+    """How GGUF files have the models of a family. Raises UnsupportedModelError where there are none."""
+    layout = FAMILIES[_UNDER.get(architecture, architecture)].gguf
+    if layout is None:
+        raise UnsupportedModelError(f"a model of the family {architecture} comes in no GGUF file")
+    return layout
 
 
 def open_original(path: Path) -> Original:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.checkpoint.gguf import RawValue, read_gguf
 from headrace.checkpoint.source import resolve
-from headrace.convert.gguf_header import f32, flag, gguf_plan, numbers, string, strings, u32
+from headrace.convert.gguf_header import f32, flag, gguf_plan, numbers, raw, string, strings, u32
 from headrace.convert.tensor_file import Plan, PlannedTensor, TensorFile
 from headrace.errors import FormatError
 from headrace.quant.formats import FORMATS
@@ -147,6 +147,14 @@ def test_tensors_that_no_file_holds(tensor: PlannedTensor, message: str) -> None
 def test_names_are_there_once() -> None:
     with pytest.raises(FormatError, match=r"tensor w: two have this name"):
         gguf_plan({}, [planned("w", "F32", (1,)), planned("w", "F16", (2,))])
+
+
+def test_values_get_the_type_that_goes_with_them() -> None:
+    array = np.array([1, -2], np.int32)
+    made = [raw(value) for value in (True, 7, 0.5, "é", ["a", ""], array)]
+    assert made == [flag(True), u32(7), f32(0.5), string("é"), strings(["a", ""]), numbers(array)]
+    with pytest.raises(TypeError, match="like None"):
+        raw(None)
 
 
 @pytest.mark.parametrize("alignment", [0, 4, 48, 1 << 17])

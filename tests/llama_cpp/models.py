@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import tokenizers
 import transformers
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
+from tokenizers import decoders, models, pre_tokenizers
 
 from tests.families import LINEAR, VARIANTS, YARN, config_of
 
@@ -69,6 +71,16 @@ UNSAID = {
     "deepseek-v3-half-split": "the order of rotary pairs",
 }
 """What a GGUF file does not say of a variant: there it is another model than in the folder; llama.cpp says the same of it as we."""
+REFUSED = {
+    "llama-dynamic": "rope would have other frequencies than by the rule dynamic",
+    "qwen2-window": r"qwen2\.attention\.sliding_window = 7",
+    "qwen3-moe-mixed": "normalised would be True, and is False",
+    "deepseek-v2-biases": "qkv_bias would be False, and is True",
+    "deepseek-v3-half-split": "is_half_split would be False, and is True",
+    "gpt-oss-full": r"windows would be \(128, 0, 128\), and is \(\)",
+    "gpt-j": "a model of the family gptj comes in no GGUF file",
+}
+"""What we do not convert to a GGUF file, and what we say of it."""
 
 
 def save_coarse(name: str, folder: Path) -> None:
@@ -84,6 +96,14 @@ def save_coarse(name: str, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
     save_file(tensors, file, {"format": "pt"})
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of a few characters."""
+    backend = tokenizers.Tokenizer(models.BPE({chr(33 + i): i for i in range(90)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(folder / "tokenizer.json"))
 
 
 def _coarse(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
