@@ -121,20 +121,29 @@ def test_the_verb_judges_a_model_and_formats(capsys: pytest.CaptureFixture[str])
     assert "int5" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("method", "format"), [("gptq", "int3-g64"), ("awq", "int3-g64"), ("smoothquant", "w8a8")])
-def test_the_verb_has_methods(method: str, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A tiny model whose tokens are letters: each method gives another model than rounding does, of the same size."""
-    save_model("qwen2", tmp_path)
+@pytest.mark.parametrize(
+    ("method", "format"), [("gptq", "int3-g32"), ("awq", "int3-g32"), ("imatrix", "int3-g32"), ("smoothquant", "w8a8")]
+)
+def test_the_verbs_have_methods(method: str, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tiny model whose tokens are letters: each method gives another model than rounding does, as large, and it can be written."""
+    save_model("qwen2", tmp_path / "model")
     letters = [chr(ord("!") + i) for i in range(90)]
     model = {"type": "BPE", "vocab": {letter: i for i, letter in enumerate(letters)}, "merges": []}
     decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "decoder": decoder, "model": model}))
+    (tmp_path / "model/tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "decoder": decoder, "model": model}))
     text = tmp_path / "text"
     text.write_text("".join(np.random.default_rng(0).choice(letters, 400)))
-    flags = ["--text", str(text), "--calibration", str(text), "--tokens", "128", "--length", "64", "--calibration-tokens", "128"]
+    learnt = ["--calibration", str(text), "--length", "64", "--calibration-tokens", "128"]
+    judged = ["--text", str(text), "--tokens", "128", *learnt, "--json"]
     found = []
     for how in ("rtn", method):
-        assert main(["eval", str(tmp_path), *flags, "--formats", format, "--method", how, "--json"]) == 0
+        assert main(["eval", str(tmp_path / "model"), *judged, "--formats", format, "--method", how]) == 0
         found.append(json.loads(capsys.readouterr().out)["rows"][1])
     assert found[0]["bits"] == found[1]["bits"]
     assert all(0 < row["quality"]["kl"] < 0.5 for row in found) and found[0]["quality"]["kl"] != found[1]["quality"]["kl"]
+    out = tmp_path / "out"
+    assert main(["convert", str(tmp_path / "model"), str(out), "--to", format, "--method", method, *learnt]) == 0
+    assert capsys.readouterr().out.startswith(f"{out}: ")
+    assert main(["eval", str(out), *judged]) == 0
+    (again,) = json.loads(capsys.readouterr().out)["rows"]
+    assert again["quality"]["nll"] == pytest.approx(found[1]["quality"]["nll"], abs=2e-4) and again["bits"] == found[1]["bits"]
