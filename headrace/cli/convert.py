@@ -73,10 +73,9 @@ def _to_gguf(args: argparse.Namespace, original: "Original", bar: "Progress") ->
 
 
 def _to_folder(args: argparse.Namespace, original: "Original", bar: "Progress") -> None:
-    from headrace.convert.folder import plan_folder, write_folder
+    from headrace.convert.folder import packing_of, plan_folder, write_folder
     from headrace.convert.matrices import quantisable
     from headrace.convert.methods import prepared, quantised_matrices
-    from headrace.convert.packings import packing_of
     from headrace.planner.host import usable_cores
     from headrace.quant.named import named_format
 

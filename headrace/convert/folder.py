@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.checkpoint.files import list_names, member, read_json
+from headrace.convert.bitsandbytes import BitsAndBytes, LlmInt8
+from headrace.convert.compressed_tensors import CompressedTensors
 from headrace.convert.described import config_of, described_files
 from headrace.convert.disassemble import Stored
 from headrace.convert.original import PLAIN, Original
@@ -20,7 +22,7 @@ from headrace.convert.safetensors_plan import safetensors_plan
 from headrace.convert.tensor_file import PlannedTensor, TensorFile
 from headrace.errors import UnsupportedModelError
 from headrace.quant.formats import FORMATS, StoredTensor
-from headrace.quant.spec import Number, encoded
+from headrace.quant.spec import Number, QuantSpec, encoded
 from headrace.record import frozen
 
 _CONFIG = "config.json"
@@ -55,6 +57,13 @@ class FolderPlan:
             assert self.packing
             result += self.packing.planned(name, *stored.shape)
         return result + [planned for _, planned in self.plain.values()]
+
+
+def packing_of(to: QuantSpec) -> Packing:
+    """The writer of the files that have a format. Raises RequestError for one that no folder has."""
+    if to.has_wide_outliers:
+        return LlmInt8()
+    return BitsAndBytes(to) if to.codebook in ("nf4", "fp4") else CompressedTensors(to)
 
 
 def plan_folder(original: Original, packing: Packing | None, names: Collection[str], dtype: str | None = None) -> FolderPlan:
