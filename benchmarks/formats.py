@@ -18,12 +18,12 @@ from headrace.batch import RaggedBatch
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.convert.batches import piece_batch
-from headrace.convert.matrices import quantisable
+from headrace.convert.matrices import quantisable, quantised
 from headrace.convert.quality import Scorer
 from headrace.planner.host import usable_cores
-from headrace.quant.formats import FORMATS, StoredTensor, plain_table
-from headrace.quant.named import LLM_INT8, W8A8, named_format
-from headrace.quant.spec import encoded
+from headrace.quant.formats import StoredTensor
+from headrace.quant.named import named_format
+from headrace.quant.spec import TableRows, encoded
 
 DEPTH, STEPS = 64, 16
 """Tokens before the ones that are decoded, and how many of these make a turn."""
@@ -33,16 +33,11 @@ def filled(tensor: StoredTensor, name: str) -> StoredTensor:
     """A matrix of random codes in a format."""
     rng, rows, cols, to = np.random.default_rng(0), tensor.rows, tensor.cols, named_format(name)
     codes = rng.integers(0, 256, (rows, cols), np.uint8)
-    if to in (W8A8, LLM_INT8):
-        parts = {"codes": codes[:, :, None], "row_scales": np.full(rows, 1e-3, np.float32)}
-        return StoredTensor(tensor.name, FORMATS["I8_MIXED" if to.has_wide_outliers else "I8_ROW"], (rows, cols), parts)
     if to.codebook in ("e4m3", "e5m2"):
         codes &= 0xBF  # all of them finite
     scales = encoded(np.full((rows, to.num_scales(cols)), 1e-3, np.float32), to.scale)
-    parts = {"codes": codes & np.uint8((1 << to.bits) - 1), "scales": scales}
-    if to.zero_type:
-        parts["zeros"] = np.full(scales.shape, 1 << to.bits - 1, np.uint8)
-    return StoredTensor(tensor.name, plain_table(to), (rows, cols), parts)
+    zeros = np.full(scales.shape, 1 << to.bits - 1, np.uint8) if to.zero_type else None
+    return quantised(tensor, to, [TableRows(codes & np.uint8((1 << to.bits) - 1), scales, zeros)])
 
 
 def in_format(checkpoint: Checkpoint, name: str) -> Mapping[str, StoredTensor]:

@@ -1,4 +1,4 @@
-"""Quantise a model to a file: a GGUF file, or a folder of safetensors that transformers and vLLM read as well.
+"""Quantise a model to a file: a GGUF file, or a folder of safetensors that transformers reads as well.
 
 A name that ends in .gguf gets a GGUF file, in one of llama.cpp's mixtures (--to Q4_K_M); any other a folder, in the format of
 compressed-tensors (--to int4-g64), or of bitsandbytes (--to nf4). Nothing is there until all of it is.
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from headrace.checkpoint.load import Checkpoint
     from headrace.convert.original import Original
-
-_PLAIN = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +67,7 @@ def _to_gguf(args: argparse.Namespace, original: "Original", bar: "Progress") ->
     plan, names = plan_gguf(original, mixture), quantisable(checkpoint.spec, checkpoint.tensors)
     pieces, tell = _calibration(args, checkpoint, bar)
     model = prepared(args.method, checkpoint.spec, checkpoint.tensors, names, mixture, pieces, threads, tell)
-    write_gguf(original, args.out, mixture, plan, model.importance, _told(bar, f"to {mixture}"))
+    write_gguf(original, args.out, plan, model.importance, _told(bar, f"to {mixture}"))
 
 
 def _to_folder(args: argparse.Namespace, original: "Original", bar: "Progress") -> None:
@@ -78,10 +76,11 @@ def _to_folder(args: argparse.Namespace, original: "Original", bar: "Progress") 
     from headrace.convert.methods import prepared, quantised_matrices
     from headrace.planner.host import usable_cores
     from headrace.quant.named import named_format
+    from headrace.quant.spec import PLAIN
 
     checkpoint, threads = original.checkpoint, args.threads or usable_cores()
-    if args.to in _PLAIN:
-        plan = plan_folder(original, None, (), _PLAIN[args.to])
+    if args.to.upper() in PLAIN:
+        plan = plan_folder(original, None, (), args.to.upper())
         write_folder(original, args.out, plan, checkpoint.tensors, ())
         return
     to = named_format(args.to)

@@ -127,7 +127,7 @@ class Evaluation:
             judge.add(piece, scorer.log_probabilities(piece), by_reference)
         prefill, decode = scorer.speed(self._pieces[0])
         program = scorer.executable.program
-        matrices = [weight for weight in program.weights.values() if weight.name in set(self._names)]
+        matrices = [program.weights[name] for name in self._names]
         bits = 8 * sum(w.nbytes for w in matrices) / sum(w.rows * w.cols for w in matrices)
         scorer.close()
         return Row(name, program.weight_bytes, bits, judge.quality(), prefill, decode, errors)

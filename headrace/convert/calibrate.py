@@ -60,54 +60,31 @@ def input_products(
             yield _finite(sums.pop(value) / num_rows, readers[value]), readers[value]
 
 
-def input_maxima(
-    spec: ModelSpec,
-    tensors: Mapping[str, StoredTensor],
-    pieces: list[list[int]],
-    names: list[str],
-    threads: int,
-    tell: Callable[[float], None],
-) -> list[tuple[Floats, list[str]]]:
-    """The same with the largest magnitude in each column [cols] in place of products."""
-
-    def add(largest: Floats, rows: Floats) -> None:
-        np.maximum(largest, np.abs(rows).max(axis=0), out=largest)
-
-    return _columns(spec, tensors, pieces, names, threads, tell, add)
-
-
-def input_squares(
-    spec: ModelSpec,
-    tensors: Mapping[str, StoredTensor],
-    pieces: list[list[int]],
-    names: list[str],
-    threads: int,
-    tell: Callable[[float], None],
-) -> list[tuple[Floats, list[str]]]:
-    """The same with the mean square of each column [cols]: the diagonal of the products, without the rest."""
-    num_rows = np.float32(sum(map(len, pieces)))
-
-    def add(mean: Floats, rows: Floats) -> None:
-        mean += np.einsum("rc,rc->c", rows, rows) / num_rows
-
-    return _columns(spec, tensors, pieces, names, threads, tell, add)
-
-
-def _columns(
-    spec: ModelSpec,
-    tensors: Mapping[str, StoredTensor],
-    pieces: list[list[int]],
-    names: list[str],
-    threads: int,
-    tell: Callable[[float], None],
+def input_columns(
     add: Callable[[Floats, Floats], None],
+    spec: ModelSpec,
+    tensors: Mapping[str, StoredTensor],
+    pieces: list[list[int]],
+    names: list[str],
+    threads: int,
+    tell: Callable[[float], None],
 ) -> list[tuple[Floats, list[str]]]:
-    """What `add` makes of the columns of each input, from zeros on, and the matrices that read it."""
+    """The same with what `add` makes of the columns in place of products [cols]: from zeros on it is given that and rows, in place."""
     program = trace_model(spec, tensors)
     readers = _readers(program, names)
     found = {value: np.zeros(value.width, np.float32) for value in readers}
     _read(program, tensors, pieces, list(readers), threads, lambda value, rows: add(found[value], rows), tell)
     return [(_finite(found[value], names), names) for value, names in readers.items()]
+
+
+def maxima(largest: Floats, rows: Floats) -> None:
+    """The largest magnitude in each column."""
+    np.maximum(largest, np.abs(rows).max(axis=0), out=largest)
+
+
+def squares(total: Floats, rows: Floats) -> None:
+    """The sum of squares in each column: the diagonal of the products, without the rest."""
+    total += np.einsum("rc,rc->c", rows, rows)
 
 
 def _readers(program: Program, names: list[str]) -> dict[Value, list[str]]:

@@ -1,4 +1,4 @@
-"""Folders that the compressed-tensors library reads, and with it transformers and vLLM: the formats are told in
+"""Folders that the compressed-tensors library reads, and with it transformers: the formats are told in
 `checkpoint/quantisation/compressed_tensors.py`.
 
 Integers are `pack-quantized`, to be multiplied with whatever activations there are; int8 by row with int8 activations by token (W8A8) is
@@ -15,10 +15,10 @@ from headrace.convert.packing import Parts, check_groups, pack_bits
 from headrace.convert.tensor_file import PlannedTensor
 from headrace.errors import RequestError
 from headrace.quant.named import W8A8
-from headrace.quant.spec import NUMBERS, QuantSpec
+from headrace.quant.spec import NUMBERS, PLAIN, QuantSpec
 from headrace.record import frozen
 
-_DTYPES = {"f16": "F16", "f32": "F32", "bf16": "BF16"}
+_DTYPES = {number: name for name, number in PLAIN.items()}
 
 
 @frozen

@@ -15,14 +15,14 @@ from headrace.convert.bitsandbytes import BitsAndBytes, LlmInt8
 from headrace.convert.compressed_tensors import CompressedTensors
 from headrace.convert.described import config_of, described_files
 from headrace.convert.disassemble import Stored
-from headrace.convert.original import PLAIN, Original
+from headrace.convert.original import Original
 from headrace.convert.output import check_room, unfinished
 from headrace.convert.packing import Packing
 from headrace.convert.safetensors_plan import safetensors_plan
 from headrace.convert.tensor_file import PlannedTensor, TensorFile
 from headrace.errors import UnsupportedModelError
 from headrace.quant.formats import FORMATS, StoredTensor
-from headrace.quant.spec import Number, QuantSpec, encoded
+from headrace.quant.spec import PLAIN, QuantSpec, encoded
 from headrace.record import frozen
 
 _CONFIG = "config.json"
@@ -140,11 +140,10 @@ def _numbers(stored: Stored, tensors: Mapping[str, StoredTensor], dtype: str) ->
     rows = stored.shape[0]
     step = rows if len(stored.shape) == 1 or stored.is_transposed else max(1, _CHUNK_VALUES // stored.shape[1])
     for first in range(0, rows, step):
-        yield encoded(stored.values(tensors, first, min(first + step, rows)), _NUMBERS[dtype])
+        yield encoded(stored.values(tensors, first, min(first + step, rows)), PLAIN[dtype])
 
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_NUMBERS: dict[str, Number] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
 def _whole(wanted: Mapping[str, Stored], results: Iterable[tuple[str, StoredTensor]]) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.convert.disassemble import Stored
-from headrace.convert.gguf_contents import contents_of, metadata_of
+from headrace.convert.gguf_contents import Contents, contents_of, metadata_of
 from headrace.convert.gguf_header import gguf_plan, u32
 from headrace.convert.matrices import Tell, encoded_rows
 from headrace.convert.mixtures import MIXTURES, facts_of, tensor_types
@@ -17,6 +17,7 @@ from headrace.convert.original import Original
 from headrace.convert.output import check_room, unfinished
 from headrace.convert.tensor_file import PlannedTensor, TensorFile
 from headrace.quant.formats import FORMATS, StoredTensor
+from headrace.record import frozen
 
 _CHUNK_VALUES = 1 << 22
 """Numbers that are encoded at a time."""
@@ -24,14 +25,24 @@ _QUANTISATION_VERSION = 2
 """Of ggml's block formats (`GGML_QNT_VERSION`)."""
 
 
-def plan_gguf(original: Original, mixture: str) -> dict[str, PlannedTensor]:
-    """The tensors of the file, in the order of the original, or, where that is a folder, of the program.
+@frozen(eq=False)
+class GgufPlan:
+    """What a file will have."""
+
+    mixture: str
+    contents: Contents
+    tensors: Mapping[str, PlannedTensor]
+    """In the order of the original, or, where that is a folder, of the program."""
+
+
+def plan_gguf(original: Original, mixture: str) -> GgufPlan:
+    """The plan of a file in one of `MIXTURES`.
 
     Raises UnsupportedModelError for a folder whose model no GGUF file describes, RequestError for a mixture that is none.
     """
     contents = contents_of(original)
     types = tensor_types(mixture, contents.shapes, facts_of(contents.fields))
-    return {name: _planned(name, shape, types[name]) for name, shape in contents.shapes.items()}
+    return GgufPlan(mixture, contents, {name: _planned(name, shape, types[name]) for name, shape in contents.shapes.items()})
 
 
 def _planned(name: str, shape: tuple[int, ...], kind: str) -> PlannedTensor:
@@ -39,33 +50,25 @@ def _planned(name: str, shape: tuple[int, ...], kind: str) -> PlannedTensor:
     return PlannedTensor(name, kind, shape, math.prod(shape) // stored.block * stored.nbytes)
 
 
-def write_gguf(
-    original: Original,
-    out: Path,
-    mixture: str,
-    plan: Mapping[str, PlannedTensor],
-    importance: Mapping[str, NDArray[np.float32]],
-    tell: Tell,
-) -> None:
+def write_gguf(original: Original, out: Path, plan: GgufPlan, importance: Mapping[str, NDArray[np.float32]], tell: Tell) -> None:
     """Write it; `tell` hears how much is done, from 0 to 1.
 
     `importance` is what errors in the columns of a matrix of ours count [cols]; all the same where it has none. What has its format
     already is copied. Raises HeadraceError where the disk refuses, RequestError naming a tensor with a number that is not finite,
     UnsupportedModelError for a folder's tokenizer that no GGUF file describes; nothing is left at `out` then.
     """
-    contents = contents_of(original)
-    values = metadata_of(original, contents) | {
-        "general.file_type": u32(MIXTURES[mixture].file_type),
+    values = metadata_of(original, plan.contents) | {
+        "general.file_type": u32(MIXTURES[plan.mixture].file_type),
         "general.quantization_version": u32(_QUANTISATION_VERSION),
     }
-    header = gguf_plan(values, plan.values())
+    header = gguf_plan(values, plan.tensors.values())
     check_room(out, header.size)
     ours, tensors = original.stored(as_folder=False), original.checkpoint.tensors
-    total, done = sum(tensor.nbytes for tensor in plan.values()), 0
+    total, done = sum(tensor.nbytes for tensor in plan.tensors.values()), 0
     with unfinished(out) as place:
         file = TensorFile(place, header)
-        for name, planned in plan.items():
-            source, stored = contents.tensors.get(name), ours.get(name)
+        for name, planned in plan.tensors.items():
+            source, stored = plan.contents.tensors.get(name), ours.get(name)
             if source and source.format.name == planned.format:
                 file.write(name, [source.parts["codes"]])
             elif stored:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.convert.awq import awq
-from headrace.convert.calibrate import input_products, input_squares
+from headrace.convert.calibrate import input_columns, input_products, squares
 from headrace.convert.gptq import gptq
 from headrace.convert.matrices import Target, Tell, expert_matrices, quantised, round_matrix
 from headrace.convert.smoothquant import smoothquant
@@ -43,8 +43,8 @@ def prepared(
     Raises RequestError for a method that does not go with blocks of GGUF files.
     """
     if method == "imatrix":
-        squares = input_squares(spec, tensors, pieces, names, threads, tell)
-        return Prepared(tensors, {name: mean for mean, readers in squares for name in readers})
+        found = input_columns(squares, spec, tensors, pieces, names, threads, tell)
+        return Prepared(tensors, {name: total for total, readers in found for name in readers})
     if not isinstance(to, QuantSpec):
         if method != "rtn":
             raise RequestError(f"--method {method} does not go with {to}: blocks of GGUF files are rounded by rtn or imatrix")

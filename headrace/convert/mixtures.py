@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from headrace.errors import RequestError
 from headrace.model.fields import Fields
+from headrace.quant.spec import PLAIN
 from headrace.record import frozen
 
 
@@ -50,7 +51,6 @@ MIXTURES = {
 }
 """By name, from the finest to the coarsest."""
 
-_PLAIN = ("F32", "F16", "BF16")
 _LOGITS, _TOKENS = "output.weight", "token_embd.weight"
 _VALUES = ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
 """Matrices that make values of attention, by themselves or with others."""
@@ -105,7 +105,7 @@ def tensor_types(mixture: str, shapes: Mapping[str, tuple[int, ...]], facts: Mix
     for name, shape in shapes.items():
         if not _is_quantised(name, shape):
             found[name] = "F32"
-        elif (most := MIXTURES[mixture].format) in _PLAIN:
+        elif (most := MIXTURES[mixture].format) in PLAIN:
             found[name] = most
         else:
             if name == logits:

@@ -14,8 +14,6 @@ from headrace.model.family import GgufLayout, Layout
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 
-PLAIN = ("F32", "F16", "BF16")
-"""Formats of tensors that files of either kind have."""
 _UNDER = {"mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek_v2"}
 """Families whose GGUF files go by the name of another, which computes the same."""
 

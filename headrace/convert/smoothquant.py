@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.convert.calibrate import input_maxima
+from headrace.convert.calibrate import input_columns, maxima
 from headrace.convert.matrices import Tell, chunks
 from headrace.convert.scaling import ScalingGroup, Scalings, scaling_groups
 from headrace.model import trace_model
@@ -35,7 +35,7 @@ def smoothquant(
     groups = scaling_groups(trace_model(spec, tensors), names)
     group_of = {name: group for group in groups for name in group.readers}
     scalings = Scalings()
-    for activations, readers in input_maxima(spec, tensors, pieces, names, threads, tell):
+    for activations, readers in input_columns(maxima, spec, tensors, pieces, names, threads, tell):
         if group := group_of.get(readers[0]):
             weights = np.max([np.abs(chunk).max(axis=0) for name in readers for chunk in chunks(tensors[name])], axis=0)
             scalings.add(group, _factors(group, activations, weights, alpha))

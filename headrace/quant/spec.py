@@ -13,6 +13,8 @@ ScaleType = Number | Literal["e8m0", "4-bit", "6-bit", "8-bit"]
 """Of scales: numbers of their own, powers of two, or integers of so many bits, with a scale for those of a super-block."""
 Codebook = Literal["integer", "e2m1", "e4m3", "e5m2", "nf4", "fp4", "iq4_nl", "iq1", "iq2", "iq3_xxs", "iq3_s"]
 
+PLAIN: dict[str, Number] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+"""The numbers that files of every kind have, by the names of their formats."""
 NUMBERS: dict[Number, np.dtype] = {"u8": np.dtype("u1"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2"), "f32": np.dtype("<f4")}
 _SCALE_BITS: dict[ScaleType, int] = {"u8": 8, "f16": 16, "bf16": 16, "f32": 32, "e8m0": 8, "4-bit": 4, "6-bit": 6, "8-bit": 8}
 

@@ -24,7 +24,7 @@ CHANGED = {"general.file_type", "general.quantization_version"}
 def written(source: Path, mixture: str, out: Path) -> list[float]:
     """Convert a file to the nearest; gives how much was done, as it was told."""
     original, told = open_original(source), list[float]()
-    write_gguf(original, out, mixture, plan_gguf(original, mixture), {}, told.append)
+    write_gguf(original, out, plan_gguf(original, mixture), {}, told.append)
     return told
 
 
@@ -71,7 +71,7 @@ def test_columns_that_count_more_are_nearer(tmp_path: Path) -> None:
     errors = []
     for importance in ({}, model.importance):
         out = tmp_path / f"{len(importance)}.gguf"
-        write_gguf(original, out, "Q4_0", plan_gguf(original, "Q4_0"), importance, lambda done: None)
+        write_gguf(original, out, plan_gguf(original, "Q4_0"), importance, lambda done: None)
         tensors = open_checkpoint(out).tensors
         lost = {name: tensors[name].dequantise() - checkpoint.tensors[name].dequantise() for name in model.importance}
         errors.append(sum(float((np.square(rows) * model.importance[name]).sum()) for name, rows in lost.items()))
@@ -86,7 +86,7 @@ def test_nothing_is_left_of_an_interrupted_conversion(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_gguf(original, tmp_path / "out.gguf", "Q8_0", plan_gguf(original, "Q8_0"), {}, interrupt)
+        write_gguf(original, tmp_path / "out.gguf", plan_gguf(original, "Q8_0"), {}, interrupt)
     assert not list(tmp_path.iterdir())
 
 

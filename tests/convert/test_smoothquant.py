@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.convert.calibrate import input_maxima
+from headrace.convert.calibrate import input_columns, maxima
 from headrace.convert.matrices import quantisable, quantised
 from headrace.convert.smoothquant import smoothquant
 from headrace.errors import FormatError
@@ -41,7 +41,7 @@ def test_w8a8_is_what_its_codes_stand_for(rows: int, cols: int, seed: int) -> No
 def test_maxima_are_those_of_what_the_matrices_read() -> None:
     """Of the first layer, which reads the normed embeddings of the tokens."""
     told: list[float] = []
-    found = input_maxima(SPEC, TENSORS, PIECES, NAMES, 1, told.append)
+    found = input_columns(maxima, SPEC, TENSORS, PIECES, NAMES, 1, told.append)
     assert len(found) == 2 * 4 and sorted(name for _, names in found for name in names) == sorted(NAMES)
     assert told == [1 / 3, 2 / 3, 1]
     x = TENSORS["embed"].dequantise()[np.concatenate(PIECES)].astype(np.float64)
@@ -54,7 +54,7 @@ def test_maxima_are_those_of_what_the_matrices_read() -> None:
 def test_factors_are_their_definition(alpha: float) -> None:
     """For what a norm makes; and what is read afterwards has the maxima that the weights leave it."""
     scalings = smoothquant(SPEC, TENSORS, NAMES, PIECES, 1, lambda done: None, alpha)
-    largest = next(x for x, names in input_maxima(SPEC, TENSORS, PIECES, NAMES, 1, lambda done: None) if "layers.1.gate" in names)
+    largest = next(x for x, names in input_columns(maxima, SPEC, TENSORS, PIECES, NAMES, 1, lambda done: None) if "layers.1.gate" in names)
     weights = np.maximum(*(np.abs(TENSORS[f"layers.1.{part}"].dequantise()).max(axis=0) for part in ("gate", "up")))
     want = largest**alpha / weights ** (1 - alpha)
     for part in ("gate", "up"):
@@ -111,7 +111,7 @@ def test_outliers_are_there() -> None:
 
 
 def first_maxima(tensors: dict[str, StoredTensor]) -> np.ndarray:
-    return next(x for x, names in input_maxima(SPEC, tensors, PIECES, NAMES, 1, lambda done: None) if "layers.0.q" in names)
+    return next(x for x, names in input_columns(maxima, SPEC, tensors, PIECES, NAMES, 1, lambda done: None) if "layers.0.q" in names)
 
 
 def test_the_name() -> None:

@@ -30,5 +30,5 @@ def to_gguf(source: Path, out: Path, mixture: str = "F32") -> Path:
     """Convert a file or folder to a GGUF file, which is given back."""
     original = open_original(source)
     plan = plan_gguf(original, mixture)
-    write_gguf(original, out, mixture, plan, {}, lambda done: None)
+    write_gguf(original, out, plan, {}, lambda done: None)
     return out

@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 from headrace.checkpoint.quantisation.method import Config, Tensors, refusal
 from headrace.errors import FormatError
 from headrace.quant.formats import StoredTensor
-from headrace.quant.spec import NUMBERS, Number, floats
+from headrace.quant.spec import NUMBERS, PLAIN, Number, floats
 
 Words = NDArray[np.uint32]
-_FLOATS: dict[str, Number] = {"F16": "f16", "BF16": "bf16", "F32": "f32"}
 
 
 def gathered(tensors: Tensors, parts: Sequence[str], matrix: Callable[[str], StoredTensor], where: str) -> dict[str, StoredTensor]:
@@ -38,10 +37,10 @@ def numbers(tensors: Tensors, name: str, dtype: str, dims: int, where: str) -> N
 def finite_floats(tensors: Tensors, name: str, where: str) -> tuple[Number, NDArray[Any]]:
     """Scales or minima of two dimensions, in the precision of the file. Raises FormatError, for any that is not finite as well."""
     tensor = tensors.get(name)
-    if tensor is None or tensor.format.name not in _FLOATS or len(tensor.shape) != 2:
+    if tensor is None or tensor.format.name not in PLAIN or len(tensor.shape) != 2:
         found = f"is {tensor.format.name} {list(tensor.shape)}" if tensor else "is missing"
         raise FormatError(f"{where}: tensor {name} {found}, expected floats with 2 dimensions")
-    number = _FLOATS[tensor.format.name]
+    number = PLAIN[tensor.format.name]
     found_numbers = tensor.parts["codes"].view(NUMBERS[number]).reshape(tensor.shape)
     require_finite(floats(found_numbers, number), name, where)
     return number, found_numbers

@@ -1,7 +1,6 @@
 """Matrices as several methods store them: codes of some bits one after the other, and scales of a tensor, of rows, groups or blocks."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
@@ -12,10 +11,9 @@ from numpy.typing import NDArray
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.quant.dequantise import Bytes, Parts, Rows
 from headrace.quant.formats import Format, StoredTensor, TensorPart, table_format
-from headrace.quant.spec import NUMBERS, POWERS, Codebook, Number, QuantSpec, TableRows, floats, small_floats
+from headrace.quant.spec import NUMBERS, PLAIN, POWERS, Codebook, Number, QuantSpec, TableRows, floats, small_floats
 from headrace.record import frozen
 
-_NUMBERS: Mapping[str, Number] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _WIDTHS = (2, 3, 4, 8)
 """Bits of codes that kernels read."""
 
@@ -122,9 +120,9 @@ def scales_of(scale: StoredTensor, shape: tuple[int, ...], where: str, block: tu
     That is one number for the tensor, or [rows] or [rows, 1], or [rows, groups], or by blocks [rows / block, columns / block], rounded up.
     Raises FormatError for other shapes and for scales that are no finite numbers, UnsupportedModelError for groups that no kernel reads.
     """
-    if scale.format.name not in _NUMBERS and not (block and scale.format.name == "F8_E8M0"):
+    if scale.format.name not in PLAIN and not (block and scale.format.name == "F8_E8M0"):
         raise FormatError(f"{where}: tensor {scale.name} has {scale.format.name}, and scales are floats")
-    number, numbers = _NUMBERS.get(scale.format.name, "f32"), plain(scale)
+    number, numbers = PLAIN.get(scale.format.name, "f32"), plain(scale)
     if not np.isfinite(floats(numbers, number)).all():
         raise FormatError(f"{where}: tensor {scale.name} has a number that is not finite")
     if len(shape) == 2:
