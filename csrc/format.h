@@ -4,9 +4,10 @@
 // the 16 rows, 4 adjacent bytes: the operand of a byte dot product whose lane is the row. So a tile is one linear stream, no
 // sum ever crosses lanes, and AVX2 or portable code reads the same bytes in two halves or one by one.
 //
-// Quantised units are made of 32-column groups, whose codes lie in planes: one of their low bits and, in formats whose width is no
-// power of two, one of the bits above. A plane of n bits is n lines for a group, the 8 / n fields of a byte counted from its low end: field
-// f of byte b of line j has the bits of column 4 (n f + j) + b. So a plane is what the byte dot product takes but for a shift and a mask.
+// Quantised units are made of 32-column groups. Codes of n bits take n lines for a group, of which a byte holds 8 / n whole ones, counted
+// from its low end: code f of byte b of line j is that of column 4 (n f + j) + b. What is left at the top of the bytes holds the columns
+// beyond, their bits line after line: of 3 bits, those of columns 24 .. 27 lie in line 0 and above them in line 1. So most codes are what
+// the byte dot product takes but for a shift and a mask.
 // Of float codes (kFloat4) a nibble is the number of one of 16 values, kFloat4Codes.
 // A tile of kI8Row is groups of 8 bits without scales, then one line with the 16 float scales of its rows.
 //
@@ -88,16 +89,15 @@ constexpr bool is_sub16(Scales s) { return s == Scales::kSuper16 || s == Scales:
 
 // Geometry of a quantised unit, in bytes, for 16 rows.
 struct Unit {
-  int low_bits, high_bits;  // of a code, in the two planes
+  int bits;  // of a code
   Scales scales;
   bool is_lookup = false;  // whether a code is the number of a value
 
-  constexpr int bits() const { return low_bits + high_bits; }
   constexpr int columns() const {
     return is_super(scales) ? 256 : scales == Scales::kPower32 ? 128 : scales == Scales::kTable ? kGroup : 64;
   }
   constexpr int groups() const { return columns() / kGroup; }
-  constexpr int lines_per_group() const { return bits(); }
+  constexpr int lines_per_group() const { return bits; }
   // Offsets of the parts. Plain: f16 scale[groups][16], f16 min[groups][16]; of powers u8 exponent[groups][16]. Super: f16 d[16], f16
   // dmin[16] (64 bytes either way), then s8 scale[n][16] and u8 min[n][16] with n integers per unit. Integers of 16 columns lie in pairs,
   // those of a group side by side, [n / 2][16][2]; those of kSuper16Min have 4 bits and share a byte, the scale low.
@@ -110,7 +110,7 @@ struct Unit {
   }
   constexpr int bytes() const { return codes_offset() + groups() * lines_per_group() * 64; }
   // Width of what the codes are multiplied as: that of float codes is one more, for the values of kFloat4Codes, of looked up ones 8.
-  constexpr int code_bits() const { return scales == Scales::kPower32 ? 5 : is_lookup ? 8 : bits(); }
+  constexpr int code_bits() const { return scales == Scales::kPower32 ? 5 : is_lookup ? 8 : bits; }
   // The code that stands for zero in formats without minimum: half of the range; that of float codes is kFloat4Zero.
   constexpr int zero() const { return has_min(scales) ? 0 : scales == Scales::kPower32 ? kFloat4Zero : 1 << (code_bits() - 1); }
 };
@@ -124,39 +124,39 @@ constexpr bool is_float8(Format f) { return f == Format::kFloat8E4 || f == Forma
 constexpr Unit unit_of(Format f) {
   switch (f) {
     case Format::kQ4:
-      return {4, 0, Scales::kGroup32};
+      return {4, Scales::kGroup32};
     case Format::kQ4Min:
-      return {4, 0, Scales::kGroup32Min};
+      return {4, Scales::kGroup32Min};
     case Format::kQ4Super:
-      return {4, 0, Scales::kSuper32Min};
+      return {4, Scales::kSuper32Min};
     case Format::kQ5:
-      return {4, 1, Scales::kGroup32};
+      return {5, Scales::kGroup32};
     case Format::kQ5Min:
-      return {4, 1, Scales::kGroup32Min};
+      return {5, Scales::kGroup32Min};
     case Format::kQ5Super:
-      return {4, 1, Scales::kSuper32Min};
+      return {5, Scales::kSuper32Min};
     case Format::kQ2SubMin:
-      return {2, 0, Scales::kSuper16Min};
+      return {2, Scales::kSuper16Min};
     case Format::kQ3Sub:
-      return {2, 1, Scales::kSuper16};
+      return {3, Scales::kSuper16};
     case Format::kQ6Sub:
-      return {4, 2, Scales::kSuper16};
+      return {6, Scales::kSuper16};
     case Format::kFloat4:
-      return {4, 0, Scales::kPower32};
+      return {4, Scales::kPower32};
     case Format::kTable2:
-      return {2, 0, Scales::kTable};
+      return {2, Scales::kTable};
     case Format::kTable3:
-      return {2, 1, Scales::kTable};
+      return {3, Scales::kTable};
     case Format::kTable4:
-      return {4, 0, Scales::kTable};
+      return {4, Scales::kTable};
     case Format::kLookup4:
-      return {4, 0, Scales::kTable, true};
+      return {4, Scales::kTable, true};
     case Format::kTable8:
     case Format::kFloat8E4:
     case Format::kFloat8E5:
-      return {8, 0, Scales::kTable};
+      return {8, Scales::kTable};
     default:
-      return {8, 0, Scales::kGroup32};
+      return {8, Scales::kGroup32};
   }
 }
 
@@ -171,7 +171,7 @@ constexpr size_t number_bytes(Number n) { return n == Number::kNone ? 0 : n == N
 
 // The values of a kLookup4 matrix: w = scale * values[code], which an integer product takes for scale * unit * (codes[code] - 128).
 struct Lookup {
-  uint8_t codes[16];
+  uint8_t codes[16], low_nibbles[16], high_nibbles[16];
   float values[16];
   float unit;
 };

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "codes.h"
 #include "kernels.h"
 
 #define HR_SIMD "simd_avx2.h"

@@ -1,5 +1,6 @@
 #include <cstring>
 
+#include "codes.h"
 #include "half.h"
 #include "kernels.h"
 

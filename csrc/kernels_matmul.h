@@ -44,21 +44,30 @@ HR_INLINE GroupScale<U.scales> group_scale(const uint8_t* unit, int g) {
 // The codes of a group: line j has columns 4j .. 4j + 3.
 template <Unit U>
 struct GroupCodes {
-  const uint8_t* planes;
+  const uint8_t* lines;
   int first = 0;
   const uint8_t* table = kFloat4Codes;
 
-  HR_INLINE Vb operator[](int j) const {
-    constexpr int low = U.low_bits, high = U.high_bits;
-    const int quad = first + j;
-    Vb codes = fields(load_bytes(planes + 64 * (quad % low)), quad / low * low, (1 << low) - 1);
-    if constexpr (high > 0) {
-      const Vb above = load_bytes(planes + 64 * (low + quad % high));
-      codes = or_fields(codes, above, quad / high * high - low, ((1 << high) - 1) << low);
-    }
-    return U.scales == Scales::kPower32 || U.is_lookup ? look_up(codes, table) : codes;
+  HR_INLINE Vb stored(int j) const {
+    const CodePieces& pieces = kCodePieces<U.bits>[first + j];
+    const CodePiece &p = pieces.of[0], &q = pieces.of[1], &r = pieces.of[2];
+    Vb codes = fields(load_bytes(lines + 64 * p.line), p.at, p.mask);
+    if (pieces.count > 1) codes = or_fields(codes, load_bytes(lines + 64 * q.line), q.at - q.up, q.mask << q.up);
+    if (pieces.count > 2) codes = or_fields(codes, load_bytes(lines + 64 * r.line), r.at - r.up, r.mask << r.up);
+    return codes;
   }
-  HR_INLINE GroupCodes operator+(int lines) const { return {planes, first + lines, table}; }
+  HR_INLINE Vb operator[](int j) const { return U.scales == Scales::kPower32 || U.is_lookup ? look_up(stored(j), table) : stored(j); }
+  HR_INLINE Vb low_nibbles(int j) const
+    requires(U.is_lookup)
+  {
+    return look_up(stored(j), table + 16);
+  }
+  HR_INLINE Vb high_nibbles(int j) const
+    requires(U.is_lookup)
+  {
+    return look_up(stored(j), table + 32);
+  }
+  HR_INLINE GroupCodes operator+(int more) const { return {lines, first + more, table}; }
 };
 
 // Minus the zero code times a sum of activations, of which x is -Factor times: what a group's integer sum starts from.
@@ -84,7 +93,7 @@ HR_INLINE Vi start_of_sum(int32_t x, bool shifted) {
 // The sums of a group's halves, each times its integer. Pairs of 16 bits have room for all but those of 6 bits.
 template <Unit U>
 HR_INLINE Vi scale_halves(Vi low, Vi high, Vs integers) {
-  if constexpr (16 * 127 * ((1 << U.bits()) - 1) <= 32767)
+  if constexpr (16 * 127 * ((1 << U.bits) - 1) <= 32767)
     return dot_shorts(join_shorts(low, high), integers);
   else
     return add(mul(low, low_shorts(integers)), mul(high, high_shorts(integers)));

@@ -237,6 +237,21 @@ HR_INLINE __m256i quad(const int8_t* x) {
 //
 // Sums stay in 16 bits as long as none can overflow, with |x| <= 127: over 8 lines of 4 bits, 4 of 5 bits, 2 of 6 bits. Codes of 8 bits are
 // two of 4. Rows share the loads of w, as many as there are registers for their sums.
+// Codes of 8 bits as two of 4: those that are looked up have a table for each.
+template <class W>
+HR_INLINE Vb low_nibbles(const W& w, int j) {
+  if constexpr (requires { w.low_nibbles(j); })
+    return w.low_nibbles(j);
+  else
+    return fields(w[j], 0, 15);
+}
+template <class W>
+HR_INLINE Vb high_nibbles(const W& w, int j) {
+  if constexpr (requires { w.high_nibbles(j); })
+    return w.high_nibbles(j);
+  else
+    return fields(w[j], 4, 15);
+}
 template <int Bits, int Lines, int R, class W>
 HR_INLINE void dots(Vi* sums, const W& w, const int8_t* x) {
   constexpr bool twice = Bits == 8;
@@ -252,7 +267,7 @@ HR_INLINE void dots(Vi* sums, const W& w, const int8_t* x) {
     Vi low[R], high[R];
 #pragma GCC unroll 8
     for (int j = 0; j < Lines; j++) {
-      const Vb line = w[j], a = twice ? fields(line, 0, 15) : line, b = fields(line, 4, 15);
+      const Vb a = twice ? low_nibbles(w, j) : w[j], b = twice ? high_nibbles(w, j) : a;
 #pragma GCC unroll 4
       for (int i = 0; i < R; i++) {
         const __m256i four = quad(x + 32 * i + 4 * j);
@@ -280,9 +295,8 @@ HR_INLINE Vi code_sums(const W& w) {
   Vb low = set1(0), high = low;
 #pragma GCC unroll 8
   for (int j = 0; j < Lines; j++) {
-    const Vb line = w[j];
-    low = add_bytes(low, twice ? fields(line, 0, 15) : line);
-    if constexpr (twice) high = add_bytes(high, fields(line, 4, 15));
+    low = add_bytes(low, twice ? low_nibbles(w, j) : w[j]);
+    if constexpr (twice) high = add_bytes(high, high_nibbles(w, j));
   }
   const __m256i ones = _mm256_set1_epi8(1);
   const Vi sums = add_pairs(set1(0), products(low, ones), 1);

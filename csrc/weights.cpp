@@ -5,8 +5,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "codes.h"
 #include "half.h"
-#include "planes.h"
 #include "weights_table.h"
 
 namespace headrace {
@@ -165,8 +165,7 @@ void place(uint8_t* unit, int g, int r, const Group& group) {
     if (has_min(kShape.scales)) std::memcpy(unit + kShape.min_offset() + 32 * g + 2 * r, &group.min, 2);
   }
   uint8_t* lines = unit + kShape.codes_offset() + g * kShape.lines_per_group() * 64 + 4 * r;
-  place_plane<kShape.low_bits>(group.codes, 0, lines);
-  if constexpr (kShape.high_bits > 0) place_plane<kShape.high_bits>(group.codes, kShape.low_bits, lines + 64 * kShape.low_bits);
+  place_codes<kShape.bits>(group.codes, lines);
 }
 
 // Row r of a tile. One function for each format of a file, so that what to do with a group is known when it is compiled.
@@ -256,8 +255,7 @@ float unpack_grouped(const Weight& w, const uint8_t* tile, int r, int k) {
   const uint8_t* unit = tile + static_cast<size_t>(k / shape.columns()) * shape.bytes();
   const int g = k % shape.columns() / kGroup, i = k % kGroup;
   const uint8_t* lines = unit + shape.codes_offset() + g * shape.lines_per_group() * 64 + 4 * r;
-  int stored = plane_bits(lines, shape.low_bits, i);
-  if (shape.high_bits) stored |= plane_bits(lines + 64 * shape.low_bits, shape.high_bits, i) << shape.low_bits;
+  const int stored = code_at(lines, shape.bits, i);
   if (shape.scales == Scales::kPower32) {
     const uint8_t power = unit[16 * g + r];
     return power ? std::ldexp(static_cast<float>(kFloat4Codes[stored] - kFloat4Zero), power - 127) : 0.0f;

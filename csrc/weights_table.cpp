@@ -5,8 +5,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "codes.h"
 #include "half.h"
-#include "planes.h"
 
 namespace headrace {
 namespace {
@@ -46,6 +46,8 @@ Lookup lookup_of(const std::array<float, 16>& values) {
   for (size_t i = 0; i < values.size(); i++) {
     best.values[i] = values[i];
     best.codes[i] = static_cast<uint8_t>(128 + (best.unit > 0 ? std::lround(values[i] / best.unit) : 0));
+    best.low_nibbles[i] = best.codes[i] & 15;
+    best.high_nibbles[i] = best.codes[i] >> 4;
   }
   return best;
 }
@@ -55,15 +57,9 @@ void place_numbers(const uint8_t* from, size_t size, int count, int r, uint8_t* 
   for (int i = 0; i < count; i++) std::memcpy(table + (static_cast<size_t>(i) * kTileRows + r) * size, from + i * size, size);
 }
 
-template <int kLow, int kHigh = 0>
-void place_codes(const uint8_t* codes, uint8_t* lines) {
-  place_plane<kLow>(codes, 0, lines);
-  if constexpr (kHigh > 0) place_plane<kHigh>(codes, kLow, lines + 64 * kLow);
-}
-
 void place_group(Format format, const uint8_t* codes, uint8_t* lines) {
   if (format == Format::kTable2) return place_codes<2>(codes, lines);
-  if (format == Format::kTable3) return place_codes<2, 1>(codes, lines);
+  if (format == Format::kTable3) return place_codes<3>(codes, lines);
   if (format == Format::kTable4 || format == Format::kLookup4) return place_codes<4>(codes, lines);
   place_codes<8>(codes, lines);
 }
@@ -117,8 +113,7 @@ float unpack_table(const Weight& w, const uint8_t* tile, int r, int k) {
   const size_t entry = static_cast<size_t>(k / w.shape.scale_columns) * kTileRows + r;
   const float scale = number(tile + entry * number_bytes(w.shape.scales), w.shape.scales);
   const uint8_t* lines = tile + w.shape.codes_offset() + static_cast<size_t>(k / kGroup) * unit_bytes(w.format) + 4 * r;
-  int code = plane_bits(lines, shape.low_bits, k % kGroup);
-  if (shape.high_bits) code |= plane_bits(lines + 64 * shape.low_bits, shape.high_bits, k % kGroup) << shape.low_bits;
+  const int code = code_at(lines, shape.bits, k % kGroup);
   if (w.format == Format::kLookup4) return scale * w.shape.lookup.values[code];
   if (is_float8(w.format)) return scale * small_float(static_cast<uint8_t>(code), w.format == Format::kFloat8E4 ? 3 : 2);
   if (w.shape.zeros == Number::kNone) return scale * static_cast<float>(code - shape.zero());

@@ -8,10 +8,12 @@ from harness import Bench, Column, main, verdict
 from native import LinearPlan
 
 from headrace.program.op import Kind
-from headrace.quant.formats import FORMATS
+from headrace.quant.named import named_format
 from tests.backend.stored import random_stored
+from tests.tables import random_codes
 
 NAMES = ("Q4_0", "Q4_1", "Q8_0", "I8_ROW", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "BF16")
+TABLES = ("int2-g128", "int3-g128", "int4-g128", "int8-g128", "nf4-g64", "iq4_nl")
 SHAPES = ((2048, 2048), (8192, 2048), (2048, 8192))
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 COLUMNS = (
@@ -31,16 +33,17 @@ MOST_FOR_FIVE = 1.08
 
 def gemv(bench: Bench) -> None:
     """All formats and shapes."""
-    for name in NAMES:
+    for name in NAMES + TABLES:
         for shape in ((64, 256),) if bench.quick else SHAPES:
             measure(bench, name, shape)
 
 
 def measure(bench: Bench, name: str, shape: tuple[int, int]) -> None:
     """One table: a weight, by number of rows."""
-    linear = LinearPlan(random_stored(name, *shape, seed=0), bench.threads, bench.cold_bytes, max(ROWS))
+    stored = random_codes(named_format(name), *shape, seed=0) if name in TABLES else random_stored(name, *shape, seed=0)
+    linear = LinearPlan(stored, bench.threads, bench.cold_bytes, max(ROWS))
     kernels = {rows: bench.busy(lambda rows=rows: linear.seconds(rows)) for rows in ROWS}
-    kind: Kind = "int8" if FORMATS[name].quantised else "bf16"
+    kind: Kind = "int8" if stored.format.quantised else "bf16"
     rounds = bench.rounds({"roof": bench.bandwidth(), "rate": bench.rate(kind)} | kernels)
 
     def limit(rows: int, bandwidth: float, rate: float) -> float:

@@ -152,7 +152,7 @@ def test_every_value_of_float_codes_is_exact(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.block > 1 and "MXFP4" not in name])
 def test_every_code_of_a_row_is_exact(name: str) -> None:
-    """As an embedding: codes are taken out of their planes one by one, and random ones are all that there are."""
+    """As an embedding: codes are taken out of their lines one by one, and random ones are all that there are."""
     stored = random_stored(name, 32, 512, 6)
     plan = _native.Plan("", 1)
     out = plan.add_buffer(512, "step", False)
