@@ -147,13 +147,15 @@ def _scores(state: dict[str, Any], count: int) -> np.ndarray[Any, np.dtype[np.fl
 
 def _check(tokenizer: Tokenizer, values: dict[str, Any]) -> None:
     """Refuse key-values from which another tokenizer is read."""
-    with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
-        file.write(gguf_plan({key: raw(value) for key, value in values.items()}, []).header)
-        file.flush()
-        try:
+    try:
+        with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
+            file.write(gguf_plan({key: raw(value) for key, value in values.items()}, []).header)
+            file.flush()
             again = tokenizer_from_gguf(read_gguf(Path(file.name)).metadata)
-        except HeadraceError as error:
-            raise _refusal(str(error)) from error
+    except OSError as error:
+        raise HeadraceError(f"a temporary file in {tempfile.gettempdir()}: {error.strerror or error}") from error
+    except HeadraceError as error:
+        raise _refusal(str(error)) from error
     # Those of SentencePiece have defaults, and there are keys for three tokens that end an answer.
     for name in ("bos_id", "eos_id", "eos_ids"):
         if (there := getattr(again, name)) != (here := getattr(tokenizer, name)):

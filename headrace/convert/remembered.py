@@ -7,6 +7,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.errors import HeadraceError
+
 Floats = NDArray[np.float32]
 
 
@@ -33,7 +35,11 @@ class Remembered:
             yield np.frombuffer(self._file.read(4 * int(np.prod(shape))), np.float32).reshape(shape)
 
     def add(self, rows: Floats) -> None:
-        """Add a block."""
-        self._file.seek(0, 2)
-        self._file.write(np.ascontiguousarray(rows, np.float32).tobytes())
+        """Add a block. Raises HeadraceError where the disk refuses."""
+        try:
+            self._file.seek(0, 2)
+            self._file.write(np.ascontiguousarray(rows, np.float32).tobytes())
+            self._file.flush()
+        except OSError as error:
+            raise HeadraceError(f"a temporary file in {tempfile.gettempdir()}: {error.strerror or error}") from error
         self._shapes.append(rows.shape)

@@ -1,6 +1,7 @@
 """The tokenizer of a folder is the same one in a GGUF file, or the conversion is refused."""
 
 import json
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.checkpoint.tokenizer_gguf import tokenizer_from_gguf
 from headrace.convert.gguf_header import gguf_plan, raw
 from headrace.convert.gguf_tokenizer import tokenizer_values
-from headrace.errors import FormatError, UnsupportedModelError
+from headrace.errors import FormatError, HeadraceError, UnsupportedModelError
 from tests.tiny import tiny_model
 
 DATA = Path(__file__).parents[1] / "data"
@@ -97,6 +98,17 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("folder")
+
+
+def test_a_disk_that_refuses(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, byte_level())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
+    try:
+        with pytest.raises(HeadraceError, match=r"a temporary file in .*: File too large"):
+            again(checkpoint)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class TestByteLevel:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from headrace.convert.matrices import quantisable
 from headrace.convert.quality import Judge, Scorer, pieces_of
 from headrace.convert.remembered import Remembered
 from headrace.convert.texts import read_text
-from headrace.errors import RequestError
+from headrace.errors import HeadraceError, RequestError
 from headrace.quant.named import named_format
 from tests.convert.whole import quantise
 from tests.families import save_model
@@ -21,6 +22,16 @@ from tests.tiny import tiny_model
 
 SPEC, TENSORS = tiny_model(2, dim=64, heads=4, kv_heads=2, ffn=96, vocab=61)
 PIECES = [list(map(int, piece)) for piece in np.random.default_rng(0).integers(0, 61, (2, 150))]
+
+
+def test_a_disk_that_refuses() -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
+    try:
+        with Remembered() as rows, pytest.raises(HeadraceError, match=r"a temporary file in .*: File too large"):
+            rows.add(np.zeros((100, 100), np.float32))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def said(tensors: Any, backend: str = "cpu", length: int = 150) -> list[Any]:

@@ -23,7 +23,10 @@ def convert(source: Path, folder: Path, file: Path) -> None:
 
     Raises NotImplementedError for architectures that it does not know, ValueError for tensors that it has no place for.
     """
-    sys.path[:0] = [path for path in (str(source / "gguf-py"), str(source)) if path not in sys.path]
+    if str(source) not in sys.path:
+        sys.path[:0] = [str(source / "gguf-py"), str(source)]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "gguf"]:
+            del sys.modules[name]  # the installed one, which tests of ours read: the converter needs the one that lies beside it
     import gguf
     from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
 
