@@ -192,12 +192,12 @@ struct Lookup {
 
 // The blocks of a kGrid matrix (grids.cpp). A point has 4 or 8 integers of neighbouring columns, up to 62 and around kGridZero in the bytes
 // of a number.
-constexpr int kGridZero = 64;
+constexpr int kGridZero = 64, kGridRows = 4;
 struct Grid {
   int block_bytes;
   int num_points, point_columns;
-  // Row r of a unit of kGrid: codes around kGridZero, integers and d, from its block.
-  void (*decode)(const uint8_t* block, const uint64_t* points, int r, uint8_t* unit);
+  // Rows r to r + kGridRows - 1 of a unit of kGrid: codes around kGridZero, integers and d, from their blocks.
+  void (*decode)(const uint8_t* blocks, const uint64_t* points, int r, uint8_t* unit);
 };
 
 // How the tiles of a matrix lie.

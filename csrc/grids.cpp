@@ -40,137 +40,162 @@ constexpr auto kEvenFlips = [] {
   return table;
 }();
 
-uint64_t with_signs(uint64_t codes, uint64_t flips) { return (codes ^ flips) + (flips & kOnes); }
+// 16 columns of a row, as numbers of 8 bytes or of 4: vectors of whatever the processor has.
+using Eights = uint64_t __attribute__((vector_size(16)));
+using Quads = uint32_t __attribute__((vector_size(16)));
 
-// A row of a unit, which its block goes to.
-struct Row {
-  uint8_t *integers, *lines;
-  float* scale;
+Quads with_signs(Eights codes, Eights flips) { return reinterpret_cast<Quads>((codes ^ flips) + (flips & kOnes)); }
+Eights even_flips(unsigned signs) { return Eights{kEvenFlips[signs & 127], kEvenFlips[signs >> 7 & 127]}; }
+Eights all_flips(const uint8_t* signs) { return Eights{kFlips[signs[0]], kFlips[signs[1]]}; }
 
-  Row(uint8_t* unit, int r)
-      : integers(unit + 64 + 2 * r), lines(unit + kUnit.codes_offset() + 4 * r), scale(reinterpret_cast<float*>(unit) + r) {}
-  // The integers of group g are 2 * steps + 1, of its halves or of both.
-  void steps(int g, unsigned first, unsigned second) const {
-    const auto both = static_cast<uint16_t>(2 * (first | second << 8) + 0x0101);
-    std::memcpy(integers + 32 * g, &both, 2);
-  }
-  void steps(int g, unsigned n) const { steps(g, n, n); }
-  // Codes of columns 8 i ...
-  void codes(int i, uint64_t eight) const {
-    const auto low = static_cast<uint32_t>(eight), high = static_cast<uint32_t>(eight >> 32);
-    std::memcpy(lines + 128 * i, &low, 4);
-    std::memcpy(lines + 128 * i + 64, &high, 4);
-  }
-};
+// What is added to points that are moved by 1: up, or down where a bit is set.
+constexpr uint64_t move(unsigned bit) { return kOnes - 2 * kOnes * bit; }
+constexpr Eights kMoves[] = {Eights{move(0), move(0)}, Eights{move(1), move(0)}, Eights{move(0), move(1)}, Eights{move(1), move(1)}};
 
 float half_at(const uint8_t* p) { return half_to_float(read<uint16_t>(p)); }
 
-void iq2_xxs(const uint8_t* b, const uint64_t* points, const Row& row) {  // d, then for 32 columns 4 numbers, signs and scale
-  *row.scale = half_at(b) * 0.125f;
-  for (int g = 0; g < 8; g++) {
+// Two integers of 4 bits, and one of them, in two bytes.
+unsigned two_steps(unsigned nibbles) { return (nibbles | nibbles << 4) & 0x0f0f; }
+unsigned same_steps(unsigned n) { return 0x0101 * n; }
+
+// The types. Of a block: d, times a unit; the steps of the two halves of group g, each in a byte, where the integer is 2 * steps + 1; and
+// the codes of 16 columns, half h of group g.
+struct Iq2Xxs {  // d, then for 32 columns 4 numbers, signs and scale
+  static constexpr int kBytes = 66, kNumPoints = 256, kPointColumns = 8;
+  static float d(const uint8_t* b) { return half_at(b) * 0.125f; }
+  static unsigned steps(const uint8_t* b, int g) { return same_steps(b[2 + 8 * g + 7] >> 4); }
+  static Quads codes(const uint8_t* b, const uint64_t* points, int g, int h) {
     const uint8_t* q = b + 2 + 8 * g;
-    const auto word = read<uint32_t>(q + 4);
-    row.steps(g, word >> 28);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) row.codes(4 * g + i, with_signs(points[q[i]], kEvenFlips[word >> 7 * i & 127]));
+    return with_signs(Eights{points[q[2 * h]], points[q[2 * h + 1]]}, even_flips(read<uint32_t>(q + 4) >> 14 * h));
   }
+};
+
+struct Iq2Xs {  // d, numbers with signs[32], scales[16]
+  static constexpr int kBytes = 74, kNumPoints = 512, kPointColumns = 8;
+  static float d(const uint8_t* b) { return half_at(b) * 0.125f; }
+  static unsigned steps(const uint8_t* b, int g) { return two_steps(b[66 + g]); }
+  static Quads codes(const uint8_t* b, const uint64_t* points, int g, int h) {
+    const uint8_t* q = b + 2 + 8 * g + 4 * h;
+    const unsigned first = read<uint16_t>(q), second = read<uint16_t>(q + 2);
+    return with_signs(Eights{points[first & 511], points[second & 511]}, Eights{kEvenFlips[first >> 9], kEvenFlips[second >> 9]});
+  }
+};
+
+struct Iq2S {  // d, numbers[32], signs[32], high bits[32], scales[16]
+  static constexpr int kBytes = 82, kNumPoints = 1024, kPointColumns = 8;
+  static float d(const uint8_t* b) { return half_at(b) * 0.125f; }
+  static unsigned steps(const uint8_t* b, int g) { return two_steps(b[74 + g]); }
+  static Quads codes(const uint8_t* b, const uint64_t* points, int g, int h) {
+    const uint8_t* q = b + 2 + 4 * g + 2 * h;
+    const unsigned high = b[66 + g] << 8 >> 4 * h;
+    return with_signs(Eights{points[q[0] | (high & 0x300)], points[q[1] | (high >> 2 & 0x300)]}, all_flips(q + 32));
+  }
+};
+
+// Four points of 4 columns.
+Eights four_points(const uint64_t* points, unsigned a, unsigned b, unsigned c, unsigned d) {
+  const auto point = [&](unsigned i) { return static_cast<uint32_t>(points[i]); };
+  return reinterpret_cast<Eights>(Quads{point(a), point(b), point(c), point(d)});
 }
 
-void iq2_xs(const uint8_t* b, const uint64_t* points, const Row& row) {  // d, numbers with signs[32], scales[16]
-  *row.scale = half_at(b) * 0.125f;
-  for (int g = 0; g < 8; g++) {
-    row.steps(g, b[66 + g] & 15, b[66 + g] >> 4);
+struct Iq3Xxs {  // d, numbers[64], then for 32 columns signs and scale
+  static constexpr int kBytes = 98, kNumPoints = 256, kPointColumns = 4;
+  static float d(const uint8_t* b) { return half_at(b) * 0.25f; }
+  static unsigned steps(const uint8_t* b, int g) { return same_steps(b[66 + 4 * g + 3] >> 4); }
+  static Quads codes(const uint8_t* b, const uint64_t* points, int g, int h) {
+    const uint8_t* q = b + 2 + 8 * g + 4 * h;
+    return with_signs(four_points(points, q[0], q[1], q[2], q[3]), even_flips(read<uint32_t>(b + 66 + 4 * g) >> 14 * h));
+  }
+};
+
+struct Iq3S {  // d, numbers[64], high bits[64], signs[32], scales[8]
+  static constexpr int kBytes = 110, kNumPoints = 512, kPointColumns = 4;
+  static float d(const uint8_t* b) { return half_at(b); }
+  static unsigned steps(const uint8_t* b, int g) { return same_steps(b[106 + g / 2] >> 4 * (g % 2) & 15); }
+  static Quads codes(const uint8_t* b, const uint64_t* points, int g, int h) {
+    const uint8_t* q = b + 2 + 8 * g + 4 * h;
+    const unsigned high = b[66 + g] << 8 >> 4 * h;
+    const auto number = [&](int i) { return q[i] | (high >> i & 0x100); };
+    return with_signs(four_points(points, number(0), number(1), number(2), number(3)), all_flips(b + 74 + 4 * g + 2 * h));
+  }
+};
+
+struct Iq1S {  // d, numbers[32], then for 32 columns high bits, scale and sign
+  static constexpr int kBytes = 50, kNumPoints = 2048, kPointColumns = 8;
+  static float d(const uint8_t* b) { return half_at(b) * 0.125f; }
+  static unsigned steps(const uint8_t* b, int g) { return same_steps(b[34 + 2 * g + 1] >> 4 & 7); }
+  static Quads codes(const uint8_t* b, const uint64_t* points, int g, int h) {
+    const uint8_t* q = b + 2 + 4 * g + 2 * h;
+    const unsigned word = read<uint16_t>(b + 34 + 2 * g), high = word << 8 >> 6 * h;
+    const Eights codes = {points[q[0] | (high & 0x700)], points[q[1] | (high >> 3 & 0x700)]};
+    return reinterpret_cast<Quads>(codes + kMoves[3 * (word >> 15)]);
+  }
+};
+
+struct Iq1M {  // numbers[32], high bits and signs[32], scales[16] and d in pieces
+  static constexpr int kBytes = 56, kNumPoints = 2048, kPointColumns = 8;
+  static float d(const uint8_t* b) {
+    unsigned bits = 0;
+    for (int i = 0; i < 4; i++) bits |= b[48 + 2 * i + 1] >> 4 << 4 * i;
+    return half_to_float(static_cast<uint16_t>(bits)) * 0.125f;
+  }
+  static unsigned steps(const uint8_t* b, int g) {
+    const unsigned both = read<uint16_t>(b + 48 + g / 2 * 2) >> 6 * (g % 2);
+    return (both & 7) | (both & 56) << 5;
+  }
+  static Quads codes(const uint8_t* b, const uint64_t* points, int g, int h) {
+    const uint8_t* q = b + 4 * g + 2 * h;
+    const unsigned both = b[32 + 2 * g + h];
+    const Eights codes = {points[q[0] | (both << 8 & 0x700)], points[q[1] | (both << 4 & 0x700)]};
+    return reinterpret_cast<Quads>(codes + kMoves[(both >> 3 & 1) | (both >> 6 & 2)]);
+  }
+};
+
+// Four lines of a unit from 16 columns of each of four rows: of each line they have 16 bytes.
+void store_lines(const Quads* rows, uint8_t* lines) {
+  const Quads ab = __builtin_shufflevector(rows[0], rows[1], 0, 4, 1, 5), cd = __builtin_shufflevector(rows[2], rows[3], 0, 4, 1, 5);
+  const Quads ef = __builtin_shufflevector(rows[0], rows[1], 2, 6, 3, 7), gh = __builtin_shufflevector(rows[2], rows[3], 2, 6, 3, 7);
+  const Quads turned[] = {__builtin_shufflevector(ab, cd, 0, 1, 4, 5), __builtin_shufflevector(ab, cd, 2, 3, 6, 7),
+                          __builtin_shufflevector(ef, gh, 0, 1, 4, 5), __builtin_shufflevector(ef, gh, 2, 3, 6, 7)};
+  for (int j = 0; j < 4; j++) std::memcpy(lines + 64 * j, &turned[j], sizeof turned[j]);
+}
+
+template <class Type>
+void decode(const uint8_t* blocks, const uint64_t* points, int r, uint8_t* unit) {
+  for (int i = 0; i < kGridRows; i++) {
+    const uint8_t* b = blocks + i * Type::kBytes;
+    const float d = Type::d(b);
+    std::memcpy(unit + 4 * (r + i), &d, sizeof d);
+    for (int g = 0; g < kUnit.groups(); g++) {
+      const auto integers = static_cast<uint16_t>(2 * Type::steps(b, g) + 0x0101);
+      std::memcpy(unit + 64 + 32 * g + 2 * (r + i), &integers, sizeof integers);
+    }
+  }
+  uint8_t* lines = unit + kUnit.codes_offset() + 4 * r;
+  for (int g = 0; g < kUnit.groups(); g++) {
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; h++, lines += 256) {
+      Quads rows[kGridRows];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-      const unsigned word = read<uint16_t>(b + 2 + 8 * g + 2 * i);
-      row.codes(4 * g + i, with_signs(points[word & 511], kEvenFlips[word >> 9]));
+      for (int i = 0; i < kGridRows; i++) rows[i] = Type::codes(blocks + i * Type::kBytes, points, g, h);
+      store_lines(rows, lines);
     }
   }
 }
 
-void iq2_s(const uint8_t* b, const uint64_t* points, const Row& row) {  // d, numbers[32], signs[32], high bits[32], scales[16]
-  *row.scale = half_at(b) * 0.125f;
-  for (int g = 0; g < 8; g++) {
-    const uint8_t *q = b + 2 + 4 * g, *signs = b + 34 + 4 * g;
-    const unsigned high = b[66 + g] << 8;
-    row.steps(g, b[74 + g] & 15, b[74 + g] >> 4);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) row.codes(4 * g + i, with_signs(points[q[i] | (high >> 2 * i & 0x300)], kFlips[signs[i]]));
-  }
-}
+template <class Type>
+constexpr Grid kGrid = {Type::kBytes, Type::kNumPoints, Type::kPointColumns, decode<Type>};
 
-void iq3_xxs(const uint8_t* b, const uint64_t* points, const Row& row) {  // d, numbers[64], then for 32 columns signs and scale
-  *row.scale = half_at(b) * 0.25f;
-  for (int g = 0; g < 8; g++) {
-    const uint8_t* q = b + 2 + 8 * g;
-    const auto word = read<uint32_t>(b + 66 + 4 * g);
-    row.steps(g, word >> 28);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-      row.codes(4 * g + i, with_signs(points[q[2 * i]] | points[q[2 * i + 1]] << 32, kEvenFlips[word >> 7 * i & 127]));
-  }
-}
-
-void iq3_s(const uint8_t* b, const uint64_t* points, const Row& row) {  // d, numbers[64], high bits[64], signs[32], scales[8]
-  *row.scale = half_at(b);
-  for (int g = 0; g < 8; g++) {
-    const uint8_t *q = b + 2 + 8 * g, *signs = b + 74 + 4 * g;
-    const unsigned high = b[66 + g] << 8;
-    row.steps(g, b[106 + g / 2] >> 4 * (g % 2) & 15);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-      const uint64_t first = points[q[2 * i] | (high >> 2 * i & 0x100)], second = points[q[2 * i + 1] | (high >> (2 * i + 1) & 0x100)];
-      row.codes(4 * g + i, with_signs(first | second << 32, kFlips[signs[i]]));
-    }
-  }
-}
-
-// Points that are moved by 1: up, or with a sign down.
-uint64_t moved(uint64_t codes, unsigned sign) { return codes + kOnes - 2 * kOnes * sign; }
-
-void iq1_s(const uint8_t* b, const uint64_t* points, const Row& row) {  // d, numbers[32], then for 32 columns high bits, scale and sign
-  *row.scale = half_at(b) * 0.125f;
-  for (int g = 0; g < 8; g++) {
-    const uint8_t* q = b + 2 + 4 * g;
-    const unsigned word = read<uint16_t>(b + 34 + 2 * g), high = word << 8;
-    row.steps(g, word >> 12 & 7);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) row.codes(4 * g + i, moved(points[q[i] | (high >> 3 * i & 0x700)], word >> 15));
-  }
-}
-
-void iq1_m(const uint8_t* b, const uint64_t* points, const Row& row) {  // numbers[32], high bits and signs[32], scales[16] and d in pieces
-  unsigned d = 0;
-  for (int g = 0; g < 8; g++) {
-    const uint8_t *q = b + 4 * g, *high = b + 32 + 2 * g;
-    const unsigned word = read<uint16_t>(b + 48 + g / 2 * 2), scales = word >> 6 * (g % 2);
-    d |= word >> 12 << 4 * (g / 2);
-    row.steps(g, scales & 7, scales >> 3 & 7);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-      const unsigned four = high[i / 2] >> 4 * (i % 2);
-      row.codes(4 * g + i, moved(points[q[i] | (four << 8 & 0x700)], four >> 3 & 1));
-    }
-  }
-  *row.scale = half_to_float(static_cast<uint16_t>(d)) * 0.125f;
-}
-
-template <void (*kDecode)(const uint8_t*, const uint64_t*, const Row&)>
-void decode(const uint8_t* block, const uint64_t* points, int r, uint8_t* unit) {
-  kDecode(block, points, Row(unit, r));
-}
-
-constexpr std::pair<const char*, Grid> kGrids[] = {
-    {"IQ1_S", {50, 2048, 8, decode<iq1_s>}},  {"IQ1_M", {56, 2048, 8, decode<iq1_m>}}, {"IQ2_XXS", {66, 256, 8, decode<iq2_xxs>}},
-    {"IQ2_XS", {74, 512, 8, decode<iq2_xs>}}, {"IQ2_S", {82, 1024, 8, decode<iq2_s>}}, {"IQ3_XXS", {98, 256, 4, decode<iq3_xxs>}},
-    {"IQ3_S", {110, 512, 4, decode<iq3_s>}},
+constexpr std::pair<const char*, const Grid*> kGrids[] = {
+    {"IQ1_S", &kGrid<Iq1S>}, {"IQ1_M", &kGrid<Iq1M>},     {"IQ2_XXS", &kGrid<Iq2Xxs>}, {"IQ2_XS", &kGrid<Iq2Xs>},
+    {"IQ2_S", &kGrid<Iq2S>}, {"IQ3_XXS", &kGrid<Iq3Xxs>}, {"IQ3_S", &kGrid<Iq3S>},
 };
 
 }  // namespace
 
 const Grid* find_grid(const std::string& name) {
   for (const auto& [known, grid] : kGrids)
-    if (name == known) return &grid;
+    if (name == known) return grid;
   return nullptr;
 }
 
@@ -188,11 +213,11 @@ std::vector<uint64_t> points_of(const Grid& grid, std::span<const int8_t> intege
 
 void unpack_grid_row(const Weight& w, int row, float* out) {
   alignas(64) uint8_t unit[kUnit.bytes()];
-  const int r = row % kTileRows, bytes = w.shape.grid->block_bytes;
-  const uint8_t* block = w.tile(row / kTileRows) + r * bytes;
+  const int r = row % kTileRows, first = r - r % kGridRows, bytes = w.shape.grid->block_bytes;
+  const uint8_t* blocks = w.tile(row / kTileRows) + first * bytes;
   for (int k = 0; k < w.cols; k++) {
     const int i = k % kUnit.columns();
-    if (i == 0) w.shape.grid->decode(block + static_cast<size_t>(k / kUnit.columns()) * kTileRows * bytes, w.shape.points, r, unit);
+    if (i == 0) w.shape.grid->decode(blocks + static_cast<size_t>(k / kUnit.columns()) * kTileRows * bytes, w.shape.points, first, unit);
     const float scale = read<float>(unit + 4 * r) * static_cast<float>(unit[64 + 32 * (i / 32) + 2 * r + i / 16 % 2]);
     out[k] = scale * static_cast<float>(unit[kUnit.codes_offset() + i / 4 * 64 + 4 * r + i % 4] - kGridZero);
   }

@@ -201,7 +201,7 @@ void matmul_grouped(const uint8_t* tile, const TileShape& shape, const uint8_t* 
 
 // A super-block of a tile of points of a grid, decoded.
 HR_INLINE void decode_grid(const uint8_t* blocks, const TileShape& shape, uint8_t* unit) {
-  for (int r = 0; r < kTileRows; r++) shape.grid->decode(blocks + r * shape.grid->block_bytes, shape.points, r, unit);
+  for (int r = 0; r < kTileRows; r += kGridRows) shape.grid->decode(blocks + r * shape.grid->block_bytes, shape.points, r, unit);
 }
 
 template <int Rows, bool Offset>

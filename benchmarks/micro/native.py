@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from headrace import _native
 from headrace.backend.cpu import BLOCK_SIZE
 from headrace.batch import Ints, KvRows, RaggedBatch
+from headrace.backend.packing import add_weight
 from headrace.quant.formats import StoredTensor
 
 Floats = NDArray[np.float32]
@@ -87,8 +88,7 @@ class LinearPlan:
         plan.pack(packed, loose)
         before, self.weight_bytes, self.copies = plan.weight_bytes, 0, 0
         while self.copies * self.weight_bytes < least_bytes:
-            weight = plan.add_weight(stored.format.name, stored.rows, stored.cols, stored.parts["codes"], None, stored.scales)
-            plan.linear(self._out, packed, weight, -1, -1, offset)
+            plan.linear(self._out, packed, add_weight(plan, stored), -1, -1, offset)
             self.copies += 1
             self.weight_bytes = (plan.weight_bytes - before) // self.copies
         self.refuse_wrong_results()
