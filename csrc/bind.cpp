@@ -30,6 +30,7 @@ template <class T>
 using Array = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
 using Ints = Array<int32_t>;
 using GivenScales = std::variant<Array<float>, Array<uint8_t>>;  // of the rows of a weight, or of its blocks
+using GivenValues = std::optional<Array<int8_t>>;
 
 // A weight as Python gives it. The row order is copied: it is checked and then used without Python's lock.
 struct GivenWeight {
@@ -37,8 +38,9 @@ struct GivenWeight {
   Stored stored;
 
   GivenWeight(const std::string& format, int rows, int cols, const Array<uint8_t>& data, const std::optional<Array<int64_t>>& row_order,
-              const std::optional<GivenScales>& scales)
+              const std::optional<GivenScales>& scales, const GivenValues& values)
       : stored{format, rows, cols, data.data(), data.size()} {
+    if (values) stored.values = {values->data(), values->size()};
     if (row_order) order.assign(row_order->data(), row_order->data() + row_order->size());
     stored.row_order = order;
     if (!scales) return;
@@ -56,10 +58,13 @@ auto unlocked(Plan& plan, auto&& f) {
 
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-void fill_table(Plan& p, int weight, int first, const Bytes& codes, const Bytes& scales, const std::optional<Bytes>& zeros) {
-  const Plan& plan = available(p);
+const Weight& table_of(const Plan& plan, int weight) {
   require(weight >= 0 && weight < plan.num_weights() && is_table(plan.weight(weight).format), "there is no such matrix with a table");
-  const Weight& w = plan.weight(weight);
+  return plan.weight(weight);
+}
+
+void fill_table(Plan& p, int weight, int first, const Bytes& codes, const Bytes& scales, const std::optional<Bytes>& zeros) {
+  const Weight& w = table_of(available(p), weight);
   const size_t count = codes.shape(0), numbers = static_cast<size_t>(w.shape.num_scales);
   require(first >= 0 && first % kTileRows == 0 && first <= w.rows && count <= static_cast<size_t>(w.rows - first),
           "the rows of a matrix come in order, a multiple of 16 at a time");
@@ -71,6 +76,13 @@ void fill_table(Plan& p, int weight, int first, const Bytes& codes, const Bytes&
           "a row has a zero for each scale, or none at all in this format");
   const TableRows rows{first, static_cast<int>(count), codes.data(), scales.data(), zeros ? zeros->data() : nullptr};
   unlocked(p, [&](Plan& to) { to.fill_table(weight, rows); });
+}
+
+void fill_table_blocks(Plan& p, int weight, const std::string& format, const Array<uint8_t>& data,
+                       const std::optional<Array<int64_t>>& order) {
+  const Weight& w = table_of(available(p), weight);
+  const GivenWeight given(format, w.rows, w.cols, data, order, {}, {});
+  unlocked(p, [&](Plan& plan) { plan.fill_table(weight, given.stored); });
 }
 
 KvRecord kv_record(const std::string& dtype, int key_dim, int value_dim) {
@@ -292,22 +304,25 @@ void bind_plan(nb::module_& m) {
       .def(
           "add_weight",
           [](Plan& p, const std::string& format, int rows, int cols, const Array<uint8_t>& data, const std::optional<Array<int64_t>>& order,
-             const std::optional<GivenScales>& scales) {
-            const GivenWeight weight(format, rows, cols, data, order, scales);
+             const std::optional<GivenScales>& scales, const GivenValues& values) {
+            const GivenWeight weight(format, rows, cols, data, order, scales, values);
             return unlocked(p, [&](Plan& plan) { return plan.add_weight(weight.stored); });
           },
           nb::arg("format"), nb::arg("rows"), nb::arg("cols"), nb::arg("data"), nb::arg("row_order").none(),
-          nb::arg("scales").none() = nb::none(),
-          "Scales that lie apart are those of rows, as floats, or of the blocks of each row, as bytes.")
+          nb::arg("scales").none() = nb::none(), nb::arg("values").none() = nb::none(),
+          "Scales that lie apart are those of rows, as floats, or of the blocks of each row, as bytes. Values are what codes are the "
+          "numbers\n"
+          "of, where these are integers that come with the matrix: 16, or the points of a grid, [points, columns of a point].")
       .def(
           "add_weight_pair",
           [](Plan& p, const std::string& format_a, const Array<uint8_t>& a, const std::optional<GivenScales>& scales_a,
-             const std::string& format_b, const Array<uint8_t>& b, const std::optional<GivenScales>& scales_b, int rows, int cols) {
-            const GivenWeight first(format_a, rows, cols, a, {}, scales_a), second(format_b, rows, cols, b, {}, scales_b);
+             const std::string& format_b, const Array<uint8_t>& b, const std::optional<GivenScales>& scales_b, int rows, int cols,
+             const GivenValues& values) {
+            const GivenWeight first(format_a, rows, cols, a, {}, scales_a, values), second(format_b, rows, cols, b, {}, scales_b, values);
             return unlocked(p, [&](Plan& plan) { return plan.add_weight_pair(first.stored, second.stored); });
           },
           nb::arg("format_a"), nb::arg("a"), nb::arg("scales_a").none(), nb::arg("format_b"), nb::arg("b"), nb::arg("scales_b").none(),
-          nb::arg("rows"), nb::arg("cols"))
+          nb::arg("rows"), nb::arg("cols"), nb::arg("values").none() = nb::none())
       .def(
           "reserve_weights", [](Plan& p, size_t nbytes) { available(p).reserve_weights(nbytes); }, nb::arg("nbytes"),
           "Make room for the weights that come next, in one piece.")
@@ -319,6 +334,8 @@ void bind_plan(nb::module_& m) {
           nb::arg("b"))
       .def("fill_table", &fill_table, nb::arg("weight"), nb::arg("first"), nb::arg("codes"), nb::arg("scales"), nb::arg("zeros").none(),
            "Rows from `first` on, a multiple of 16: codes [rows, columns], and the bytes of scales and zeros [rows, bytes of a row].")
+      .def("fill_table_blocks", &fill_table_blocks, nb::arg("weight"), nb::arg("format"), nb::arg("data"), nb::arg("row_order").none(),
+           "All rows, as blocks of a file; those that are codes with scales of 16 bits.")
       .def("add_vector",
            [](Plan& p, const Array<float>& data) {
              require(data.size() > 0 && data.size() <= kMaxWidth, kVectorLength);

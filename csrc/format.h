@@ -14,6 +14,9 @@
 // Formats with scales of groups of any size (kTable) have them in a table in front of a tile's codes, and behind it one of zero points or
 // minima; what these are made of is known when a step runs (TileShape). Codes of kLookup4 are the numbers of 16 values that come with the
 // matrix, those of kFloat8E4 and kFloat8E5 small floats.
+//
+// Matrices whose codes are numbers of points of a grid (kGrid) stay blocks of their file, of 256 columns of a row each: a tile is the 16
+// blocks of its rows, one after the other, for each super-block. A kernel decodes these 16 to a unit with codes of 8 bits (Grid).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -27,9 +30,11 @@ constexpr int kGroup = 32;
 enum class Scales {
   kGroup32,     // f16 scale per 32 columns
   kGroup32Min,  // and an f16 minimum: w = scale * q + min
+  kSuper32,     // per 256 columns f16 d; per 32 columns a signed integer: w = d * sc * value[code]
   kSuper32Min,  // per 256 columns f16 d, dmin; per 32 columns 6-bit integers: w = d * sc * q - dmin * mn
   kSuper16,     // per 256 columns f16 d; per 16 columns a signed integer: w = d * sc * (q - zero)
   kSuper16Min,  // as kSuper32Min, with integers per 16 columns
+  kDecoded16,   // as kSuper16 with a float32 d: of points of a grid, decoded
   kPower32,     // per 32 columns the exponent of a power of two, as bits of a float32, of which 0 is 0: w = 2^e * value[code]
   kTable,       // of groups of any size: w = scale * (q - zero point) or scale * q + minimum
 };
@@ -40,18 +45,20 @@ constexpr uint8_t kFloat4Codes[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14
 
 // The formats that kernels exist for; index of the kernel tables.
 enum class Format : int {
-  kQ4,        // Q4_0
-  kQ4Min,     // Q4_1
-  kQ4Super,   // Q4_K
-  kQ5,        // Q5_0
-  kQ5Min,     // Q5_1
-  kQ5Super,   // Q5_K
-  kQ8,        // Q8_0
-  kQ2SubMin,  // Q2_K
-  kQ3Sub,     // Q3_K
-  kQ6Sub,     // Q6_K
-  kFloat4,    // MXFP4
-  kTable2,    // integers of 2, 3, 4, 8 bits
+  kQ4,            // Q4_0
+  kQ4Min,         // Q4_1
+  kQ4Super,       // Q4_K
+  kQ5,            // Q5_0
+  kQ5Min,         // Q5_1
+  kQ5Super,       // Q5_K
+  kQ8,            // Q8_0
+  kQ2SubMin,      // Q2_K
+  kQ3Sub,         // Q3_K
+  kQ6Sub,         // Q6_K
+  kFloat4,        // MXFP4
+  kLookup4Super,  // IQ4_XS
+  kGrid,          // IQ1, IQ2, IQ3
+  kTable2,        // integers of 2, 3, 4, 8 bits
   kTable3,
   kTable4,
   kTable8,
@@ -64,7 +71,7 @@ enum class Format : int {
   kI8Row,    // int8 with one scale a row
   kI8Mixed,  // the same, for activations whose outliers stay float32: LLM.int8
 };
-constexpr int kNumFormats = 23;
+constexpr int kNumFormats = 25;
 
 constexpr bool is_i8(Format f) { return f == Format::kI8Row || f == Format::kI8Mixed; }
 
@@ -83,15 +90,15 @@ constexpr bool is_by_row(Form f) { return f == Form::kQ8Row || f == Form::kQ8Mix
 enum class Mode : int { kInt8, kInt8Offset, kFloat };
 constexpr int kNumModes = 3;
 
-constexpr bool is_super(Scales s) { return s == Scales::kSuper32Min || s == Scales::kSuper16 || s == Scales::kSuper16Min; }
+constexpr bool is_sub16(Scales s) { return s == Scales::kSuper16 || s == Scales::kSuper16Min || s == Scales::kDecoded16; }
+constexpr bool is_super(Scales s) { return s == Scales::kSuper32 || s == Scales::kSuper32Min || is_sub16(s); }
 constexpr bool has_min(Scales s) { return s == Scales::kGroup32Min || s == Scales::kSuper32Min || s == Scales::kSuper16Min; }
-constexpr bool is_sub16(Scales s) { return s == Scales::kSuper16 || s == Scales::kSuper16Min; }
 
 // Geometry of a quantised unit, in bytes, for 16 rows.
 struct Unit {
   int bits;  // of a code
   Scales scales;
-  bool is_lookup = false;  // whether a code is the number of a value
+  int width = 0;  // of what codes are multiplied as, where it is not their own: wider of values that are looked up
 
   constexpr int columns() const {
     return is_super(scales) ? 256 : scales == Scales::kPower32 ? 128 : scales == Scales::kTable ? kGroup : 64;
@@ -99,8 +106,8 @@ struct Unit {
   constexpr int groups() const { return columns() / kGroup; }
   constexpr int lines_per_group() const { return bits; }
   // Offsets of the parts. Plain: f16 scale[groups][16], f16 min[groups][16]; of powers u8 exponent[groups][16]. Super: f16 d[16], f16
-  // dmin[16] (64 bytes either way), then s8 scale[n][16] and u8 min[n][16] with n integers per unit. Integers of 16 columns lie in pairs,
-  // those of a group side by side, [n / 2][16][2]; those of kSuper16Min have 4 bits and share a byte, the scale low.
+  // dmin[16] or float d[16] (64 bytes either way), then s8 scale[n][16] and u8 min[n][16] with n integers per unit. Integers of 16 columns
+  // lie in pairs, those of a group side by side, [n / 2][16][2]; those of kSuper16Min have 4 bits and share a byte, the scale low.
   constexpr int num_scales() const { return is_sub16(scales) ? columns() / 16 : groups(); }
   constexpr int min_offset() const { return is_super(scales) ? 64 + 16 * num_scales() : 32 * groups(); }
   constexpr int codes_offset() const {
@@ -109,8 +116,10 @@ struct Unit {
     return groups() * (scales == Scales::kPower32 ? 16 : has_min(scales) ? 64 : 32);
   }
   constexpr int bytes() const { return codes_offset() + groups() * lines_per_group() * 64; }
-  // Width of what the codes are multiplied as: that of float codes is one more, for the values of kFloat4Codes, of looked up ones 8.
-  constexpr int code_bits() const { return scales == Scales::kPower32 ? 5 : is_lookup ? 8 : bits; }
+  // Width of what the codes are multiplied as.
+  constexpr int code_bits() const { return width ? width : bits; }
+  // Whether a code is the number of a value: of kFloat4Codes, or of those that come with the matrix.
+  constexpr bool is_lookup() const { return code_bits() > bits; }
   // The code that stands for zero in formats without minimum: half of the range; that of float codes is kFloat4Zero.
   constexpr int zero() const { return has_min(scales) ? 0 : scales == Scales::kPower32 ? kFloat4Zero : 1 << (code_bits() - 1); }
 };
@@ -142,7 +151,11 @@ constexpr Unit unit_of(Format f) {
     case Format::kQ6Sub:
       return {6, Scales::kSuper16};
     case Format::kFloat4:
-      return {4, Scales::kPower32};
+      return {4, Scales::kPower32, 5};
+    case Format::kLookup4Super:
+      return {4, Scales::kSuper32, 8};
+    case Format::kGrid:
+      return {8, Scales::kDecoded16, 7};
     case Format::kTable2:
       return {2, Scales::kTable};
     case Format::kTable3:
@@ -150,7 +163,7 @@ constexpr Unit unit_of(Format f) {
     case Format::kTable4:
       return {4, Scales::kTable};
     case Format::kLookup4:
-      return {4, Scales::kTable, true};
+      return {4, Scales::kTable, 8};
     case Format::kTable8:
     case Format::kFloat8E4:
     case Format::kFloat8E5:
@@ -169,11 +182,28 @@ constexpr int unit_bytes(Format f) {
 enum class Number : int { kNone, kU8, kF16, kBf16, kF32 };
 constexpr size_t number_bytes(Number n) { return n == Number::kNone ? 0 : n == Number::kU8 ? 1 : n == Number::kF32 ? 4 : 2; }
 
-// The values of a kLookup4 matrix: w = scale * values[code], which an integer product takes for scale * unit * (codes[code] - 128).
+// The values of a kLookup4 matrix: w = scale * values[code], which an integer product takes for scale * unit * (codes[code] - 128). Those
+// of kLookup4Super are integers, of which there are the codes alone.
 struct Lookup {
-  uint8_t codes[16], low_nibbles[16], high_nibbles[16];
+  uint8_t codes[16], low_nibbles[16], high_nibbles[16];  // the last two are those of the codes
   float values[16];
   float unit;
+
+  constexpr void set(size_t i, int integer) {  // from -128 to 127
+    codes[i] = static_cast<uint8_t>(integer + 128);
+    low_nibbles[i] = codes[i] & 15;
+    high_nibbles[i] = codes[i] >> 4;
+  }
+};
+
+// The blocks of a kGrid matrix (grids.cpp). A point has 4 or 8 integers of neighbouring columns, up to 62 and around kGridZero in the bytes
+// of a number.
+constexpr int kGridZero = 64, kGridRows = 4;
+struct Grid {
+  int block_bytes;
+  int num_points, point_columns;
+  // Rows r to r + kGridRows - 1 of a unit of kGrid: codes around kGridZero, integers and d, from their blocks.
+  void (*decode)(const uint8_t* blocks, const uint64_t* points, int r, uint8_t* unit);
 };
 
 // How the tiles of a matrix lie.
@@ -183,6 +213,8 @@ struct TileShape {
   int scale_columns = 0, num_scales = 0;
   Number scales = Number::kNone, zeros = Number::kNone;
   Lookup lookup = {};
+  const Grid* grid = nullptr;  // of kGrid, and its points
+  const uint64_t* points = nullptr;
 
   constexpr size_t zeros_offset() const { return num_scales * kTileRows * number_bytes(scales); }
   constexpr size_t codes_offset() const { return (zeros_offset() + num_scales * kTileRows * number_bytes(zeros) + 63) / 64 * 64; }
@@ -190,7 +222,7 @@ struct TileShape {
 
 // Bytes of a tile, in whole lines.
 constexpr size_t tile_bytes(Format f, const TileShape& shape) {
-  const size_t codes = static_cast<size_t>(shape.units) * unit_bytes(f);
+  const size_t codes = static_cast<size_t>(shape.units) * (shape.grid ? kTileRows * shape.grid->block_bytes : unit_bytes(f));
   const size_t bytes = shape.codes_offset() + codes + (is_i8(f) ? kTileRows * sizeof(float) : 0);
   return (bytes + 63) / 64 * 64;
 }

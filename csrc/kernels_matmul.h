@@ -25,11 +25,13 @@ HR_INLINE GroupScale<U.scales> group_scale(const uint8_t* unit, int g) {
     if constexpr (has_min(S)) r.min = halves(U.groups() + g);
   } else {
     const auto* integers = reinterpret_cast<const int8_t*>(unit + 64);
-    r.scale = halves(0);
-    if constexpr (S == Scales::kSuper32Min) {
+    r.scale = S == Scales::kDecoded16 ? load(reinterpret_cast<const float*>(unit)) : halves(0);
+    if constexpr (S == Scales::kSuper32) {
+      r.scale = mul(r.scale, to_float(load_s8(integers + 16 * g)));
+    } else if constexpr (S == Scales::kSuper32Min) {
       r.scale = mul(r.scale, to_float(load_s8(integers + 16 * g)));
       r.min = sub(zero(), mul(halves(1), to_float(load_u8(unit + U.min_offset() + 16 * g))));
-    } else if constexpr (S == Scales::kSuper16) {
+    } else if constexpr (!has_min(S)) {
       r.integers = load_pairs_s8(integers + 32 * g);
     } else {
       const Vs both = load_pairs_u8(unit + 64 + 32 * g);
@@ -56,19 +58,26 @@ struct GroupCodes {
     if (pieces.count > 2) codes = or_fields(codes, load_bytes(lines + 64 * r.line), r.at - r.up, r.mask << r.up);
     return codes;
   }
-  HR_INLINE Vb operator[](int j) const { return U.scales == Scales::kPower32 || U.is_lookup ? look_up(stored(j), table) : stored(j); }
+  HR_INLINE Vb operator[](int j) const { return U.is_lookup() ? look_up(stored(j), table) : stored(j); }
   HR_INLINE Vb low_nibbles(int j) const
-    requires(U.is_lookup)
+    requires(U.is_lookup())
   {
     return look_up(stored(j), table + 16);
   }
   HR_INLINE Vb high_nibbles(int j) const
-    requires(U.is_lookup)
+    requires(U.is_lookup())
   {
     return look_up(stored(j), table + 32);
   }
   HR_INLINE GroupCodes operator+(int more) const { return {lines, first + more, table}; }
 };
+
+// Group g of a unit whose values, if they are looked up, come with the matrix or are those of float codes.
+template <Unit U>
+HR_INLINE GroupCodes<U> group_codes(const uint8_t* unit, const TileShape& shape, int g) {
+  const uint8_t* lines = unit + U.codes_offset() + g * U.lines_per_group() * 64;
+  return {lines, 0, U.scales == Scales::kPower32 ? kFloat4Codes : shape.lookup.codes};
+}
 
 // Minus the zero code times a sum of activations, of which x is -Factor times: what a group's integer sum starts from.
 template <Unit U, int Factor>
@@ -93,7 +102,7 @@ HR_INLINE Vi start_of_sum(int32_t x, bool shifted) {
 // The sums of a group's halves, each times its integer. Pairs of 16 bits have room for all but those of 6 bits.
 template <Unit U>
 HR_INLINE Vi scale_halves(Vi low, Vi high, Vs integers) {
-  if constexpr (16 * 127 * ((1 << U.bits) - 1) <= 32767)
+  if constexpr (16 * 127 * ((1 << U.code_bits()) - 1) <= 32767)
     return dot_shorts(join_shorts(low, high), integers);
   else
     return add(mul(low, low_shorts(integers)), mul(high, high_shorts(integers)));
@@ -192,9 +201,31 @@ void matmul_grouped(const uint8_t* tile, const TileShape& shape, const uint8_t* 
         constexpr int share = U.bytes() / U.groups();
         for (int i = 0; i < share; i += 64) prefetch_l2(tile + g * share + kFetchAhead + i);
       }
-      const GroupCodes<U> w{tile + U.codes_offset() + g * U.lines_per_group() * 64};
-      add_whole_group<U, Rows, Offset>(acc, w, group_scale<U>(tile, g), block);
+      add_whole_group<U, Rows, Offset>(acc, group_codes<U>(tile, shape, g), group_scale<U>(tile, g), block);
     }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[m]);
+}
+
+// A super-block of a tile of points of a grid, decoded.
+HR_INLINE void decode_grid(const uint8_t* blocks, const TileShape& shape, uint8_t* unit) {
+  for (int r = 0; r < kTileRows; r += kGridRows) shape.grid->decode(blocks + r * shape.grid->block_bytes, shape.points, r, unit);
+}
+
+template <int Rows, bool Offset>
+void matmul_grid(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out) {
+  constexpr Unit U = unit_of(Format::kGrid);
+  alignas(64) uint8_t unit[U.bytes()];
+  const int bytes = kTileRows * shape.grid->block_bytes;
+  Vf acc[Rows];
+#pragma GCC unroll 16
+  for (int m = 0; m < Rows; m++) acc[m] = zero();
+  for (int u = 0; u < shape.units; u++, tile += bytes) {
+    for (int i = 0; i < bytes; i += 64) prefetch_l2(tile + kFetchAhead + i);
+    decode_grid(tile, shape, unit);
+    for (int g = 0; g < U.groups(); g++, block += q8_group_bytes(Offset) * Rows)
+      add_whole_group<U, Rows, Offset>(acc, group_codes<U>(unit, shape, g), group_scale<U>(unit, g), block);
   }
 #pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[m]);

@@ -30,7 +30,7 @@ void matmul_table(const uint8_t* tile, const TileShape& shape, const uint8_t* bl
   const int groups = shape.scale_columns / kGroup;
   for (int i = 0, g = 0; g < shape.units; i++) {
     auto s = table_scale(tile, shape, i);
-    if constexpr (U.is_lookup) s.scale = mul(s.scale, set1(shape.lookup.unit));
+    if constexpr (U.is_lookup()) s.scale = mul(s.scale, set1(shape.lookup.unit));
     const int end = g + groups < shape.units ? g + groups : shape.units;
     for (; g < end; g++, codes += bytes, block += q8_group_bytes(Offset) * Rows) {
       if constexpr (Rows >= kRowsToFetchFor)

@@ -37,8 +37,8 @@ HR_INLINE void decode_line(Vb line, int first, Out& out, const Value& value) {
 
 // Group g of a unit of a format with scales of its own: scale * (code - zero) + minimum.
 template <Unit U, class Out>
-HR_INLINE void decode_group(const uint8_t* unit, int g, Out& out) {
-  const GroupCodes<U> w{unit + U.codes_offset() + g * U.lines_per_group() * 64};
+HR_INLINE void decode_group(const uint8_t* unit, const TileShape& shape, int g, Out& out) {
+  const auto w = group_codes<U>(unit, shape, g);
   auto s = group_scale<U>(unit, g);
   const Vf low = s.scale, low_min = s.min;
   for (int j = 0; j < 8; j++) {
@@ -70,7 +70,7 @@ HR_INLINE void decode_table(const uint8_t* tile, const TileShape& shape, int g, 
         out.take(4 * j + 1, mul(small_float<F>(top_byte<1>(line)), scale));
         out.take(4 * j + 2, mul(small_float<F>(top_byte<2>(line)), scale));
         out.take(4 * j + 3, mul(small_float<F>(top_byte<3>(line)), scale));
-      } else if constexpr (U.is_lookup) {
+      } else if constexpr (U.is_lookup()) {
         decode_line(line, 4 * j, out, [&](Vi byte) HR_INLINE_LAMBDA { return mul(look_up_floats(byte, shape.lookup.values), s.scale); });
       } else {
         const Vi zero_code = set1(s.shifted ? 0 : U.zero());
@@ -83,13 +83,14 @@ HR_INLINE void decode_table(const uint8_t* tile, const TileShape& shape, int g, 
   }
 }
 
+// Group g of a tile; of points of a grid, of a decoded super-block.
 template <Format F, class Out>
 HR_INLINE void decode(const uint8_t* tile, const TileShape& shape, int g, Out& out) {
   constexpr Unit U = unit_of(F);
   if constexpr (is_table(F))
     decode_table<F>(tile, shape, g, out);
   else
-    decode_group<U>(tile + static_cast<size_t>(g / U.groups()) * U.bytes(), g % U.groups(), out);
+    decode_group<U>(tile + static_cast<size_t>(g / U.groups()) * U.bytes(), shape, g % U.groups(), out);
 }
 
 // Functions of their own, so that there is one for each format and one for each number of rows, and not one for each pair.
@@ -126,6 +127,22 @@ void matmul_wide(const uint8_t* tile, const TileShape& shape, const uint8_t* blo
     for (int i = 0; i < 16 * Rows; i += 16) store(out + i, zero());
     for (int g = 0; g < groups; g++, x += kGroup * Rows) {
       decode_columns<F>(tile, shape, g, w);
+      add_columns<Rows>(w, x, out);
+    }
+  }
+}
+
+template <int Rows>
+void matmul_grid_wide(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out) {
+  constexpr Unit U = unit_of(Format::kGrid);
+  alignas(64) uint8_t unit[U.bytes()];
+  alignas(64) Columns w;
+  const auto* x = reinterpret_cast<const float*>(block);
+  for (int i = 0; i < 16 * Rows; i += 16) store(out + i, zero());
+  for (int u = 0; u < shape.units; u++, tile += kTileRows * shape.grid->block_bytes) {
+    decode_grid(tile, shape, unit);
+    for (int g = 0; g < U.groups(); g++, x += kGroup * Rows) {
+      decode_columns<Format::kGrid>(unit, shape, g, w);
       add_columns<Rows>(w, x, out);
     }
   }

@@ -3,7 +3,11 @@
 template <Format F, int Rows, Mode M>
 constexpr Kernels::Matmul matmul_for() {
   constexpr bool offset = M == Mode::kInt8Offset;
-  if constexpr (is_grouped(F) && (M == Mode::kFloat || is_float8(F)))
+  if constexpr (F == Format::kGrid && M == Mode::kFloat)
+    return matmul_grid_wide<Rows>;
+  else if constexpr (F == Format::kGrid)
+    return matmul_grid<Rows, offset>;
+  else if constexpr (is_grouped(F) && (M == Mode::kFloat || is_float8(F)))
     return matmul_wide<F, Rows>;
   else if constexpr (is_table(F))
     return matmul_table<F, Rows, offset>;

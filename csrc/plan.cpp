@@ -6,6 +6,7 @@
 
 #include "attention_work.h"
 #include "experts_work.h"
+#include "grids.h"
 
 namespace headrace {
 namespace {
@@ -43,22 +44,30 @@ int Plan::keep(Weight w) {
   return static_cast<int>(weights_.size()) - 1;
 }
 
+// The points of a matrix's grid, kept for it; null where it has none.
+const uint64_t* Plan::points_of(const Stored& stored) {
+  const Grid* grid = find_grid(stored.format);
+  return grid ? grids_.insert(headrace::points_of(*grid, stored.values)).first->data() : nullptr;
+}
+
 int Plan::add_weight(const Stored& stored) {
   check_stored(stored);
+  const uint64_t* points = points_of(stored);
   const size_t bytes = packed_bytes(stored.format, stored.rows, stored.cols), tiles = (stored.rows + kTileRows - 1) / kTileRows;
-  return keep(pack(stored, allocate(bytes), bytes / tiles, *pool_));
+  return keep(pack(stored, points, allocate(bytes), bytes / tiles, *pool_));
 }
 
 std::pair<int, int> Plan::add_weight_pair(const Stored& a, const Stored& b) {
   check_stored(a), check_stored(b);
-  if (packed_format(a.format) != packed_format(b.format) || a.rows != b.rows || a.cols != b.cols) {
+  if (a.format != b.format || a.rows != b.rows || a.cols != b.cols) {
     const int first = add_weight(a);
     return {first, add_weight(b)};
   }
+  const uint64_t *points_a = points_of(a), *points_b = points_of(b);
   const size_t bytes = packed_bytes(a.format, a.rows, a.cols), tile = bytes / ((a.rows + kTileRows - 1) / kTileRows);
   uint8_t* to = allocate(2 * bytes);
-  const int first = keep(pack(a, to, 2 * tile, *pool_));
-  return {first, keep(pack(b, to + tile, 2 * tile, *pool_))};
+  const int first = keep(pack(a, points_a, to, 2 * tile, *pool_));
+  return {first, keep(pack(b, points_b, to + tile, 2 * tile, *pool_))};
 }
 
 int Plan::add_table(const TableSpec& spec) {
@@ -81,6 +90,11 @@ std::pair<int, int> Plan::add_table_pair(const TableSpec& a, const TableSpec& b)
   first.stride = second.stride = 2 * tile;
   const int one = keep(first);
   return {one, keep(second)};
+}
+
+void Plan::fill_table(int weight, const Stored& stored) {
+  check_table_blocks(weights_[weight], stored);
+  pack_table_blocks(weights_[weight], stored, *pool_);
 }
 
 int Plan::add_vector(const float* data, int n) {

@@ -139,6 +139,7 @@ class Plan {
   int add_table(const TableSpec& spec);
   std::pair<int, int> add_table_pair(const TableSpec& a, const TableSpec& b);
   void fill_table(int weight, const TableRows& rows) { pack_table(weights_[weight], rows, *pool_); }
+  void fill_table(int weight, const Stored& stored);
   int add_vector(const float* data, int n);
   // Makes room for so many bytes of weights that come next, in one piece.
   void reserve_weights(size_t bytes);
@@ -230,9 +231,11 @@ class Plan {
   std::vector<Arena> arenas_;
   size_t arena_used_ = 0, weight_bytes_ = 0;
   int keep(Weight w);
+  const uint64_t* points_of(const Stored& stored);
 
   bool float_activations_ = false;
   std::vector<Weight> weights_;
+  std::set<std::vector<uint64_t>> grids_;  // points, which matrices of one grid share
   std::vector<std::vector<float>> vectors_;
   std::vector<int> vector_lengths_;  // without what fills their last line
   std::vector<Buffer> buffers_;

@@ -286,11 +286,12 @@ HR_INLINE void dots(Vi* sums, const W& w, const int8_t* x) {
   }
 }
 
-// The sums of w[j][4 lane + b] over Lines lines and b, in bytes at first, which they must not overflow. Bits is the width of w.
+// The sums of w[j][4 lane + b] over Lines lines and b, in bytes at first, of as many lines as do not overflow them. Bits is the width of w.
 template <int Bits, int Lines, class W>
 HR_INLINE Vi code_sums(const W& w) {
   constexpr bool twice = Bits == 8;
-  static_assert(Lines * ((1 << (twice ? 4 : Bits)) - 1) < 256);
+  if constexpr (Lines * ((1 << (twice ? 4 : Bits)) - 1) > 255)
+    return add(code_sums<Bits, Lines / 2>(w), code_sums<Bits, Lines / 2>(w + Lines / 2));
   const auto add_bytes = [](Vb x, Vb y) { return Vb{_mm256_add_epi8(x.a, y.a), _mm256_add_epi8(x.b, y.b)}; };
   Vb low = set1(0), high = low;
 #pragma GCC unroll 8

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "codes.h"
+#include "grids.h"
 #include "half.h"
 #include "weights_table.h"
 
@@ -143,6 +144,12 @@ void read_mxfp4_pairs(const uint8_t* b, int, Group& r) {  // the scale lies apar
   }
 }
 
+void read_iq4_xs(const uint8_t* b, int g, Group& r) {  // d, high bits of scales[8], low bits[8], codes[128]
+  r.d = read16(b);
+  r.scales[0] = static_cast<int8_t>(((b[4 + g / 2] >> 4 * (g % 2) & 15) | (read16(b + 2) >> 2 * g & 3) << 4) - 32);
+  nibbles(b + 8 + 16 * g, r.codes);
+}
+
 int units_of(Format f, int cols) { return (cols + unit_columns(f) - 1) / unit_columns(f); }
 
 // Row r (of 16) of group g of a quantised unit.
@@ -203,11 +210,13 @@ struct Source {
   int block_columns, block_bytes;
   void (*pack_row)(const uint8_t* row, const uint8_t* block_scales, int cols, uint8_t* tile, int r) = nullptr;  // of grouped formats
   bool has_block_scales = false;
+  size_t num_values = 0;  // that come with the matrix, beside those of grids
 };
 
 template <Format kFormat, int kBlockColumns, int kBlockBytes, void (*kRead)(const uint8_t* block, int group, Group& out)>
-constexpr Source grouped(const char* name, bool has_block_scales = false) {
-  return {name, kFormat, kBlockColumns, kBlockBytes, pack_grouped_row<kFormat, kBlockColumns, kBlockBytes, kRead>, has_block_scales};
+constexpr Source grouped(const char* name, bool has_block_scales = false, size_t num_values = 0) {
+  constexpr auto pack_row = pack_grouped_row<kFormat, kBlockColumns, kBlockBytes, kRead>;
+  return {name, kFormat, kBlockColumns, kBlockBytes, pack_row, has_block_scales, num_values};
 }
 
 constexpr Source kSources[] = {
@@ -223,6 +232,7 @@ constexpr Source kSources[] = {
     grouped<Format::kQ6Sub, 256, 210, read_q6_k>("Q6_K"),
     grouped<Format::kFloat4, 32, 17, read_mxfp4>("MXFP4"),
     grouped<Format::kFloat4, 32, 16, read_mxfp4_pairs>("MXFP4_PAIRS", true),
+    grouped<Format::kLookup4Super, 256, 136, read_iq4_xs>("IQ4_XS", false, 16),
     {"BF16", Format::kBf16, 1, 2},
     {"F16", Format::kF16, 1, 2},
     {"F32", Format::kF32, 1, 4},
@@ -230,9 +240,10 @@ constexpr Source kSources[] = {
     {"I8_MIXED", Format::kI8Mixed, 1, 1},
 };
 
-const Source& source_of(const std::string& name) {
+Source source_of(const std::string& name) {
   for (const Source& s : kSources)
     if (name == s.name) return s;
+  if (const Grid* grid = find_grid(name)) return {"", Format::kGrid, 256, grid->block_bytes};
   throw std::invalid_argument("no kernel reads weights stored as " + name);
 }
 
@@ -242,12 +253,27 @@ float unpack_i8_row(const Weight& w, const uint8_t* tile, int r, int k) {
   return scale * static_cast<float>(tile[static_cast<size_t>(k / 4) * 64 + 4 * r + k % 4] - 128);
 }
 
+void require(bool ok, const char* message) {
+  if (!ok) throw std::invalid_argument(message);
+}
+
 void check_shape(int rows, int cols) {
   if (std::min(rows, cols) <= 0 || std::max(rows, cols) > 1 << 24) throw std::invalid_argument("a weight has 1 to 2^24 rows and columns");
 }
 
-size_t row_bytes(const Stored& stored, const Source& source) {
-  return static_cast<size_t>(stored.cols) / source.block_columns * source.block_bytes;
+size_t row_bytes(int cols, int block_columns, int block_bytes) { return static_cast<size_t>(cols) / block_columns * block_bytes; }
+
+TileShape shape_of(const std::string& format, int cols) {
+  TileShape shape{units_of(packed_format(format), cols)};
+  shape.grid = find_grid(format);
+  return shape;
+}
+
+// Row r of a tile of blocks.
+void copy_blocks(const uint8_t* row, const TileShape& shape, uint8_t* tile, int r) {
+  const int bytes = shape.grid->block_bytes;
+  for (int u = 0; u < shape.units; u++)
+    std::memcpy(tile + (static_cast<size_t>(u) * kTileRows + r) * bytes, row + static_cast<size_t>(u) * bytes, bytes);
 }
 
 float unpack_grouped(const Weight& w, const uint8_t* tile, int r, int k) {
@@ -260,12 +286,12 @@ float unpack_grouped(const Weight& w, const uint8_t* tile, int r, int k) {
     const uint8_t power = unit[16 * g + r];
     return power ? std::ldexp(static_cast<float>(kFloat4Codes[stored] - kFloat4Zero), power - 127) : 0.0f;
   }
-  const int code = stored - shape.zero();
+  const int code = (shape.is_lookup() ? w.shape.lookup.codes[stored] : stored) - shape.zero();
   const auto half = [&](size_t at) { return half_to_float(read16(unit + at + 2 * r)); };
   if (!is_super(shape.scales))
     return half(32 * g) * static_cast<float>(code) + (has_min(shape.scales) ? half(shape.min_offset() + 32 * g) : 0.0f);
   const uint8_t integer = unit[64 + (is_sub16(shape.scales) ? 2 * (16 * g + r) + i / 16 : 16 * g + r)];
-  if (shape.scales == Scales::kSuper16) return half(0) * static_cast<float>(static_cast<int8_t>(integer)) * static_cast<float>(code);
+  if (!has_min(shape.scales)) return half(0) * static_cast<float>(static_cast<int8_t>(integer)) * static_cast<float>(code);
   const bool shared = shape.scales == Scales::kSuper16Min;
   const int scale = shared ? integer & 15 : integer, min = shared ? integer >> 4 : unit[shape.min_offset() + 16 * g + r];
   return half(0) * static_cast<float>(scale) * static_cast<float>(code) - half(32) * static_cast<float>(min);
@@ -278,43 +304,51 @@ Format packed_format(const std::string& stored) { return source_of(stored).forma
 size_t packed_bytes(const std::string& format, int rows, int cols) {
   check_shape(rows, cols);
   const Format f = packed_format(format);
-  return static_cast<size_t>((rows + kTileRows - 1) / kTileRows) * tile_bytes(f, TileShape{units_of(f, cols)});
+  return static_cast<size_t>((rows + kTileRows - 1) / kTileRows) * tile_bytes(f, shape_of(format, cols));
 }
 
-void check_stored(const Stored& stored) {
-  const Source& source = source_of(stored.format);
-  const auto require = [](bool ok, const char* message) {
-    if (!ok) throw std::invalid_argument(message);
-  };
+size_t check_rows(const Stored& stored, int block_columns, int block_bytes) {
   check_shape(stored.rows, stored.cols);
   const auto rows = static_cast<size_t>(stored.rows);
-  const bool row_scaled = is_i8(source.format);
-  require(stored.cols % source.block_columns == 0 && stored.bytes % row_bytes(stored, source) == 0,
-          "a weight's bytes do not match its shape and format");
-  const size_t there = stored.bytes / row_bytes(stored, source);  // of which a row order may take some
+  const size_t bytes = row_bytes(stored.cols, block_columns, block_bytes);
+  require(stored.cols % block_columns == 0 && stored.bytes % bytes == 0, "a weight's bytes do not match its shape and format");
+  const size_t there = stored.bytes / bytes;  // of which a row order may take some
   require(stored.row_order.empty() ? there == rows : stored.row_order.size() == rows, "a weight has other rows than those that are stored");
   for (const int64_t row : stored.row_order)
     require(row >= 0 && static_cast<size_t>(row) < there, "a weight's row order names a row that is not there");
+  return there;
+}
+
+void check_stored(const Stored& stored) {
+  const Source source = source_of(stored.format);
+  const bool row_scaled = is_i8(source.format);
+  const size_t there = check_rows(stored, source.block_columns, source.block_bytes);
   require(stored.row_scales.size() == (row_scaled ? there : 0),
           "a weight needs a scale for each row that is stored, or none at all in this format");
   require(stored.block_scales.size() == (source.has_block_scales ? there * (static_cast<size_t>(stored.cols) / source.block_columns) : 0),
           "a weight needs a scale for each block that is stored, or none at all in this format");
+  require(source.format == Format::kGrid || stored.values.size() == source.num_values,
+          "a weight comes with the 16 values of its codes, or none at all in this format");
   require(!row_scaled || stored.cols <= kMaxRowColumns, "int8 with one scale a row has at most 131,072 columns: more may overflow a sum");
 }
 
-Weight pack(const Stored& stored, uint8_t* to, size_t stride, Pool& pool) {
-  const Source& source = source_of(stored.format);
-  const Weight w{source.format, stored.rows, stored.cols, {units_of(source.format, stored.cols)}, stride, to};
+Weight pack(const Stored& stored, const uint64_t* points, uint8_t* to, size_t stride, Pool& pool) {
+  const Source source = source_of(stored.format);
+  Weight w{source.format, stored.rows, stored.cols, shape_of(stored.format, stored.cols), stride, to};
+  w.shape.points = points;
+  for (size_t i = 0; i < std::min<size_t>(source.num_values, 16); i++) w.shape.lookup.set(i, stored.values[i]);
   const auto scales_of = [&](int64_t row) {
     return source.has_block_scales ? stored.block_scales.data() + row * (stored.cols / source.block_columns) : nullptr;
   };
   pool.parallel(w.tiles(), [&](int begin, int end, int) {
     for (int row = begin * kTileRows; row < std::min(end * kTileRows, w.rows); row++) {
       const int64_t from = stored.row_order.empty() ? row : stored.row_order[row];
-      const uint8_t* bytes = stored.data + from * row_bytes(stored, source);
+      const uint8_t* bytes = stored.row(row, row_bytes(stored.cols, source.block_columns, source.block_bytes));
       uint8_t* tile = to + static_cast<size_t>(row / kTileRows) * stride;
       if (source.pack_row)
         source.pack_row(bytes, scales_of(from), w.cols, tile, row % kTileRows);
+      else if (w.format == Format::kGrid)
+        copy_blocks(bytes, w.shape, tile, row % kTileRows);
       else if (is_i8(w.format))
         pack_i8_row(bytes, w.cols, stored.row_scales[from], tile, w.shape.units, row % kTileRows);
       else
@@ -325,6 +359,7 @@ Weight pack(const Stored& stored, uint8_t* to, size_t stride, Pool& pool) {
 }
 
 void unpack_row(const Weight& w, int row, float* out) {
+  if (w.format == Format::kGrid) return unpack_grid_row(w, row, out);
   const uint8_t* tile = w.tile(row / kTileRows);
   const int r = row % kTileRows;
   for (int k = 0; k < w.cols; k++) {

@@ -12,7 +12,8 @@
 namespace headrace {
 
 // A matrix as it comes from a file: row after row of blocks in one of the formats that files know, and beside them the scales of the
-// rows, or those of the blocks of each row, in formats that have these.
+// rows, or those of the blocks of each row, in formats that have these. Values that codes are the numbers of come with it where they are
+// integers: 16, or the points of a grid.
 struct Stored {
   std::string format;
   int rows, cols;
@@ -21,6 +22,10 @@ struct Stored {
   std::span<const int64_t> row_order = {};     // row i is stored as row row_order[i]; empty: as is
   std::span<const float> row_scales = {};      // of the stored rows
   std::span<const uint8_t> block_scales = {};  // of the blocks of the stored rows
+  std::span<const int8_t> values = {};
+
+  // The bytes of row i, of so many each.
+  const uint8_t* row(int i, size_t row_bytes) const { return data + static_cast<size_t>(row_order.empty() ? i : row_order[i]) * row_bytes; }
 };
 
 // A matrix whose scales lie in a table (format.h), before any of its rows is there.
@@ -66,8 +71,12 @@ constexpr size_t vector_bytes(int n) { return static_cast<size_t>(n + 15) / 16 *
 // Throws std::invalid_argument for parts that do not fit together.
 void check_stored(const Stored& stored);
 
-// Repacks what has been checked into `to` (zeroed, packed_bytes long when stride is the tile's own size), with all threads.
-Weight pack(const Stored& stored, uint8_t* to, size_t stride, Pool& pool);
+// The same for the rows alone, whose blocks have so many columns and bytes; returns how many rows are stored.
+size_t check_rows(const Stored& stored, int block_columns, int block_bytes);
+
+// Repacks what has been checked into `to` (zeroed, packed_bytes long when stride is the tile's own size), with all threads. `points` are
+// those of its grid, if it has one.
+Weight pack(const Stored& stored, const uint64_t* points, uint8_t* to, size_t stride, Pool& pool);
 
 // Throws std::invalid_argument for a matrix that no kernel reads.
 void check_table(const TableSpec& spec);
@@ -77,6 +86,10 @@ Weight empty_table(const TableSpec& spec);
 
 // Packs rows into their tiles, with all threads.
 void pack_table(const Weight& weight, const TableRows& rows, Pool& pool);
+
+// Packs all rows of such a matrix as they come from a file; the first throws std::invalid_argument for blocks that are not of its kind.
+void check_table_blocks(const Weight& weight, const Stored& stored);
+void pack_table_blocks(const Weight& weight, const Stored& stored, Pool& pool);
 
 // Row `row` of a packed matrix as float32.
 void unpack_row(const Weight& weight, int row, float* out);

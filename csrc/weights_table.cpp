@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
+#include <vector>
 
 #include "codes.h"
 #include "half.h"
@@ -45,9 +46,7 @@ Lookup lookup_of(const std::array<float, 16>& values) {
   }
   for (size_t i = 0; i < values.size(); i++) {
     best.values[i] = values[i];
-    best.codes[i] = static_cast<uint8_t>(128 + (best.unit > 0 ? std::lround(values[i] / best.unit) : 0));
-    best.low_nibbles[i] = best.codes[i] & 15;
-    best.high_nibbles[i] = best.codes[i] >> 4;
+    best.set(i, best.unit > 0 ? static_cast<int>(std::lround(values[i] / best.unit)) : 0);
   }
   return best;
 }
@@ -62,6 +61,19 @@ void place_group(Format format, const uint8_t* codes, uint8_t* lines) {
   if (format == Format::kTable3) return place_codes<3>(codes, lines);
   if (format == Format::kTable4 || format == Format::kLookup4) return place_codes<4>(codes, lines);
   place_codes<8>(codes, lines);
+}
+
+// A row of a matrix: codes, scales, and zeros or null.
+void place_row(const Weight& w, int row, const uint8_t* codes, const uint8_t* scales, const uint8_t* zeros) {
+  const int r = row % kTileRows;
+  uint8_t* tile = w.data + static_cast<size_t>(row / kTileRows) * w.stride;
+  place_numbers(scales, number_bytes(w.shape.scales), w.shape.num_scales, r, tile);
+  if (zeros) place_numbers(zeros, number_bytes(w.shape.zeros), w.shape.num_scales, r, tile + w.shape.zeros_offset());
+  for (int k = 0; k < w.cols; k += kGroup) {
+    uint8_t group[kGroup] = {};
+    std::memcpy(group, codes + k, static_cast<size_t>(std::min(kGroup, w.cols - k)));
+    place_group(w.format, group, tile + w.shape.codes_offset() + static_cast<size_t>(k / kGroup) * unit_bytes(w.format) + 4 * r);
+  }
 }
 
 }  // namespace
@@ -88,22 +100,33 @@ Weight empty_table(const TableSpec& spec) {
 }
 
 void pack_table(const Weight& w, const TableRows& rows, Pool& pool) {
-  const size_t scale_size = number_bytes(w.shape.scales), zero_size = number_bytes(w.shape.zeros);
-  const int scales = w.shape.num_scales, first_tile = rows.first / kTileRows,
-            last_tile = (rows.first + rows.count + kTileRows - 1) / kTileRows;
-  pool.parallel(last_tile - first_tile, [&](int begin, int end, int) {
-    for (int i = begin * kTileRows; i < std::min(end * kTileRows, rows.count); i++) {
-      const int row = rows.first + i, r = row % kTileRows;
-      uint8_t* tile = w.data + static_cast<size_t>(row / kTileRows) * w.stride;
-      place_numbers(rows.scales + static_cast<size_t>(i) * scales * scale_size, scale_size, scales, r, tile);
-      if (zero_size)
-        place_numbers(rows.zeros + static_cast<size_t>(i) * scales * zero_size, zero_size, scales, r, tile + w.shape.zeros_offset());
-      const uint8_t* codes = rows.codes + static_cast<size_t>(i) * w.cols;
-      for (int k = 0; k < w.cols; k += kGroup) {
-        uint8_t group[kGroup] = {};
-        std::memcpy(group, codes + k, static_cast<size_t>(std::min(kGroup, w.cols - k)));
-        place_group(w.format, group, tile + w.shape.codes_offset() + static_cast<size_t>(k / kGroup) * unit_bytes(w.format) + 4 * r);
-      }
+  const size_t scale_bytes = w.shape.num_scales * number_bytes(w.shape.scales),
+               zero_bytes = w.shape.num_scales * number_bytes(w.shape.zeros);
+  pool.parallel((rows.count + kTileRows - 1) / kTileRows, [&](int begin, int end, int) {
+    for (int i = begin * kTileRows; i < std::min(end * kTileRows, rows.count); i++)
+      place_row(w, rows.first + i, rows.codes + static_cast<size_t>(i) * w.cols, rows.scales + i * scale_bytes,
+                zero_bytes ? rows.zeros + i * zero_bytes : nullptr);
+  });
+}
+
+void check_table_blocks(const Weight& w, const Stored& stored) {
+  const TableBlocks& blocks = table_blocks(stored.format);
+  if (w.format != blocks.format || w.shape.scale_columns != blocks.scale_columns || w.shape.scales != Number::kF16 ||
+      w.shape.zeros != Number::kNone || !stored.row_scales.empty() || !stored.block_scales.empty() || !stored.values.empty())
+    throw std::invalid_argument("a matrix of another kind than its blocks");
+  check_rows(stored, blocks.columns, blocks.bytes);
+}
+
+void pack_table_blocks(const Weight& w, const Stored& stored, Pool& pool) {
+  const TableBlocks& blocks = table_blocks(stored.format);
+  const int num_blocks = w.cols / blocks.columns, block_scales = blocks.columns / blocks.scale_columns;
+  pool.parallel(w.tiles(), [&](int begin, int end, int) {
+    std::vector<uint8_t> codes(static_cast<size_t>(w.cols));
+    std::vector<uint16_t> scales(static_cast<size_t>(w.shape.num_scales));
+    for (int row = begin * kTileRows; row < std::min(end * kTileRows, w.rows); row++) {
+      const uint8_t* from = stored.row(row, static_cast<size_t>(num_blocks) * blocks.bytes);
+      for (int i = 0; i < num_blocks; i++, from += blocks.bytes) blocks.read(from, &codes[i * blocks.columns], &scales[i * block_scales]);
+      place_row(w, row, codes.data(), reinterpret_cast<const uint8_t*>(scales.data()), nullptr);
     }
   });
 }

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace import _native
 from headrace.errors import UnsupportedModelError
@@ -30,7 +31,8 @@ def add_weight(plan: _native.Plan, tensor: StoredTensor) -> int:
             weight = plan.add_table(spec)
             _fill(plan, weight, tensor)
         else:
-            weight = plan.add_weight(tensor.format.name, tensor.rows, tensor.cols, tensor.parts["codes"], tensor.row_order, tensor.scales)
+            name, codes = tensor.format.name, tensor.parts["codes"]
+            weight = plan.add_weight(name, tensor.rows, tensor.cols, codes, tensor.row_order, tensor.scales, _integers(tensor))
     tensor.release()
     return weight
 
@@ -38,7 +40,7 @@ def add_weight(plan: _native.Plan, tensor: StoredTensor) -> int:
 def add_weight_pair(plan: _native.Plan, a: StoredTensor, b: StoredTensor) -> tuple[int, int]:
     """The same for two matrices of one shape, which lie tile by tile in turn where they are alike, since they are read in turns."""
     first, second = _table_spec(a), _table_spec(b)
-    if bool(first) != bool(second) or a.row_order is not None or b.row_order is not None:
+    if bool(first) != bool(second) or (not first and a.format != b.format) or a.row_order is not None or b.row_order is not None:
         return add_weight(plan, a), add_weight(plan, b)
     with named_in_errors(f"{a.name} or {b.name}"):
         if first and second:
@@ -47,7 +49,7 @@ def add_weight_pair(plan: _native.Plan, a: StoredTensor, b: StoredTensor) -> tup
             _fill(plan, weights[1], b)
         else:
             parts = (a.format.name, a.parts["codes"], a.scales), (b.format.name, b.parts["codes"], b.scales)
-            weights = plan.add_weight_pair(*parts[0], *parts[1], a.rows, a.cols)
+            weights = plan.add_weight_pair(*parts[0], *parts[1], a.rows, a.cols, _integers(a))
     a.release()
     b.release()
     return weights
@@ -78,8 +80,15 @@ def _table_spec(tensor: StoredTensor) -> _native.TableSpec | None:
     return _native.TableSpec(codes, tensor.rows, tensor.cols, columns, spec.scale, spec.zero_type, values)
 
 
+def _integers(tensor: StoredTensor) -> NDArray[np.int8] | None:
+    return tensor.format.integers() if tensor.format.integers else None
+
+
 def _fill(plan: _native.Plan, weight: int, tensor: StoredTensor) -> None:
-    """Bring the rows of a matrix with a table of scales, some at a time."""
+    """Bring the rows of a matrix with a table of scales: those of ggml's blocks as they lie, others some at a time."""
+    if tensor.format.block > 1:
+        plan.fill_table_blocks(weight, tensor.format.name, tensor.parts["codes"], tensor.row_order)
+        return
     read = tensor.format.table_rows
     assert read
     step = max(1, _CHUNK_CODES // tensor.cols // 16) * 16

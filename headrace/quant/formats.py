@@ -47,7 +47,9 @@ class Format:
     spec: QuantSpec | None = None
     """What codes and scales are, of plain numbers None; where there is `table_rows`, as these give them."""
     table_rows: Callable[[dq.Parts, dq.Rows], TableRows] | None = None
-    """The given stored rows code by code, for formats that kernels read from such rows and not from the file."""
+    """The given stored rows code by code, for formats that kernels have codes with a table of scales of; of those of ggml the reference."""
+    integers: Callable[[], NDArray[np.int8]] | None = None
+    """The values of codes that kernels look up in blocks as they lie: 16, or the points of a grid [points, columns of a point]."""
 
     @property
     def quantised(self) -> bool:
@@ -73,6 +75,22 @@ def _blocks(name: str, spec: QuantSpec, convert: Callable[[dq.Bytes], dq.Floats]
     """A format whose blocks, of a group or a super-block, hold codes and scales together."""
     block = spec.super_block or spec.group
     return Format(name, block, spec.table_bytes(1, block), dq.of_blocks(convert, block), _CODES, spec)
+
+
+def _lookup_blocks(name: str, spec: QuantSpec) -> Format:
+    """The same for codes that are looked up."""
+
+    def convert(blocks: dq.Bytes) -> dq.Floats:
+        from headrace.quant import gguf_blocks  # with its grids, where a model has such blocks
+
+        return gguf_blocks.values(name, blocks)
+
+    def integers() -> NDArray[np.int8]:
+        from headrace.quant import gguf_blocks
+
+        return gguf_blocks.integers(name)
+
+    return replace(_blocks(name, spec, convert), integers=integers)
 
 
 def table_format(
@@ -141,15 +159,15 @@ FORMATS: dict[str, Format] = {
         _blocks("Q4_K", QuantSpec(4, 32, "6-bit", "minimum", super_block=256), dq.q4_k),
         _blocks("Q5_K", QuantSpec(5, 32, "6-bit", "minimum", super_block=256), dq.q5_k),
         _blocks("Q6_K", QuantSpec(6, 16, "8-bit", super_block=256), dq.q6_k),
-        _table_blocks("IQ1_S", 256, 50, QuantSpec(4, 32, "f32", codebook="iq1")),
-        _table_blocks("IQ1_M", 256, 56, QuantSpec(4, 16, "f32", codebook="iq1")),
-        _table_blocks("IQ2_XXS", 256, 66, QuantSpec(4, 32, "f32", codebook="iq2")),
-        _table_blocks("IQ2_XS", 256, 74, QuantSpec(4, 16, "f32", codebook="iq2")),
-        _table_blocks("IQ2_S", 256, 82, QuantSpec(4, 16, "f32", codebook="iq2")),
-        _table_blocks("IQ3_XXS", 256, 98, QuantSpec(4, 32, "f32", codebook="iq3_xxs")),
-        _table_blocks("IQ3_S", 256, 110, QuantSpec(4, 32, "f32", codebook="iq3_s")),
+        _lookup_blocks("IQ1_S", QuantSpec(11, 32, "4-bit", codebook="iq1", point=8, super_block=256)),
+        _lookup_blocks("IQ1_M", QuantSpec(12, 16, "3-bit", codebook="iq1", point=8, super_block=256)),
+        _lookup_blocks("IQ2_XXS", QuantSpec(15, 32, "4-bit", codebook="iq2", point=8, super_block=256)),
+        _lookup_blocks("IQ2_XS", QuantSpec(16, 16, "4-bit", codebook="iq2", point=8, super_block=256)),
+        _lookup_blocks("IQ2_S", QuantSpec(18, 16, "4-bit", codebook="iq2", point=8, super_block=256)),
+        _lookup_blocks("IQ3_XXS", QuantSpec(23, 32, "4-bit", codebook="iq3_xxs", point=8, super_block=256)),
+        _lookup_blocks("IQ3_S", QuantSpec(26, 32, "4-bit", codebook="iq3_s", point=8, super_block=256)),
         _table_blocks("IQ4_NL", 32, 18, QuantSpec(4, 32, codebook="iq4_nl")),
-        _table_blocks("IQ4_XS", 256, 136, QuantSpec(4, 32, "f32", codebook="iq4_nl")),
+        _lookup_blocks("IQ4_XS", QuantSpec(4, 32, "6-bit", codebook="iq4_nl", super_block=256)),
         _table_blocks("TQ1_0", 256, 54, QuantSpec(2, 256)),
         _table_blocks("TQ2_0", 256, 66, QuantSpec(2, 256)),
         _blocks("MXFP4", _MXFP4, dq.mxfp4),

@@ -1,20 +1,21 @@
-"""Blocks of GGUF files that kernels read as codes with a table of scales: IQ formats, ternary ones and NVFP4.
+"""Blocks of GGUF files whose codes are looked up, and those that kernels read as codes with a table of scales.
 
-The layouts are those of ggml (`block_iq2_xxs` and so on in `ggml-common.h`, `dequantize_row_*` in `ggml-quants.c`). A function here takes
-blocks [blocks, bytes] apart into codes [blocks, values] and scales [blocks, scales of a block], as the format's `QuantSpec` has them. In
-IQ2 and IQ3 a code is the number of a magnitude and, in bit 3, its sign; in IQ1 the number of -1, 0 or 1 and, in bit 2, the sign of what is
-added to it. Scales are computed in float32 as ggml does it, and a value is the product of the two, as it is there: all are bit-equal, but
-for the sign of zeros in TQ1_0, TQ2_0 and NVFP4.
+The layouts are those of ggml (`block_iq2_xxs` and so on in `ggml-common.h`, `dequantize_row_*` in `ggml-quants.c`), and this is what the
+readers of kernels are held to (`csrc/grids.cpp`, `csrc/table_blocks.cpp`). Scales are computed in float32 as ggml does it, and a value is
+the product of the two, as it is there: all are bit-equal, but for the sign of zeros in TQ1_0, TQ2_0 and NVFP4.
 """
 
 from collections.abc import Callable
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.quant.dequantise import Bytes, Floats, fields, half, nibbles
 from headrace.quant.grids import Grid, grid
-from headrace.quant.spec import TableRows, small_floats
+from headrace.quant.spec import CODEBOOKS, Codebook, TableRows, small_floats
+
+Integers = NDArray[np.int8]
 
 _SEVENS = np.arange(128, dtype=np.uint8)
 _EVEN_SIGNS = _SEVENS | ((np.bitwise_count(_SEVENS) & np.uint8(1)) << np.uint8(7))
@@ -25,14 +26,28 @@ _UE4M3[[127, 255]] = 0, 480
 """Scales of NVFP4 [256]: e4m3, whose sign counts for nothing; ggml has 0 for its NaN, and a number for the one with a sign."""
 
 
-def table_rows(name: str, stored: Bytes) -> TableRows:
-    """The codes of rows of blocks [rows, blocks of a row, bytes] in the format of this name.
+def integers(name: str) -> Integers:
+    """What codes of the format of this name are numbers of: 16 integers, or points of a grid [points, columns of a point].
+
+    A code of IQ2 and IQ3 has signs beside them, one of IQ1 says whether 1 is added to eight times a value, or taken away.
+    """
+    return _INTEGERS[name]()
+
+
+def values(name: str, blocks: Bytes) -> Floats:
+    """The values of blocks [blocks, bytes] in such a format: [blocks, 256].
 
     No check is made of scales: one that is infinite or NaN gives values that are, as it does in every format of GGUF files.
     """
+    with np.errstate(invalid="ignore"):
+        return _LOOKUPS[name](blocks)
+
+
+def table_rows(name: str, stored: Bytes) -> TableRows:
+    """The codes of rows of blocks [rows, blocks of a row, bytes] in a format of this name that has a table of scales."""
     rows, blocks, nbytes = stored.shape
     with np.errstate(invalid="ignore"):
-        found = _READERS[name](np.ascontiguousarray(stored).reshape(rows * blocks, nbytes))
+        found = _TABLES[name](np.ascontiguousarray(stored).reshape(rows * blocks, nbytes))
     codes, scales = found.codes, found.scales
     return TableRows(codes.reshape(rows, blocks * codes.shape[1]), scales.reshape(rows, blocks * scales.shape[1]))
 
@@ -48,10 +63,28 @@ def _in_turn(numbers: NDArray[np.uint32] | Bytes, shifts: tuple[int, ...], mask:
     return found.reshape(len(numbers), numbers.shape[1] * len(shifts))
 
 
-def _signed(name: Grid, points: NDArray[np.uint32] | Bytes, signs: Bytes) -> Bytes:
-    """Codes of grid points, with a byte of signs for each 8 of them: [blocks, 256]."""
-    minus = np.unpackbits(signs, axis=1, bitorder="little")
-    return grid(name)[points].reshape(len(points), 256) | (minus << np.uint8(3))
+@cache
+def _points(codebook: Codebook, name: Grid) -> Integers:
+    """The magnitudes of a grid's points [points, columns of a point]."""
+    return np.array(CODEBOOKS[codebook], np.int8)[grid(name)]
+
+
+@cache
+def _eightfold() -> Integers:
+    """The points of IQ1, of -8, 0 and 8 [points, 8]."""
+    return (grid("iq1").astype(np.int8) - np.int8(1)) * np.int8(8)
+
+
+def _signed(points: Integers, signs: Bytes) -> Integers:
+    """Points with a byte of signs for each 8 columns: [blocks, 256]."""
+    codes = points.reshape(len(points), 256)
+    return np.where(np.unpackbits(signs, axis=1, bitorder="little"), -codes, codes)
+
+
+def _scaled(codes: Integers | Floats, scales: Floats) -> Floats:
+    """Codes [blocks, 256] times their scales [blocks, scales of a block]."""
+    scaled: Floats = codes.reshape(*scales.shape, -1) * scales[:, :, None]
+    return scaled.reshape(codes.shape)
 
 
 def _half_steps(blocks: Bytes, steps: NDArray[np.uint32], unit: float) -> Floats:
@@ -64,63 +97,64 @@ def _odd_steps(scale: Floats, steps: NDArray[np.uint32]) -> Floats:
     return scale * (np.float32(2) * steps.astype(np.float32) + np.float32(1))
 
 
-def _iq2_xxs(blocks: Bytes) -> TableRows:
+def _iq2_xxs(blocks: Bytes) -> Floats:
     """8 values: 8 bits of a point, 7 of signs; 4-bit scales of 32 values."""
     eighths = blocks[:, 2:].reshape(-1, 8, 8)
     words = _words(eighths[:, :, 4:].reshape(-1, 32), 0, 32, "<u4")
     signs = _EVEN_SIGNS[_in_turn(words, (0, 7, 14, 21), 127)]
-    return TableRows(_signed("iq2_xxs", eighths[:, :, :4].reshape(-1, 32), signs), _half_steps(blocks, words >> np.uint32(28), 0.25))
+    points = integers("IQ2_XXS")[eighths[:, :, :4].reshape(-1, 32)]
+    return _scaled(_signed(points, signs), _half_steps(blocks, words >> np.uint32(28), 0.25))
 
 
-def _iq2_xs(blocks: Bytes) -> TableRows:
+def _iq2_xs(blocks: Bytes) -> Floats:
     """8 values: 9 bits of a point, 7 of signs; 4-bit scales of 16 values."""
     words = _words(blocks, 2, 66, "<u2")
-    codes = _signed("iq2_xs", words & np.uint32(511), _EVEN_SIGNS[words >> np.uint32(9)])
-    return TableRows(codes, _half_steps(blocks, _in_turn(blocks[:, 66:], (0, 4), 15), 0.25))
+    codes = _signed(integers("IQ2_XS")[words & np.uint32(511)], _EVEN_SIGNS[words >> np.uint32(9)])
+    return _scaled(codes, _half_steps(blocks, _in_turn(blocks[:, 66:], (0, 4), 15), 0.25))
 
 
-def _iq2_s(blocks: Bytes) -> TableRows:
+def _iq2_s(blocks: Bytes) -> Floats:
     """8 values: 10 bits of a point, 8 of signs; 4-bit scales of 16 values."""
     points = blocks[:, 2:34] | (_in_turn(blocks[:, 66:74], (0, 2, 4, 6), 3) << np.uint32(8))
-    return TableRows(_signed("iq2_s", points, blocks[:, 34:66]), _half_steps(blocks, _in_turn(blocks[:, 74:], (0, 4), 15), 0.25))
+    return _scaled(_signed(integers("IQ2_S")[points], blocks[:, 34:66]), _half_steps(blocks, _in_turn(blocks[:, 74:], (0, 4), 15), 0.25))
 
 
-def _iq3_xxs(blocks: Bytes) -> TableRows:
+def _iq3_xxs(blocks: Bytes) -> Floats:
     """4 values: 8 bits of a point; 7 bits for 8 signs; 4-bit scales of 32 values."""
     words = _words(blocks, 66, 98, "<u4")
     signs = _EVEN_SIGNS[_in_turn(words, (0, 7, 14, 21), 127)]
-    return TableRows(_signed("iq3_xxs", blocks[:, 2:66], signs), _half_steps(blocks, words >> np.uint32(28), 0.5))
+    return _scaled(_signed(integers("IQ3_XXS")[blocks[:, 2:66]], signs), _half_steps(blocks, words >> np.uint32(28), 0.5))
 
 
-def _iq3_s(blocks: Bytes) -> TableRows:
+def _iq3_s(blocks: Bytes) -> Floats:
     """4 values: 9 bits of a point; all signs; 4-bit scales of 32 values."""
     ninth = _in_turn(blocks[:, 66:74], tuple(range(8)), 1)
-    codes = _signed("iq3_s", blocks[:, 2:66] | (ninth << np.uint32(8)), blocks[:, 74:106])
-    return TableRows(codes, _odd_steps(half(blocks, 0), _in_turn(blocks[:, 106:], (0, 4), 15)))
+    codes = _signed(integers("IQ3_S")[blocks[:, 2:66] | (ninth << np.uint32(8))], blocks[:, 74:106])
+    return _scaled(codes, _odd_steps(half(blocks, 0), _in_turn(blocks[:, 106:], (0, 4), 15)))
 
 
-def _shifted(points: NDArray[np.uint32], minus: NDArray[np.uint32]) -> Bytes:
-    """Codes of grid points of 8 values that are -1, 0 or 1, and whether 1/8 is taken away, not added: [blocks, 256]."""
-    codes = grid("iq1")[points] | (minus << np.uint32(2)).astype(np.uint8)[..., None]
-    return codes.reshape(len(points), 256)
+def _shifted(points: NDArray[np.uint32], minus: NDArray[np.uint32]) -> Floats:
+    """Points, over 8, of which 1/8 is taken away, or to which it is added: [blocks, 256]."""
+    codes = _eightfold()[points] + np.where(minus, np.int8(-1), np.int8(1))[..., None]
+    return codes.reshape(len(points), 256) * np.float32(0.125)
 
 
-def _iq1_s(blocks: Bytes) -> TableRows:
+def _iq1_s(blocks: Bytes) -> Floats:
     """8 values: 11 bits of a point; a 3-bit scale and a sign for 32 values."""
     words = _words(blocks, 34, 50, "<u2")
     points = blocks[:, 2:34] | (_in_turn(words, (0, 3, 6, 9), 7) << np.uint32(8))
     codes = _shifted(points, np.repeat(words >> np.uint32(15), 4, axis=1))
-    return TableRows(codes, _odd_steps(half(blocks, 0), (words >> np.uint32(12)) & np.uint32(7)))
+    return _scaled(codes, _odd_steps(half(blocks, 0), (words >> np.uint32(12)) & np.uint32(7)))
 
 
-def _iq1_m(blocks: Bytes) -> TableRows:
+def _iq1_m(blocks: Bytes) -> Floats:
     """8 values: 11 bits of a point and a sign; 3-bit scales of 16 values, above which the scale of all lies in four pieces."""
     points = blocks[:, :32] | (_in_turn(blocks[:, 32:48], (0, 4), 7) << np.uint32(8))
     words = _words(blocks, 48, 56, "<u2")
     pieces = (words >> np.uint32(12)) << np.array([0, 4, 8, 12], np.uint32)
     scale = pieces.sum(axis=1, keepdims=True).astype("<u2").view("<f2").astype(np.float32)
     codes = _shifted(points, _in_turn(blocks[:, 32:48], (3, 7), 1))
-    return TableRows(codes, _odd_steps(scale, _in_turn(words, (0, 3, 6, 9), 7)))
+    return _scaled(codes, _odd_steps(scale, _in_turn(words, (0, 3, 6, 9), 7)))
 
 
 def _iq4_nl(blocks: Bytes) -> TableRows:
@@ -128,12 +162,12 @@ def _iq4_nl(blocks: Bytes) -> TableRows:
     return TableRows(nibbles(blocks, 2), half(blocks, 0).astype(np.float16))
 
 
-def _iq4_xs(blocks: Bytes) -> TableRows:
+def _iq4_xs(blocks: Bytes) -> Floats:
     """4 bits, 6-bit scales of 32 values around 32."""
-    codes = fields(blocks[:, 8:].reshape(-1, 8, 16), (0, 4), 15).reshape(-1, 256)
+    codes = integers("IQ4_XS")[fields(blocks[:, 8:].reshape(-1, 8, 16), (0, 4), 15).reshape(-1, 256)]
     high = _in_turn(_words(blocks, 2, 4, "<u2"), tuple(range(0, 16, 2)), 3)
     steps = _in_turn(blocks[:, 4:8], (0, 4), 15) | (high << np.uint32(4))
-    return TableRows(codes, half(blocks, 0) * (steps.astype(np.float32) - np.float32(32)))
+    return _scaled(codes, half(blocks, 0) * (steps.astype(np.float32) - np.float32(32)))
 
 
 def _tq1_0(blocks: Bytes) -> TableRows:
@@ -161,7 +195,17 @@ def _nvfp4(blocks: Bytes) -> TableRows:
     return TableRows(fields(blocks[:, 4:].reshape(-1, 4, 8), (0, 4), 15).reshape(-1, 64), _UE4M3[blocks[:, :4]])
 
 
-_READERS: dict[str, Callable[[Bytes], TableRows]] = {
+_INTEGERS: dict[str, Callable[[], Integers]] = {
+    "IQ1_S": _eightfold,
+    "IQ1_M": _eightfold,
+    "IQ2_XXS": partial(_points, "iq2", "iq2_xxs"),
+    "IQ2_XS": partial(_points, "iq2", "iq2_xs"),
+    "IQ2_S": partial(_points, "iq2", "iq2_s"),
+    "IQ3_XXS": partial(_points, "iq3_xxs", "iq3_xxs"),
+    "IQ3_S": partial(_points, "iq3_s", "iq3_s"),
+    "IQ4_XS": partial(np.array, CODEBOOKS["iq4_nl"], np.int8),
+}
+_LOOKUPS: dict[str, Callable[[Bytes], Floats]] = {
     "IQ1_S": _iq1_s,
     "IQ1_M": _iq1_m,
     "IQ2_XXS": _iq2_xxs,
@@ -169,8 +213,10 @@ _READERS: dict[str, Callable[[Bytes], TableRows]] = {
     "IQ2_S": _iq2_s,
     "IQ3_XXS": _iq3_xxs,
     "IQ3_S": _iq3_s,
-    "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+}
+_TABLES: dict[str, Callable[[Bytes], TableRows]] = {
+    "IQ4_NL": _iq4_nl,
     "TQ1_0": _tq1_0,
     "TQ2_0": _tq2_0,
     "NVFP4": _nvfp4,

@@ -9,14 +9,14 @@ from headrace.record import frozen
 
 Number = Literal["u8", "f16", "bf16", "f32"]
 """How the numbers of a table are stored; bf16 as its 16 bits, in uint16."""
-ScaleType = Number | Literal["e8m0", "4-bit", "6-bit", "8-bit"]
+ScaleType = Number | Literal["e8m0", "3-bit", "4-bit", "6-bit", "8-bit"]
 """Of scales: numbers of their own, powers of two, or integers of so many bits, with a scale for those of a super-block."""
 Codebook = Literal["integer", "e2m1", "e4m3", "e5m2", "nf4", "fp4", "iq4_nl", "iq1", "iq2", "iq3_xxs", "iq3_s"]
 
 PLAIN: dict[str, Number] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 """The numbers that files of every kind have, by the names of their formats."""
 NUMBERS: dict[Number, np.dtype] = {"u8": np.dtype("u1"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2"), "f32": np.dtype("<f4")}
-_SCALE_BITS: dict[ScaleType, int] = {"u8": 8, "f16": 16, "bf16": 16, "f32": 32, "e8m0": 8, "4-bit": 4, "6-bit": 6, "8-bit": 8}
+_SCALE_BITS: dict[ScaleType, int] = {"u8": 8, "f16": 16, "bf16": 16, "f32": 32, "e8m0": 8, "3-bit": 3, "4-bit": 4, "6-bit": 6, "8-bit": 8}
 
 CODEBOOKS: dict[Codebook, tuple[float, ...]] = {
     # The quantiles of a normal distribution, with a zero of its own (QLoRA, Dettmers et al. 2023, appendix E).
@@ -29,13 +29,13 @@ CODEBOOKS: dict[Codebook, tuple[float, ...]] = {
     "fp4": tuple(sign * value / 12 for sign in (1, -1) for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)),
     "e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),  # OCP microscaling formats, 2023
     "iq4_nl": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),  # ggml-common.h
-    # Magnitudes of grid points there, then the same below 0, with zeros where no code is; in IQ1 -1, 0, 1 and an eighth more, or less.
-    "iq2": (*(8, 25, 43, 0, 0, 0, 0, 0), *(-8, -25, -43, 0, 0, 0, 0, 0)),
+    # Magnitudes of grid points there, then the same below 0; in IQ1 -1, 0, 1 and an eighth more, or less.
+    "iq2": (*(8, 25, 43), *(-8, -25, -43)),
     "iq3_xxs": (*(4, 12, 20, 28, 36, 44, 52, 62), *(-4, -12, -20, -28, -36, -44, -52, -62)),
     "iq3_s": (*(1, 3, 5, 7, 9, 11, 13, 15), *(-1, -3, -5, -7, -9, -11, -13, -15)),
-    "iq1": (*(-0.875, 0.125, 1.125, 0.0), *(-1.125, -0.125, 0.875, 0.0), *(0.0,) * 8),
+    "iq1": (*(-0.875, 0.125, 1.125), *(-1.125, -0.125, 0.875)),
 }
-"""The values of codes that are looked up."""
+"""The values of codes that are looked up, or those that points of a grid are made of."""
 
 FRACTION_BITS = {"e4m3": 3, "e5m2": 2}
 """Of small floats (Micikevicius et al. 2022)."""
@@ -59,6 +59,8 @@ class QuantSpec:
     """How zero points (u8) or minima are stored, where they are numbers of their own."""
     codebook: Codebook = "integer"
     """What a code stands for; the zero of anything but integers is 0."""
+    point: int = 1
+    """Columns that a code stands for: more than one are a point of a grid, or two, with their signs."""
     super_block: int = 0
     """Columns whose scales are integers with a float16 in common; minima are integers alike, below 0, with a float16 of their own."""
     has_wide_outliers: bool = False
@@ -73,7 +75,7 @@ class QuantSpec:
 
     @property
     def values(self) -> NDArray[np.float32]:
-        """What each code stands for [2^bits], before it is scaled."""
+        """What each code stands for [2^bits], or a column of a point may, before it is scaled."""
         return code_values(self)
 
     @property
@@ -90,7 +92,7 @@ class QuantSpec:
         zero = _SCALE_BITS[self.zero_type] if self.zero_type else _SCALE_BITS[self.scale] if self.zero == "minimum" else 0
         scales = self.num_scales(cols) * (_SCALE_BITS[self.scale] + zero)
         common = 16 * (cols // self.super_block) * (2 if zero else 1) if self.super_block else 0
-        return rows * (-(-cols * self.bits // 8) + (scales + common) // 8)
+        return rows * (-(-cols * self.bits // (8 * self.point)) + (scales + common) // 8)
 
 
 class TableRows(NamedTuple):
@@ -119,7 +121,7 @@ def encoded(values: NDArray[np.float32], number: ScaleType | None) -> NDArray[np
 
 
 def code_values(spec: QuantSpec) -> NDArray[np.float32]:
-    """What each code stands for [2^bits], before it is scaled; NaN and infinities of small floats as such."""
+    """`QuantSpec.values`; NaN and infinities of small floats as such."""
     codes = np.arange(1 << spec.bits)
     if spec.codebook == "integer":
         return (codes - (1 << spec.bits - 1 if spec.zero == "none" else 0)).astype(np.float32)

@@ -100,15 +100,24 @@ def weight(rng: Random) -> tuple[Any, ...]:
     tensor = stored(name, rows, cols)
     order = spoilt(rng, np.array(rng.sample(range(rows), rows), np.int64)) if rng.randrange(4) == 0 else None
     scales = tensor.scales
+    values = integers(rng, name)
     name = rng.choice(["Q4_0", "nonsense", ""]) if rng.randrange(20) == 0 else name
     codes = spoilt(rng, tensor.parts["codes"]) if rng.randrange(4) == 0 else tensor.parts["codes"]
-    return name, mostly(rows)(rng), mostly(cols)(rng), codes, order, scales
+    return name, mostly(rows)(rng), mostly(cols)(rng), codes, order, scales, values
+
+
+def integers(rng: Random, name: str) -> Any:
+    """What the codes of a format are looked up in, or now and then something else."""
+    found = FORMATS[name].integers
+    if not found or rng.randrange(10) == 0:
+        return rng.choice([None] * 9 + [np.zeros(16, np.int8)])
+    return rng.choice([found()] * 3 + [spoilt(rng, found()), np.full_like(found(), rng.choice([-128, 63, 62]))])
 
 
 def weight_pair(rng: Random) -> tuple[Any, ...]:
-    name, rows, cols, codes, _, scales = weight(rng)
+    name, rows, cols, codes, _, scales, values = weight(rng)
     other = weight(rng) if rng.randrange(3) == 0 else (name, rows, cols, codes, None, scales)
-    return name, codes, scales, other[0], other[3], other[5], rows, cols
+    return name, codes, scales, other[0], other[3], other[5], rows, cols, values
 
 
 def table(rng: Random) -> _native.TableSpec:
@@ -122,6 +131,14 @@ def table_rows(rng: Random) -> tuple[Any, ...]:
     if rng.randrange(3):
         return 4, rng.choice([0, 16]), codes, scales, None
     return ID(rng), mostly(0, 16)(rng), spoilt(rng, codes), spoilt(rng, scales), rng.choice([None, scales])
+
+
+def table_blocks(rng: Random) -> tuple[Any, ...]:
+    """Blocks for the second matrix with a table of a furnished plan, or for something else."""
+    name = rng.choice(["TQ1_0"] * 6 + ["TQ2_0", "IQ4_NL", "Q4_0", "?"])
+    data = stored("TQ2_0" if name == "TQ2_0" else "TQ1_0", 33, 256).parts["codes"]
+    order = spoilt(rng, np.array(rng.sample(range(33), 33), np.int64)) if rng.randrange(4) == 0 else None
+    return mostly(5)(rng), name, spoilt(rng, data), order
 
 
 WIDTH = mostly(1, 16, 32, 33, 64)
@@ -146,6 +163,7 @@ BUILDER: dict[str, Maker] = {
     "add_table": several(table),
     "add_table_pair": several(table, table),
     "fill_table": table_rows,
+    "fill_table_blocks": table_blocks,
     "use_float_activations": several(),
     "add_vector": lambda rng: (spoilt(rng, np.ones(rng.choice([16, 32, 64]), np.float32)),),
     "add_weight": weight,
@@ -212,6 +230,7 @@ def furnished(rng: Random | None) -> _native.Plan:
         tensor = stored(name, rows, cols)
         plan.add_weight(name, rows, cols, tensor.parts["codes"], None, tensor.scales)
     plan.add_table(_native.TableSpec("4", 32, 32, 32, "f16", None))
+    plan.add_table(_native.TableSpec("2", 33, 256, 256, "f16", None))
     for width in (16, 32, 64, 2):
         plan.add_vector(np.ones(width, np.float32))
     buffers = (32, "step", False), (32, "step", True), (64, "step", False), (32, "gathered", False), (16, "step", False)

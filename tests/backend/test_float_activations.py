@@ -42,7 +42,7 @@ def test_products_are_those_of_floats(isa: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "MXFP4", "int3-point", "nf4", "e5m2-row"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "MXFP4", "IQ1_M", "IQ3_S", "IQ4_XS", "int3-point", "nf4", "e5m2-row"])
 def test_a_row_does_not_depend_on_its_neighbours(isa: str, name: str) -> None:
     x = np.random.default_rng(1).standard_normal((37, 256)).astype(np.float32)
     weight = stored(name, 50, 256, 2)

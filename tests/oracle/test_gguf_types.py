@@ -1,4 +1,4 @@
-"""A GGUF file with matrices of each type that is read as a table, written by gguf-py, through the engine."""
+"""A GGUF file with matrices of each type that is looked up or read as a table, written by gguf-py, through the engine."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.backend.stored import random_stored
 from tests.checkpoint.conftest import element_type, metadata, value_type
 from tests.folders import TOKENS, backends, logits_of
 
-TABLES = [name for name, form in FORMATS.items() if form.table_rows]
+TYPES = [name for name, form in FORMATS.items() if form.table_rows or form.integers]
 DIM, FFN, KV = 256, 512, 128
 SIZES = {"embedding_length": DIM, "feed_forward_length": FFN, "attention.head_count": 4, "attention.head_count_kv": 2, "block_count": 2}
 
@@ -54,7 +54,7 @@ def write(path: Path, name: str, *, as_floats: bool = False, scale: float | None
     return open_checkpoint(path)
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", TYPES)
 def test_a_model_of_the_type(name: str, tmp_path: Path) -> None:
     """The reference gives the bits of the same model in float32; the cpu backend is near, however the prompt is cut."""
     checkpoint, floats = (write(tmp_path / f"{as_floats}.gguf", name, as_floats=as_floats) for as_floats in (False, True))

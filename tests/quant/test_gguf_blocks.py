@@ -1,4 +1,4 @@
-"""Blocks of GGUF files that are read as codes with a table of scales, of whatever bytes."""
+"""Blocks of GGUF files whose codes are looked up or have a table of scales, of whatever bytes."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.quant.grids import grid
 
-TABLES = [name for name, form in FORMATS.items() if form.table_rows]
+BLOCKS = [name for name, form in FORMATS.items() if form.table_rows or form.integers]
 
 
 def stored(name: str, rows: int, data: NDArray[np.uint8]) -> StoredTensor:
@@ -21,7 +21,7 @@ def stored(name: str, rows: int, data: NDArray[np.uint8]) -> StoredTensor:
     return StoredTensor.from_bytes("x", form, (rows, data.size // form.nbytes // rows * form.block), data)
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", BLOCKS)
 @settings(max_examples=30, deadline=None)
 @given(rows=st.integers(1, 3), blocks=st.integers(1, 3), data=st.data())
 def test_any_bytes_are_what_gguf_makes_of_them(name: str, rows: int, blocks: int, data: st.DataObject) -> None:
@@ -32,13 +32,15 @@ def test_any_bytes_are_what_gguf_makes_of_them(name: str, rows: int, blocks: int
     with np.errstate(invalid="ignore"):
         want = gguf.quants.dequantize(found.reshape(rows, -1), gguf.GGMLQuantizationType[name])
         np.testing.assert_array_equal(tensor.dequantise(), want)
-    assert form.spec and form.table_rows
+    assert form.spec
+    if form.table_rows is None:
+        return
     table = form.table_rows(tensor.parts, slice(None))
     assert table.codes.shape == tensor.shape and table.codes.dtype == np.uint8 and table.codes.max() < 1 << form.spec.bits
     assert table.scales.shape == (rows, form.spec.num_scales(tensor.cols)) and table.zeros is None
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_no_rows(name: str) -> None:
     tensor = stored(name, 2, np.zeros(2 * FORMATS[name].nbytes, np.uint8))
     assert tensor.dequantise_rows([]).shape == (0, FORMATS[name].block)
@@ -66,6 +68,17 @@ def test_points_of_grids() -> None:
         points = grid(name)  # type: ignore[arg-type]
         assert points.shape == (count, 4 if "iq3" in name else 8) and len(np.unique(points, axis=0)) == count
         assert np.array_equal(np.unique(points), np.arange(8 if "iq3" in name else 3))
+
+
+@pytest.mark.parametrize("name", [name for name in BLOCKS if FORMATS[name].integers])
+def test_values_are_those_of_its_codebook(name: str) -> None:
+    """Times a scale of 1, all of them and no others."""
+    spec, integers = FORMATS[name].spec, FORMATS[name].integers
+    assert spec and integers
+    found, of_codebook = integers(), spec.values * np.float32(8 if spec.codebook == "iq1" else 1)
+    signed = np.concatenate([found, -found]) if "iq2" in spec.codebook or "iq3" in spec.codebook else found
+    shifted = np.concatenate([found - 1, found + 1]) if spec.codebook == "iq1" else signed
+    np.testing.assert_array_equal(np.unique(shifted), np.sort(of_codebook))
 
 
 def test_grids_are_read_when_a_model_has_them() -> None:
