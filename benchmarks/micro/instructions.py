@@ -20,6 +20,8 @@ _KERNEL = re.compile(r"matmul_\w+<\(headrace::Format\)(\d+), 1, false>")
 
 
 class Instruction(NamedTuple):
+    """One line of a listing."""
+
     address: int
     name: str
     operands: str
@@ -67,7 +69,9 @@ def main() -> None:
         products = sum(each.name == "vpmaddubsw" for each in body)
         weights = 32 * products // (2 if name in eight_bits else 1)
         rows.append([name, f"{len(body):,}", f"{weights:,}", f"{len(body) / weights:.3f}"])
-    print_table(["format", ">instructions", ">weights", ">for a weight"], sorted(rows, key=lambda row: row[-1]), "one row, int8 activations")
+    print_table(
+        ["format", ">instructions", ">weights", ">for a weight"], sorted(rows, key=lambda row: row[-1]), "one row, int8 activations"
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from headrace import _native
 from headrace.backend.cpu import BLOCK_SIZE
 from headrace.backend.packing import add_weight
 from headrace.batch import Ints, KvRows, RaggedBatch
-from headrace.backend.packing import add_weight
 from headrace.quant.formats import StoredTensor
 
 Floats = NDArray[np.float32]
