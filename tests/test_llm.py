@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -324,20 +323,6 @@ class TestStream:
             llm.stream("", GREEDY)
         with pytest.raises(RequestError, match="n is 2, and the text of several continuations would be mixed up"):
             llm.stream_text("hello", replace(GREEDY, n=2))
-
-
-def test_activations_in_float32_are_nearer_to_the_truth(write_gguf: Any) -> None:  # noqa: F811
-    model = str(write_gguf(kind="Q8_0"))
-
-    def logprobs(**options: Any) -> list[float]:
-        with LLM(model, max_model_len=64, kv_dtype="f32", **options) as llm:
-            (result,) = llm.generate("hello w", SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
-            assert result.prompt_logprobs
-            return [next(iter(found.values())).logprob for found in result.prompt_logprobs if found]
-
-    truth = logprobs(backend="reference")
-    errors = {activations: max(map(abs, map(sub, truth, logprobs(activations=activations)))) for activations in ("int8", "f32")}
-    assert errors["f32"] < errors["int8"] / 10
 
 
 def test_several_threads(llm: LLM) -> None:

@@ -1,13 +1,14 @@
 """Quantised weights times activations in float32, in every instruction set of this machine and every format that has them."""
 
 from functools import partial
+from operator import sub
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace import _native
+from headrace import LLM, SamplingParams, _native
 from headrace.backend import compile_program, forward
 from headrace.config import KvConfig
 from headrace.model import trace_model
@@ -15,6 +16,7 @@ from headrace.quant.formats import FORMATS, StoredTensor
 from tests.backend.batches import Sequence, batch_of
 from tests.backend.stored import random_stored
 from tests.backend.test_table_formats import product as table_product
+from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
 from tests.tables import KINDS, random_table
 from tests.tiny import tiny_model
 
@@ -73,3 +75,17 @@ def test_int8_by_row_stays_as_it_is() -> None:
     x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
     values = weight.dequantise().astype(np.float64)
     assert 1e-4 < np.abs(product("", weight, x) - x @ values.T).max() < 0.05 * np.abs(x @ values.T).max()
+
+
+def test_activations_in_float32_are_nearer_to_the_truth(write_gguf: Any) -> None:  # noqa: F811
+    model = str(write_gguf(kind="Q8_0"))
+
+    def logprobs(**options: Any) -> list[float]:
+        with LLM(model, max_model_len=64, kv_dtype="f32", **options) as llm:
+            (result,) = llm.generate("hello w", SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
+            assert result.prompt_logprobs
+            return [next(iter(found.values())).logprob for found in result.prompt_logprobs if found]
+
+    truth = logprobs(backend="reference")
+    errors = {activations: max(map(abs, map(sub, truth, logprobs(activations=activations)))) for activations in ("int8", "f32")}
+    assert errors["f32"] < errors["int8"] / 10
