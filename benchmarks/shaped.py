@@ -8,7 +8,7 @@
 `1b` has the dimensions of Llama-3.2-1B (0.6, 1.1 and 2.1 GB), `8b` those of Llama-3.1-8B (4.0 GB in Q4_K); `16x2` sends each row to 2 of
 16 experts (Mixtral's equations), `64x8` to 8 of 64 (OLMoE's equations and dimensions), 3.7 GB each in Q4_0; `narrow` is small enough for
 very long prompts. Each file has the tokenizer of the default model. Their speed is that of trained models, and their text is noise. All
-experts of a layer have the same random weights. Of K-quants all matrices are in the one format, and their codes are random bits.
+experts of a layer have the same random weights. Of K-quants and IQ types all matrices are in the one format, with random bits for codes.
 Needs the package gguf.
 """
 
@@ -64,14 +64,18 @@ SHAPES = {
 }
 VOCAB = 49152
 
-K_SCALES = {
+BLOCK_SCALES = {
     "Q2_K": {80: 2**-7, 82: 2**-6},
     "Q3_K": {108: 2**-8},
     "Q4_K": {0: 2**-10, 2: 2**-7},
     "Q5_K": {0: 2**-11, 2: 2**-7},
     "Q6_K": {208: 2**-11},
+    "IQ1_S": {0: 2**-9},
+    "IQ2_XXS": {0: 2**-12},
+    "IQ3_S": {0: 2**-13},
+    "IQ4_XS": {0: 2**-16},
 }
-"""Where a block of each K-quant has its float16 scales, in bytes, and what they are here: sizes as of trained weights."""
+"""Where a block of each K-quant and IQ type has its float16 scales, in bytes, and what they are here: sizes as of trained weights."""
 
 
 def tokenizer_of(model: Path) -> list[gguf.ReaderField]:
@@ -80,10 +84,10 @@ def tokenizer_of(model: Path) -> list[gguf.ReaderField]:
 
 
 def random_blocks(rng: np.random.Generator, stored: gguf.GGMLQuantizationType, rows: int, cols: int) -> NDArray[np.uint8]:
-    """The rows of a matrix in a K-quant: random codes, and the scales of `K_SCALES`."""
+    """The rows of a matrix in a K-quant or an IQ type: random codes, and the scales of `BLOCK_SCALES`."""
     block, nbytes = gguf.GGML_QUANT_SIZES[stored]
     blocks = np.frombuffer(rng.bytes(rows * cols // block * nbytes), np.uint8).reshape(-1, nbytes).copy()
-    for at, scale in K_SCALES[stored.name].items():
+    for at, scale in BLOCK_SCALES[stored.name].items():
         blocks[:, at : at + 2] = np.float16([scale]).view(np.uint8)
     return blocks.reshape(rows, -1)
 
@@ -117,7 +121,7 @@ def write(path: Path, shape: Shape, quantisation: str, tokenizer: list[gguf.Read
         return rng.standard_normal((rows, cols), np.float32) / np.sqrt(np.float32(cols))
 
     def matrix(name: str, rows: int, cols: int) -> None:
-        is_random = quantisation in K_SCALES
+        is_random = quantisation in BLOCK_SCALES
         packed = random_blocks(rng, stored, rows, cols) if is_random else gguf.quants.quantize(random(rows, cols), stored)
         if name.endswith("_exps"):
             packed = np.broadcast_to(packed, (shape.experts, *packed.shape)).copy()
@@ -146,7 +150,7 @@ def main() -> None:
     """Write the files that are not there yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("formats", nargs="+", choices=["Q4_0", "Q8_0", "BF16", *K_SCALES])
+    parser.add_argument("formats", nargs="+", choices=["Q4_0", "Q8_0", "BF16", *BLOCK_SCALES])
     parser.add_argument("--out", type=Path, default=Path(".bench/models"))
     parser.add_argument("--tokenizer", type=Path, help="GGUF file that lends its tokenizer (default: the default model)")
     args = parser.parse_args()

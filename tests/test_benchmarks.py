@@ -19,14 +19,17 @@ ROOT = Path(__file__).parents[1]
 MICRO = ROOT / "benchmarks/micro"
 
 FORMATS = ("Q4_0", "Q4_1", "Q8_0", "I8_ROW", "Q4_K", "Q6_K", "BF16")
-ALL_K = ("Q4_0", "Q4_1", "Q8_0", "I8_ROW", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "BF16")
+GEMV = (
+    *("Q4_0", "Q4_1", "Q8_0", "I8_ROW", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "BF16"),
+    *("int2-g128", "int3-g128", "int4-g128", "int8-g128", "nf4-g64", "iq4_nl"),
+)
 ROWS = {  # program: the keys that tell its rows apart, and their values in order
     "roof": (
         ("what",),
         [("memory read",), *((f"{kind} multiply-adds",) for kind in ("int8", "bf16", "f32"))]
         + [(f"barrier, {items}",) for items in ("no item", "1 item", "an item a thread")],
     ),
-    "gemv": (("format", "rows"), list(product(ALL_K, (1, 2, 3, 4, 5, 6, 8, 12, 16)))),
+    "gemv": (("format", "rows"), list(product(GEMV, (1, 2, 3, 4, 5, 6, 8, 12, 16)))),
     "gemm": (("format", "rows"), list(product(FORMATS, (16, 32)))),
     "experts": (("rows",), [(1,), (2,), (4,), (8,), (16,), (32,)]),
     "norm": (("width", "rows"), [(64, 1), (64, 16), (64, 512)]),
