@@ -3,7 +3,8 @@
 Of every variant of a family, llama.cpp's converter makes a GGUF file. Our two routes must give the same tensors and the same
 specification, and on that file our logits must be those of llama.cpp; the file that we convert must be the same model to it. What was
 found goes to tests/data/gguf, where the short form of this, in `make test`, and the table of docs/families.md find it. On files of a
-Llama whose matrices have a type that we read as a table, our logits must be near to those of llama.cpp, which rounds rows to 8 bits.
+Llama whose matrices have a type that is looked up or read as a table, our logits must be near to those of llama.cpp, which rounds rows to
+8 bits.
 
 Of files that we write, its mixtures must have the formats that ours have, and its quantised blocks must not be nearer to what they stand
 for than ours.
@@ -33,7 +34,7 @@ from tests.llama_cpp import fixtures, mixed, quantised
 from tests.llama_cpp.convert import convert
 from tests.llama_cpp.judge import ROUNDED_TOLERANCE, ROUNDED_TYPE_TOLERANCE, TOLERANCE, Logits, differences, our_logits, relative_error
 from tests.llama_cpp.models import CASES, NOT_CONVERTED, NOT_RUN, REFUSED, TOKENS, UNSAID, save_coarse, save_tokenizer
-from tests.oracle.test_gguf_types import TABLES, write
+from tests.oracle.test_gguf_types import TYPES, write
 
 (PACKAGE,) = (word for word in ENGINES["llama.cpp"].pip[0].split() if "==" in word)
 WORKER = Path(__file__).with_name("worker.py")
@@ -139,11 +140,11 @@ def verdict_of_type(name: str, llama: LlamaCpp, scratch: Path) -> fixtures.Verdi
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join([*CASES, *TABLES])}")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join([*CASES, *TYPES])}")
     parser.add_argument("--python", help="an interpreter that has llama-cpp-python; else one is set up in .bench")
     parser.add_argument("--source", type=Path, help="llama.cpp's sources of that version; else they are downloaded to .bench")
     args = parser.parse_args()
-    if unknown := [name for name in args.cases if name not in CASES and name not in TABLES]:
+    if unknown := [name for name in args.cases if name not in CASES and name not in TYPES]:
         parser.error(f"unknown: {', '.join(unknown)}")
     transformers.utils.logging.set_verbosity_error()
     try:
@@ -152,8 +153,8 @@ def main() -> None:
         sys.exit(f"llama.cpp: {error}")
     found, wrong = {}, []
     with tempfile.TemporaryDirectory() as scratch:
-        for name in args.cases or [*CASES, *TABLES]:
-            found[name] = (verdict_of_type if name in TABLES else verdict)(name, llama, Path(scratch))
+        for name in args.cases or [*CASES, *TYPES]:
+            found[name] = (verdict_of_type if name in TYPES else verdict)(name, llama, Path(scratch))
             print(f"{name:24} {found[name]}", flush=True)
         if not args.cases and all(each.right for each in found.values()):
             fixtures.write(PACKAGE, {name: found[name] for name in CASES}, Path(scratch))
