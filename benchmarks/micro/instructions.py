@@ -3,8 +3,8 @@
     python benchmarks/micro/instructions.py build/cp311-cp311-linux_x86_64/CMakeFiles/_native.dir/csrc/isa_avx2.cpp.o
 
 Counted is the innermost loop that multiplies, over the weights that it multiplies: what lies outside is done once for many groups. A
-processor that begins n instructions a cycle cannot decode faster than n / count weights a cycle. Needs objdump and Zen's or another AVX2
-object: its byte products are `vpmaddubsw`, of 32 weights or, of codes of 8 bits, of half of each.
+processor that begins n instructions a cycle cannot decode faster than n / count weights a cycle. Needs objdump. The object is that of AVX2,
+whose byte products, `vpmaddubsw`, take 32 weights or, of codes of 8 bits, half of the bits of 32.
 """
 
 import argparse
