@@ -336,6 +336,7 @@ Weight pack(const Stored& stored, const uint64_t* points, uint8_t* to, size_t st
   const Source source = source_of(stored.format);
   Weight w{source.format, stored.rows, stored.cols, shape_of(stored.format, stored.cols), stride, to};
   w.shape.points = points;
+  // The bound of 16 is for GCC, which else warns of more values than a lookup has.
   for (size_t i = 0; i < std::min<size_t>(source.num_values, 16); i++) w.shape.lookup.set(i, stored.values[i]);
   const auto scales_of = [&](int64_t row) {
     return source.has_block_scales ? stored.block_scales.data() + row * (stored.cols / source.block_columns) : nullptr;

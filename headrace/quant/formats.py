@@ -47,7 +47,8 @@ class Format:
     spec: QuantSpec | None = None
     """What codes and scales are, of plain numbers None; where there is `table_rows`, as these give them."""
     table_rows: Callable[[dq.Parts, dq.Rows], TableRows] | None = None
-    """The given stored rows code by code, for formats that kernels have codes with a table of scales of; of those of ggml the reference."""
+    """The given stored rows code by code, for formats that are packed as codes with a table of scales. Blocks of ggml are packed natively,
+    and held to this."""
     integers: Callable[[], NDArray[np.int8]] | None = None
     """The values of codes that kernels look up in blocks as they lie: 16, or the points of a grid [points, columns of a point]."""
 

@@ -102,23 +102,26 @@ def test_every_value_is_exact_as_an_embedding_and_takes_the_bytes_of_its_format(
     assert KINDS[kind].table_bytes(48, 512) <= packed_bytes(stored) <= 1.02 * KINDS[kind].table_bytes(48, 512) + 64 * 3
 
 
+def gated_unit(isa: str, gate: StoredTensor, up: StoredTensor, *, as_pair: bool) -> Array:  # [5, rows]
+    """What a gated unit makes of some rows, its matrices packed together or each by itself."""
+    x = np.random.default_rng(3).standard_normal((5, gate.cols)).astype(np.float32)
+    plan = _native.Plan(isa, 2)
+    loose, packed = (plan.add_buffer(gate.cols, "step", packs) for packs in (False, True))
+    out = plan.add_buffer(gate.rows, "step", False)
+    plan.embed(loose, plan.add_weight("F32", *x.shape, x.view(np.uint8).reshape(-1), None))
+    plan.pack(packed, loose)
+    pair = add_weight_pair(plan, gate, up) if as_pair else (add_weight(plan, gate), add_weight(plan, up))
+    plan.glu_linear(out, packed, *pair, -1, -1, "silu")
+    run_rows(plan, len(x))
+    return np.array(plan.floats(out, len(x)))
+
+
 @pytest.mark.parametrize("kind", ["int4-point", "e4m3", "nf4"])
 def test_gate_and_up_lie_in_turns(kind: str) -> None:
     """A gated unit of a pair is that of two matrices of their own, and rows may come in another order than they are stored."""
     gate, up = random_table(kind, 40, 128, 1, "gate"), random_table(kind, 40, 128, 2, "up")
     x = np.random.default_rng(3).standard_normal((5, 128)).astype(np.float32)
-    results = []
-    for as_pair in (False, True):
-        plan = _native.Plan("", 2)
-        loose, packed = (plan.add_buffer(128, "step", packs) for packs in (False, True))
-        out = plan.add_buffer(40, "step", False)
-        plan.embed(loose, plan.add_weight("F32", *x.shape, x.view(np.uint8).reshape(-1), None))
-        plan.pack(packed, loose)
-        pair = add_weight_pair(plan, gate, up) if as_pair else (add_weight(plan, gate), add_weight(plan, up))
-        plan.glu_linear(out, packed, *pair, -1, -1, "silu")
-        run_rows(plan, len(x))
-        results.append(np.array(plan.floats(out, len(x))))
-    assert np.array_equal(*results)
+    assert np.array_equal(*(gated_unit("", gate, up, as_pair=as_pair) for as_pair in (False, True)))
     order = np.random.default_rng(4).permutation(40)
     assert np.array_equal(product("", gate.take("some", order), x), product("", gate, x)[:, order])
 
