@@ -285,8 +285,8 @@ void bind_plan(nb::module_& m) {
           "add_kv_group",
           [](Plan& p, int layers, int kv_heads, int key_dim, int value_dim, int window, int blocks, const std::string& kv_dtype,
              int num_sink_tokens) {
-            require(layers > 0 && kv_heads > 0 && blocks > 0 && blocks <= kMaxContext / kKvTile,
-                    "a KV cache needs layers, heads and blocks");
+            require(layers >= 0 && kv_heads > 0 && blocks > 0 && blocks <= kMaxContext / kKvTile,
+                    "a KV cache needs heads and blocks, and its layers are a number from 0 on");
             require(key_dim % 2 == 0 && value_dim % 2 == 0, "a KV cache needs even head sizes");
             require(kv_heads <= kMaxWidth / std::max({key_dim, value_dim, 1}), "a KV cache is not so wide");
             require(window >= 0, "a window is a number of positions");

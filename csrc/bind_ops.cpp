@@ -1,5 +1,6 @@
 // The builder of a plan as Python sees it: each op is checked here, with the shapes of all that it touches, and runs without a check.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -117,9 +118,12 @@ void check_embedding(const Plan& p, int out, int w) {
           "an embedding is as wide as its buffer, which has all rows");
 }
 
-void embed(Plan& p, int out, int w) {
+void embed(Plan& p, int out, int w, int first, int vocab) {
   check_embedding(p, out, w);
-  p.add_embed(out, w);
+  const int rows = p.weight(w).rows;
+  if (vocab == 0) vocab = rows;
+  require(first >= 0 && rows <= vocab && first <= vocab - rows, "a weight has a part of the vocabulary");
+  p.add_embed(out, w, first, vocab);
 }
 
 void embed_position(Plan& p, int out, int w) {
@@ -172,6 +176,30 @@ void gather_rows(Plan& p, int out, int x) {
   require(buffer(p, out).rows == RowKind::kGathered && row_floats(p, x).width == p.buffer(out).width,
           "gathered rows are as wide as the rows that they come from");
   p.add_op(make_gather_rows(out, x));
+}
+
+void take_columns(Plan& p, int out, int x, int first) {
+  require(first >= 0 && buffer(p, out).width <= floats(p, x).width - first && p.buffer(out).rows == p.buffer(x).rows,
+          "an op takes columns that are there, of the same rows");
+  p.add_op(make_take_columns(out, x, first));
+}
+
+using Rows = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig>;
+
+Rows rows_of(const Plan& p, int id, const Step& step) {
+  const Buffer& b = p.buffer(id);
+  return Rows(b.floats, {static_cast<size_t>(Plan::rows_of(b, step)), static_cast<size_t>(b.width)}, nb::none());
+}
+
+void exchange(Plan& p, const std::string& kind, int out, const std::vector<int>& inputs, nb::callable f) {
+  if (out != -1) floats(p, out);
+  for (const int x : inputs) require(floats(p, x).width > 0 && x != out, "an exchange cannot overwrite the rows that it reads");
+  p.add_op(make_exchange(kind, [f = std::move(f), out, inputs](const Plan& plan, const Step& step) {
+    nb::gil_scoped_acquire lock;
+    nb::list read;
+    for (const int x : inputs) read.append(rows_of(plan, x, step));
+    f(out == -1 ? nb::none() : nb::cast(rows_of(plan, out, step)), *read);
+  }));
 }
 
 void add(Plan& p, int out, int x, int y) {
@@ -355,12 +383,25 @@ void check_biases(const Plan& p, const std::vector<int>& biases, size_t experts,
   for (const int bias : biases) check_vector(p, bias, length);
 }
 
+void combine(Plan& p, int out, int x, int routing) {
+  const Buffer &to = floats(p, out), &from = floats(p, x), &by = floats(p, routing);
+  require(by.width % 2 == 0 && from.width == static_cast<int64_t>(by.width / 2) * to.width, "a row has a result for each of its choices");
+  require(to.rows == from.rows && to.rows == by.rows && out != x && out != routing,
+          "results are combined into other rows of the same kind");
+  p.add_op(make_combine(out, x, routing));
+}
+
 void experts(Plan& p, int out, int x, int routing, const std::array<std::vector<int>, 3>& weights,
-             const std::array<std::vector<int>, 3>& biases, const std::string& activation) {
+             const std::array<std::vector<int>, 3>& biases, const std::string& activation, int first_expert, int num_experts) {
   const auto& [gate, up, down] = weights;
   require(!gate.empty() && gate.size() <= kMaxExperts && gate.size() == up.size() && gate.size() == down.size(),
           "each expert has gate, up and down, and there are at most 65,536");
-  const ExpertsShape shape{floats(p, x).width, weight(p, gate[0]).rows, floats(p, out).width, floats(p, routing).width / 2,
+  const bool is_part = num_experts != 0;
+  const int own = static_cast<int>(gate.size()), top_k = floats(p, routing).width / 2;
+  if (!is_part) num_experts = own;
+  require(num_experts <= kMaxExperts && first_expert >= 0 && first_expert <= num_experts - own, "a part of the experts is some of them");
+  require(!is_part || (top_k > 0 && floats(p, out).width % top_k == 0), "a part of the experts writes a result for each choice");
+  const ExpertsShape shape{floats(p, x).width, weight(p, gate[0]).rows, floats(p, out).width / (is_part ? top_k : 1), top_k,
                            p.buffer(x).rows};
   require(p.buffer(out).rows == shape.rows && p.buffer(routing).rows == shape.rows, "experts read and write the same rows of a step");
   require(p.buffer(routing).width % 2 == 0 && shape.top_k <= kMaxTopK, "a routing has a number and a weight for each choice");
@@ -370,7 +411,7 @@ void experts(Plan& p, int out, int x, int routing, const std::array<std::vector<
   check_experts(p, down, shape.out, shape.hidden);
   for (int i = 0; i < 3; i++) check_biases(p, biases[i], gate.size(), i == 2 ? shape.out : shape.hidden);
   const Kernels::GluTile activate = p.kernels().glu_tile[static_cast<int>(activation_of(activation))];
-  ExpertsArgs args{out, x, routing, gate, up, down, biases[0], biases[1], biases[2], activate};
+  ExpertsArgs args{out, x, routing, gate, up, down, biases[0], biases[1], biases[2], activate, first_expert, num_experts, !is_part};
   ExpertsWork& work = p.experts_work(shape);
   for (const auto* read : {&gate, &up})
     for (const int w : *read) p.reads(work.packed, w, false);
@@ -390,7 +431,8 @@ std::vector<std::vector<int64_t>> expert_loads(const Plan& p, int program) {
 }  // namespace
 
 void bind_ops(nb::class_<Plan>& c) {
-  c.def("embed", &embed)
+  c.def("embed", &embed, nb::arg("out"), nb::arg("weight"), nb::arg("first") = 0, nb::arg("vocab") = 0,
+        "The embeddings of `vocab` tokens, of which the weight has those from `first` on; 0: it has all.")
       .def("embed_position", &embed_position)
       .def("input", &input)
       .def("norm", &norm)
@@ -399,6 +441,9 @@ void bind_ops(nb::class_<Plan>& c) {
       .def("pack", &pack_rows, nb::arg("out"), nb::arg("x"), nb::arg("order") = std::vector<int32_t>(),
            "Rows in the forms that their readers want; column i is column order[i] of x, where there is an order.")
       .def("gather_rows", &gather_rows)
+      .def("take_columns", &take_columns)
+      .def("exchange", &exchange, nb::arg("kind"), nb::arg("out"), nb::arg("inputs"), nb::arg("f"),
+           "Calls f(out, *inputs) with the rows of these buffers, which are float32 [rows, width] and valid during the call; -1: no out.")
       .def("add", &add)
       .def("glu", &glu)
       .def("activate", &activate)
@@ -415,7 +460,10 @@ void bind_ops(nb::class_<Plan>& c) {
       .def("attention", &attention, nb::arg("out"), nb::arg("q"), nb::arg("layer"), nb::arg("num_heads"), nb::arg("value_dim"),
            nb::arg("scale"), nb::arg("softcap") = 0.0f, nb::arg("slopes") = std::vector<float>(), nb::arg("sinks") = -1)
       .def("route", &route)
-      .def("experts", &experts)
+      .def("experts", &experts, nb::arg("out"), nb::arg("x"), nb::arg("routing"), nb::arg("weights"), nb::arg("biases"),
+           nb::arg("activation"), nb::arg("first") = 0, nb::arg("num_experts") = 0,
+           "`num_experts`: the weights are those of some experts from `first` on, of so many; then out has what comes of each choice.")
+      .def("combine", &combine)
       .def("expert_loads", &expert_loads, nb::arg("program") = 0,
            "Rows that have gone to each expert since the start, for each op over experts.");
 }

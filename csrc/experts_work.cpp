@@ -28,17 +28,20 @@ ExpertsWork::ExpertsWork(Plan& plan, const ExpertsShape& shape)
       loose_hidden(plan.add_buffer(shape.hidden, shape.rows, false, top_k)),
       result(plan.add_buffer(shape.out, shape.rows, false, top_k)) {}
 
-void ExpertsWork::prepare(const Buffer& routing, int rows, int max_rows, std::span<int64_t> loads) {
-  routed.resize(static_cast<size_t>(checked(static_cast<int64_t>(rows) * top_k)));
-  start_.assign(loads.size() + 1, 0);
+void ExpertsWork::prepare(const Buffer& routing, int rows, int max_rows, std::span<int64_t> loads, int first, int count) {
+  checked(static_cast<int64_t>(rows) * top_k);
+  start_.assign(static_cast<size_t>(count) + 1, 0);
   for (int row = 0; row < rows; row++)
-    for (int k = 0; k < top_k; k++) start_[expert_of(routing.row(row)[k], loads.size()) + 1]++;
-  for (size_t e = 0; e < loads.size(); e++) {
-    loads[e] += start_[e + 1];
-    start_[e + 1] += start_[e];
-  }
+    for (int k = 0; k < top_k; k++) {
+      const int e = expert_of(routing.row(row)[k], loads.size());
+      loads[e]++;
+      if (e >= first && e - first < count) start_[e - first + 1]++;
+    }
+  for (int e = 0; e < count; e++) start_[e + 1] += start_[e];
+  routed.resize(static_cast<size_t>(start_[count]));
   for (int row = 0, place = 0; row < rows; row++)  // moves the start of each expert to the start of the next
-    for (int k = 0; k < top_k; k++, place++) routed[start_[expert_of(routing.row(row)[k], loads.size())]++] = {row, place};
+    for (int k = 0; k < top_k; k++, place++)
+      if (const int e = expert_of(routing.row(row)[k], loads.size()) - first; e >= 0 && e < count) routed[start_[e]++] = {row, place};
   cut(max_rows);
 }
 

@@ -27,9 +27,9 @@ class ExpertsWork {
   // Adds its buffers to the plan.
   ExpertsWork(Plan& plan, const ExpertsShape& shape);
 
-  // Lists the rows of the step by expert, and among these in their own order: `routing` has top_k expert numbers a row. A number that is
-  // no expert's counts as the first. Adds the rows of each expert to `loads`.
-  void prepare(const Buffer& routing, int rows, int max_rows, std::span<int64_t> loads);
+  // Lists the rows of the step that go to `count` experts from `first` on, by expert, and among these in their own order: `routing` has
+  // top_k expert numbers a row. A number that is no expert's counts as the first. Adds the rows of each of all experts to `loads`.
+  void prepare(const Buffer& routing, int rows, int max_rows, std::span<int64_t> loads, int first, int count);
 
   // Items of a region that computes so many tiles of each expert: all tiles of a run, then those of the next.
   int items(int tiles) const;

@@ -90,17 +90,38 @@ class Route : public Op {
   const RouteArgs a_;
 };
 
+// What comes of the choices of each row, one after the other, summed up in the order of the row's routing.
+void combine_rows(const Plan& plan, const float* results, int routing, int out, int begin, int end) {
+  const Buffer &to = plan.buffer(out), &by = plan.buffer(routing);
+  const int top_k = by.width / 2;
+  for (int row = begin; row < end; row++)
+    plan.kernels().combine(results + static_cast<size_t>(row) * top_k * to.width, by.row(row) + top_k, top_k, to.width, to.row(row));
+}
+
+class Combine : public Op {
+ public:
+  Combine(int out, int x, int routing) : Op("combine"), out_(out), x_(x), routing_(routing) {}
+
+  int items(const Plan& plan, const Step& step) override { return Plan::rows_of(plan.buffer(out_), step); }
+  void run(const Plan& plan, const Step&, int begin, int end, int) override {
+    combine_rows(plan, plan.buffer(x_).floats, routing_, out_, begin, end);
+  }
+
+ private:
+  const int out_, x_, routing_;
+};
+
 // An op over experts. Its regions run one after the other, over blocks of rows that go to one expert.
 class Experts {
  public:
-  Experts(ExpertsArgs args, ExpertsWork& work) : a_(std::move(args)), work_(work), loads_(a_.gate.size()) {}
+  Experts(ExpertsArgs args, ExpertsWork& work) : a_(std::move(args)), work_(work), loads_(static_cast<size_t>(a_.num_experts)) {}
 
   std::span<const int64_t> loads() const { return loads_; }
 
   // Each block's rows in the form of its weights. The blocks of a single row are all alike: one is packed for all.
   int pack_items(const Plan& plan, const Step& step) {
     const int rows = Plan::rows_of(plan.buffer(a_.x), step);
-    work_.prepare(plan.buffer(a_.routing), rows, plan.kernels().max_rows, loads_);
+    work_.prepare(plan.buffer(a_.routing), rows, plan.kernels().max_rows, loads_, a_.first, static_cast<int>(a_.gate.size()));
     is_single_ = rows == 1 && num_blocks() == work_.top_k;
     return is_single_ ? 1 : num_blocks();
   }
@@ -147,6 +168,7 @@ class Experts {
   int down_items(const Plan& plan, const Step&) { return work_.items(plan.weight(a_.down[0]).tiles()); }
   void down(const Plan& plan, int begin, int end) const {
     const Buffer &hidden = plan.buffer(work_.hidden), &result = plan.buffer(work_.result);
+    float* const results = a_.combines ? result.floats : plan.buffer(a_.out).floats;
     const Form down = form(plan, a_.down);
     alignas(64) float tile[kMaxBlockRows * 16];
     work_.each(plan.weight(a_.down[0]).tiles(), begin, end, [&](const ExpertBlock& block, int t) {
@@ -154,17 +176,16 @@ class Experts {
       multiply(plan, w, t, false, at(hidden, down, block), block.rows, bias(plan, a_.down_bias, block.expert), tile);
       const int n = std::min(kTileRows, w.rows - kTileRows * t);
       for (int m = 0; m < block.rows; m++) {
-        float* to = result.row(work_.routed[block.first + m].place) + kTileRows * t;
+        float* to = results + static_cast<size_t>(work_.routed[block.first + m].place) * result.width + kTileRows * t;
         plan.kernels().finish_tile(tile + kTileRows * m, 1, n, nullptr, 0, to, result.width);
       }
     });
   }
 
+  bool combines() const { return a_.combines; }
   int combine_items(const Plan& plan, const Step& step) { return Plan::rows_of(plan.buffer(a_.out), step); }
   void combine(const Plan& plan, int begin, int end) const {
-    const Buffer &out = plan.buffer(a_.out), &routing = plan.buffer(a_.routing), &result = plan.buffer(work_.result);
-    for (int row = begin; row < end; row++)
-      plan.kernels().combine(result.row(row * work_.top_k), routing.row(row) + work_.top_k, work_.top_k, out.width, out.row(row));
+    combine_rows(plan, plan.buffer(work_.result).floats, a_.routing, a_.out, begin, end);
   }
 
  private:
@@ -217,6 +238,8 @@ class ExpertsRegion : public Op {
 
 std::unique_ptr<Op> make_route(const RouteArgs& args) { return std::make_unique<Route>(args); }
 
+std::unique_ptr<Op> make_combine(int out, int x, int routing) { return std::make_unique<Combine>(out, x, routing); }
+
 std::vector<std::unique_ptr<Op>> make_experts(ExpertsArgs args, ExpertsWork& work) {
   const auto experts = std::make_shared<Experts>(std::move(args), work);
   std::vector<std::unique_ptr<Op>> regions;
@@ -227,7 +250,7 @@ std::vector<std::unique_ptr<Op>> make_experts(ExpertsArgs args, ExpertsWork& wor
   add(&Experts::hidden_items, &Experts::hidden);
   add(&Experts::hidden_pack_items, &Experts::hidden_pack);
   add(&Experts::down_items, &Experts::down);
-  add(&Experts::combine_items, &Experts::combine);
+  if (experts->combines()) add(&Experts::combine_items, &Experts::combine);
   return regions;
 }
 

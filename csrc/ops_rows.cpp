@@ -51,14 +51,22 @@ class RowWriter : public RowOp {
   }
 };
 
+// The weight has the tokens from `first` on; the rows of others are zeros.
 class Embed : public RowWriter {
  public:
-  Embed(int out, int weight) : RowWriter("embed", out), weight_(weight) {}
+  Embed(int out, int weight, int first) : RowWriter("embed", out), weight_(weight), first_(first) {}
 
  private:
-  void compute(const Plan& plan, const Step& step, int row, float* y) override { unpack_row(plan.weight(weight_), step.tokens[row], y); }
+  void compute(const Plan& plan, const Step& step, int row, float* y) override {
+    const Weight& w = plan.weight(weight_);
+    const int at = step.tokens[row] - first_;
+    if (at >= 0 && at < w.rows)
+      unpack_row(w, at, y);
+    else
+      std::fill_n(y, w.cols, 0.0f);
+  }
 
-  const int weight_;
+  const int weight_, first_;
 };
 
 class EmbedPosition : public RowWriter {
@@ -176,6 +184,31 @@ class GatherRows : public RowOp {
   const int x_;
 };
 
+class TakeColumns : public RowWriter {
+ public:
+  TakeColumns(int out, int x, int first) : RowWriter("take_columns", out), x_(x), first_(first) {}
+
+ private:
+  void compute(const Plan& plan, const Step&, int row, float* y) override {
+    std::memcpy(y, plan.buffer(x_).row(row) + first_, static_cast<size_t>(plan.buffer(out_).width) * 4);
+  }
+
+  const int x_, first_;
+};
+
+// One item, which a function outside of the plan computes with the rows of the op's buffers.
+class Exchange : public Op {
+ public:
+  Exchange(std::string kind, std::function<void(const Plan&, const Step&)> exchange)
+      : Op(std::move(kind)), exchange_(std::move(exchange)) {}
+
+  int items(const Plan&, const Step&) override { return 1; }
+  void run(const Plan& plan, const Step& step, int, int, int) override { exchange_(plan, step); }
+
+ private:
+  const std::function<void(const Plan&, const Step&)> exchange_;
+};
+
 class Add : public RowWriter {
  public:
   Add(int out, int x, int y) : RowWriter("add", out), x_(x), y_(y) {}
@@ -273,7 +306,7 @@ class GateRows : public RowWriter {
 
 }  // namespace
 
-std::unique_ptr<Op> make_embed(int out, int weight) { return std::make_unique<Embed>(out, weight); }
+std::unique_ptr<Op> make_embed(int out, int weight, int first) { return std::make_unique<Embed>(out, weight, first); }
 std::unique_ptr<Op> make_embed_position(int out, int weight) { return std::make_unique<EmbedPosition>(out, weight); }
 std::unique_ptr<Op> make_input(int out) { return std::make_unique<Input>(out); }
 std::unique_ptr<Op> make_rope_angles(int out, std::vector<double> inverse_frequencies, double scale, int head_dim) {
@@ -283,6 +316,10 @@ std::unique_ptr<Op> make_rope(int out, int x, int angles, int head_dim) { return
 std::unique_ptr<Op> make_norm(const NormArgs& args) { return std::make_unique<Norm>(args); }
 std::unique_ptr<Op> make_pack(int out, int x, std::vector<int32_t> order) { return std::make_unique<Pack>(out, x, std::move(order)); }
 std::unique_ptr<Op> make_gather_rows(int out, int x) { return std::make_unique<GatherRows>(out, x); }
+std::unique_ptr<Op> make_take_columns(int out, int x, int first) { return std::make_unique<TakeColumns>(out, x, first); }
+std::unique_ptr<Op> make_exchange(std::string kind, std::function<void(const Plan&, const Step&)> exchange) {
+  return std::make_unique<Exchange>(std::move(kind), std::move(exchange));
+}
 std::unique_ptr<Op> make_add(int out, int x, int y) { return std::make_unique<Add>(out, x, y); }
 std::unique_ptr<Op> make_concat_heads(int out, int x, int y, int x_dim, int y_dim) {
   return std::make_unique<ConcatHeads>(out, x, y, x_dim, y_dim);

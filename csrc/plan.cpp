@@ -122,10 +122,10 @@ int Plan::add_program() {
   return num_programs() - 1;
 }
 
-void Plan::add_embed(int out, int weight) {
+void Plan::add_embed(int out, int weight, int first, int vocab) {
   Program& program = programs_.back();
-  program.vocab = std::min(program.vocab, weights_[weight].rows);
-  add_op(make_embed(out, weight));
+  program.vocab = std::min(program.vocab, vocab);
+  add_op(make_embed(out, weight, first));
 }
 
 void Plan::add_input(int out) {

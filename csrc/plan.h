@@ -2,6 +2,7 @@
 #pragma once
 #include <array>
 #include <climits>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
@@ -149,8 +150,8 @@ class Plan {
   void add_op(std::unique_ptr<Op> op) { programs_.back().ops.push_back(std::move(op)); }
   // Declares that the last program reads or writes KV.
   void keeps() { programs_.back().keeps = true; }
-  // The op that looks up the embeddings of the tokens.
-  void add_embed(int out, int weight);
+  // The op that looks up the embeddings of `vocab` tokens, of which the weight has those from `first` on.
+  void add_embed(int out, int weight, int first, int vocab);
   // The op that brings the caller's rows into a buffer.
   void add_input(int out);
   // Declares that a linear op reads `buffer` through `weight`, with offset activations or without.
@@ -258,7 +259,7 @@ class Plan {
 };
 
 // The ops. Buffers, weights and vectors by id; -1 is none.
-std::unique_ptr<Op> make_embed(int out, int weight);
+std::unique_ptr<Op> make_embed(int out, int weight, int first);
 std::unique_ptr<Op> make_embed_position(int out, int weight);
 std::unique_ptr<Op> make_input(int out);
 // A row of angles has cosines, then signed sines, one for each dimension of a head and 16 more from the start: whatever dimension a
@@ -275,6 +276,9 @@ struct NormArgs {
 std::unique_ptr<Op> make_norm(const NormArgs& args);
 std::unique_ptr<Op> make_pack(int out, int x, std::vector<int32_t> order);
 std::unique_ptr<Op> make_gather_rows(int out, int x);
+std::unique_ptr<Op> make_take_columns(int out, int x, int first);
+// What other processes have a part in: a function that reads and writes buffers of the plan. What it throws ends the step.
+std::unique_ptr<Op> make_exchange(std::string kind, std::function<void(const Plan&, const Step&)> exchange);
 std::unique_ptr<Op> make_add(int out, int x, int y);
 std::unique_ptr<Op> make_glu(int out, int gate, int up, Activation activation);
 std::unique_ptr<Op> make_activate(int out, int x, Activation activation);
@@ -323,7 +327,11 @@ struct ExpertsArgs {
   int out, x, routing;
   std::vector<int> gate, up, down, gate_bias, up_bias, down_bias;
   Kernels::GluTile activate;
+  int first, num_experts;  // the experts that the weights are of begin with `first`, of so many
+  bool combines;           // else `out` has what comes of each choice of a row; of an expert that is not here, anything
 };
+// What comes of a row's choices, [rows, top_k * width], summed up by the weights of its routing.
+std::unique_ptr<Op> make_combine(int out, int x, int routing);
 // The regions of an op over experts.
 std::vector<std::unique_ptr<Op>> make_experts(ExpertsArgs args, ExpertsWork& work);
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headrace import _native
 from headrace.backend import expert_table
-from headrace.backend.cpu_lowering import Lowering
+from headrace.backend.cpu_lowering import Links, Lowering
 from headrace.backend.packing import column_order, named_in_errors, packed_bytes
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import Activations, KvConfig
@@ -91,8 +91,9 @@ class CpuExecutable:
         lower: Callable[[Program, Mapping[str, StoredTensor]], Program] = lower,
         kept: frozenset[int] = frozenset(),
         activations: Activations = "int8",
+        links: Links | None = None,
     ) -> None:
-        self._lower, self._kept, self._activations = lower, kept, activations
+        self._lower, self._kept, self._activations, self._links = lower, kept, activations, links
         self.program = lower(program, weights)
         self.kv_groups = program.kv_groups
         try:
@@ -115,11 +116,10 @@ class CpuExecutable:
 
     def _fill_plan(self, weights: Mapping[str, StoredTensor], earlier: "Lowering | None") -> None:
         places = {layer: (number, i) for number, group in enumerate(self.kv_groups) for i, layer in enumerate(group.layers)}
-        self._lowering = Lowering(self.plan, self.program, weights, places, earlier, self._kept)
+        self._lowering = Lowering(self.plan, self.program, weights, places, earlier, self._kept, self._links)
         self._lowering.lower()
-        self._logits = self._lowering.buffers[self.program.logits.id]
-        self._hidden, self._pooled = (
-            self._lowering.buffers[value.id] if value else None for value in (self.program.hidden, self.program.pooled)
+        self._logits, self._hidden, self._pooled = (
+            self._lowering.buffers[value.id] if value else None for value in (self.program.logits, self.program.hidden, self.program.pooled)
         )
 
     def attach(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None) -> "CpuExecutable":
@@ -133,14 +133,29 @@ class CpuExecutable:
         return other
 
     def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Done:
-        self._run(batch, tokens_of(batch, self._values))
-        rows = self._rows(self._logits, len(batch.logit_rows))
-        pooled = None if batch.pooled_rows is None or self._pooled is None else self._rows(self._pooled, len(batch.pooled_rows))
-        self._values = run_logit_ops(ops, rows, pooled, self._pool)
-        kept = self._rows(self._hidden, len(batch.logit_rows)) if hidden and self._hidden is not None else None
-        return Done(StepResult(self._values, rows if logits else None, kept))
+        self.run(batch, tokens_of(batch, self._values))
+        rows = self.logits(batch)
+        assert rows is not None, "a stage without logits is not launched"
+        self._values = run_logit_ops(ops, rows, self.pooled(batch), self._pool)
+        return Done(StepResult(self._values, rows if logits else None, self.hidden(batch) if hidden else None))
 
-    def _run(self, batch: RaggedBatch, tokens: Ints) -> None:
+    def logits(self, batch: RaggedBatch) -> NDArray[np.float32] | None:  # [logit rows, vocab]
+        """The logits of the last run, until the next; None in a stage that has none."""
+        return None if self._logits is None else self._rows(self._logits, len(batch.logit_rows))
+
+    def hidden(self, batch: RaggedBatch) -> NDArray[np.float32] | None:  # [logit rows, dim]
+        """The rows before the head, of a program that keeps them, in the last run."""
+        return None if self._hidden is None else self._rows(self._hidden, len(batch.logit_rows))
+
+    def pooled(self, batch: RaggedBatch) -> NDArray[np.float32] | None:  # [pooled rows, dim]
+        """The pooled rows of the last run, of a program and a batch that have them."""
+        pooled = batch.pooled_rows
+        return None if pooled is None or self._pooled is None else self._rows(self._pooled, len(pooled))
+
+    def run(self, batch: RaggedBatch, tokens: Ints) -> None:
+        """One forward over the rows of a batch, with these tokens; what it gives back is read afterwards."""
+        if self._links:
+            self._links.begin(tokens)
         moved = self.plan.run(
             tokens,
             batch.positions,
@@ -171,7 +186,7 @@ class CpuExecutable:
     def profile(self, batch: RaggedBatch) -> StepTimes:
         self.plan.set_profiling(True)  # from zero
         started = time.perf_counter()
-        self._run(batch, batch.tokens)
+        self.run(batch, batch.tokens)
         wall = time.perf_counter() - started
         ops, barriers = self.plan.profile()
         self.plan.set_profiling(False)

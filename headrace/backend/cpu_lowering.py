@@ -2,18 +2,35 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace import _native
 from headrace.backend.packing import GROUP, add_weight, add_weight_pair, column_order, named_in_errors
-from headrace.program import mixture, ops
+from headrace.batch import Ints
+from headrace.program import collective, mixture, ops
 from headrace.program.fuse import LINEAR_OPS
 from headrace.program.op import Op, Value, Weight
 from headrace.program.trace import Program
 from headrace.quant.formats import Format, StoredTensor
 
+_KEEPS_PRODUCTS = (ops.Norm, ops.Rope, ops.Scale, ops.SoftCap, ops.ConcatHeads, collective.AllGather, collective.TakeColumns)
 _Readers = frozenset[tuple[Format, bool]]
+Floats = NDArray[np.float32]
 _Shape = tuple[int, str, bool, _Readers]
+
+
+class Links(Protocol):
+    """What carries the rows of a rank to the others of its group."""
+
+    def begin(self, tokens: Ints) -> None:
+        """A step over these tokens is about to run, [rows]."""
+
+    def run(self, op: collective.Collective, out: Floats | None, *inputs: Floats) -> None:
+        """Read the rows of `inputs`, and write those of `out`, where the op has one. Raises RankLostError."""
 
 
 class Lowering:
@@ -27,9 +44,11 @@ class Lowering:
         places: Mapping[int, tuple[int, int]],
         earlier: "Lowering | None",
         kept: frozenset[int] = frozenset(),
+        links: "Links | None" = None,
     ) -> None:
         self.plan = plan
         self.program = program
+        self.links = links
         self.places = places  # (group, place in it) of each layer that keeps something
         self.tensors = weights
         self.packed: dict[str, int] = earlier.packed if earlier else {}
@@ -134,19 +153,36 @@ class Lowering:
 
 def _offset_products(program: Program) -> set[int]:
     """The values, by id, that become queries, keys, values or logits without another product on the way."""
-    found = {program.logits.id}
+    found = {program.logits.id} if program.logits else set()
     for op in reversed(program.ops):
         if isinstance(op, ops.Attention):
             found.add(op.q.id)
         elif isinstance(op, ops.KvWrite):
             found |= {value.id for value in (op.k, op.v) if value}
-        elif isinstance(op, ops.Norm | ops.Rope | ops.Scale | ops.SoftCap | ops.ConcatHeads) and op.out.id in found:
+        elif isinstance(op, _KEEPS_PRODUCTS) and op.out.id in found:
             found |= {value.id for value in op.inputs()}
     return found
 
 
 def _embed(lo: Lowering, op: ops.Embed) -> None:
     lo.plan.embed(lo.buffer(op.out), lo.weight(op.weight))
+
+
+def _embed_part(lo: Lowering, op: collective.EmbedPart) -> None:
+    lo.plan.embed(lo.buffer(op.out), lo.weight(op.weight), op.first, op.vocab)
+
+
+def _take_columns(lo: Lowering, op: collective.TakeColumns) -> None:
+    lo.write(op.out, lambda out: lo.plan.take_columns(out, lo.buffer(op.x), op.first))
+
+
+def _collective(lo: Lowering, op: collective.Collective) -> None:
+    assert lo.links, "a program with collectives is compiled with links"
+    exchange, inputs = partial(lo.links.run, op), [lo.buffer(x) for x in op.inputs()]
+    if out := op.output():
+        lo.write(out, lambda to: lo.plan.exchange(op.name, to, inputs, exchange))
+    else:
+        lo.plan.exchange(op.name, -1, inputs, exchange)
 
 
 def _embed_position(lo: Lowering, op: ops.EmbedPosition) -> None:
@@ -258,8 +294,13 @@ def _experts(lo: Lowering, op: mixture.Experts) -> None:
     weights = [gate for gate, _ in pairs], [up for _, up in pairs], [lo.weight(down) for down in op.down]
     gate_bias, up_bias, down_bias = ([lo.vector(bias) for bias in biases] for biases in (op.gate_bias, op.up_bias, op.down_bias))
     reads = lo.buffer(op.x), lo.buffer(op.routing), weights, (gate_bias, up_bias, down_bias), op.activation
+    part = (op.first, op.num_experts) if isinstance(op, collective.ExpertPart) else ()
     with named_in_errors(op.gate[0].name):
-        lo.write(op.out, lambda out: lo.plan.experts(out, *reads))
+        lo.write(op.out, lambda out: lo.plan.experts(out, *reads, *part))
+
+
+def _combine(lo: Lowering, op: collective.Combine) -> None:
+    lo.write(op.out, lambda out: lo.plan.combine(out, lo.buffer(op.x), lo.buffer(op.routing)))
 
 
 LOWER: dict[type[Op], Callable[[Lowering, Any], None]] = {
@@ -287,4 +328,11 @@ LOWER: dict[type[Op], Callable[[Lowering, Any], None]] = {
     mixture.GateRows: _gate_rows,
     mixture.Route: _route,
     mixture.Experts: _experts,
+    collective.ExpertPart: _experts,
+    collective.Combine: _combine,
+    collective.EmbedPart: _embed_part,
+    collective.TakeColumns: _take_columns,
+    **dict.fromkeys(
+        (collective.AllGather, collective.OwnedRows, collective.OwnedExperts, collective.Send, collective.Receive), _collective
+    ),
 }

@@ -63,6 +63,7 @@ class ReferenceExecutable:
         step = _Step(self, batch._replace(tokens=tokens_of(batch, self._results)))
         for op in self.program.ops:
             step.run(op)
+        assert self.program.logits, "a stage without logits is run with all others"
         rows = step.rows[self.program.logits.id].astype(np.float32)
         pooled = step.rows[self.program.pooled.id].astype(np.float32) if self.program.pooled else None
         self._results = run_logit_ops(ops, rows, pooled)

@@ -39,11 +39,14 @@ class Program:
     """A flat list of ops, each value written once and before it is read; the row count is bound at run time."""
 
     ops: tuple[Op, ...]
-    logits: Value
+    logits: Value | None
+    """None in a stage of a pipeline that is not the last."""
     hidden: Value | None = None
     """What the logits are computed from, where it is to be kept."""
     pooled: Value | None = None
     """The same of the pooled rows, of a program that has them."""
+    shared_kv_groups: tuple[KvGroup, ...] | None = None
+    """Of a program that is one of several ranks': the groups of the whole model, in their order, with what of them is this rank's."""
 
     def keeping_hidden(self) -> "Program":
         """The same program, which also gives back the rows before its head. Not of one that was fused: there they are packed."""
@@ -71,6 +74,7 @@ class Program:
 
     def _head(self) -> Linear:
         """The product that makes logits of rows."""
+        assert self.logits, "a stage without logits has no head"
         writer = {out.id: op for op in self.ops if (out := op.output())}
         head = writer[self.logits.id]
         while isinstance(head, Scale | SoftCap):
@@ -86,6 +90,8 @@ class Program:
     @property
     def kv_groups(self) -> tuple[KvGroup, ...]:
         """The KV that the program reads and writes: its layers by what they keep and see, in the order of their first layers."""
+        if self.shared_kv_groups is not None:
+            return self.shared_kv_groups
         attention = [op for op in self.ops if isinstance(op, Attention)]
         layouts = {op.layer: KvLayout(op.num_kv_heads, op.head_dim, 0 if op.latent else op.value_dim) for op in attention}
         kinds = {op.layer: (layouts[op.layer], op.window, op.num_sink_tokens) for op in attention}

@@ -1,0 +1,166 @@
+"""All ranks of a group in one process, in float64 over NumPy, op by op: the truth in tests of rewrites.
+
+Between two collectives a rank runs by itself; a collective is run when all ranks have come to it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.backend.reference import ReferenceExecutable, _Step
+from headrace.backend.reference_activations import gated
+from headrace.batch import RaggedBatch
+from headrace.config import KvConfig
+from headrace.parallel.exchange import owners
+from headrace.parallel.tensor import share_of
+from headrace.program import collective, ops
+from headrace.program.op import Op, Weight
+from headrace.program.trace import Program
+from headrace.quant.formats import StoredTensor
+
+Floats = NDArray[np.float64]
+
+
+class _ExactStep(_Step):
+    """Products whose numbers do not depend on how many rows a matrix has, which those of a BLAS may."""
+
+    def product(self, x: Floats, weight: Weight, bias: Weight | None) -> Floats:
+        y: Floats = (x[:, None, :] * self.w(weight)).sum(axis=2)
+        return y if bias is None else y + self.w(bias)
+
+
+class LockStep:
+    """Runs the programs of ranks: those of each stage have the same ops in the same order, and stages run one after the other."""
+
+    def __init__(self, stages: Sequence[Sequence[Program]], tensors: Mapping[str, StoredTensor], kv: KvConfig) -> None:
+        def executable(program: Program) -> ReferenceExecutable:
+            return ReferenceExecutable(program, {name: share_of(tensors, w) for name, w in program.weights.items()}, kv)
+
+        self.stages = [[executable(program) for program in programs] for programs in stages]
+
+    def logits(self, batch: RaggedBatch) -> list[Floats]:
+        """One forward; the logits on each rank of the last stage."""
+        sent: list[list[Floats]] = []
+        for stage in self.stages:
+            steps, received = [_ExactStep(rank, batch) for rank in stage], iter(sent)
+            sent = []
+            for abreast in zip(*(rank.program.ops for rank in stage), strict=True):
+                if isinstance(abreast[0], collective.Send):
+                    sent.append([step.x(op.x) for step, op in zip(steps, abreast, strict=True)])
+                elif isinstance(abreast[0], collective.Receive):
+                    for step, op, rows in zip(steps, abreast, next(received), strict=True):
+                        step.rows[op.out.id] = rows
+                else:
+                    _run_abreast(steps, abreast)
+        return [step.rows[logits.id] for step, rank in zip(steps, self.stages[-1], strict=True) if (logits := rank.program.logits)]
+
+
+def _run_abreast(steps: Sequence[_Step], abreast: Sequence[Op]) -> None:
+    """The same op of each rank of a stage."""
+    (kind,) = {type(op) for op in abreast}
+    if kind in _TOGETHER:
+        for step, op, rows in zip(steps, abreast, _TOGETHER[kind](steps, abreast), strict=True):
+            out = op.output()
+            assert out
+            step.rows[out.id] = rows
+    else:
+        for step, op in zip(steps, abreast, strict=True):
+            _run(step, op)
+
+
+def _run(step: _Step, op: Op) -> None:
+    if type(op) in _ALONE:
+        out = op.output()
+        assert out
+        step.rows[out.id] = _ALONE[type(op)](step, op)
+    else:
+        step.run(op)
+
+
+def _embed_part(s: _Step, op: collective.EmbedPart) -> Floats:
+    here = (s.batch.tokens >= op.first) & (s.batch.tokens < op.first + op.weight.rows)
+    return np.where(here[:, None], s.w(op.weight)[np.where(here, s.batch.tokens - op.first, 0)], 0.0)
+
+
+def _take_columns(s: _Step, op: collective.TakeColumns) -> Floats:
+    return s.x(op.x)[:, op.first : op.first + op.out.width]
+
+
+def _expert_part(s: _Step, op: collective.ExpertPart) -> Floats:
+    x, chosen = s.x(op.x), s.x(op.routing)[:, : op.top_k].astype(np.int64) - op.first
+    each = np.zeros((len(x), op.top_k, op.x.width))
+    for e in range(len(op.gate)):
+        rows, places = np.nonzero(chosen == e)
+        gate, up, down = ((w[e], b[e] if b else None) for w, b in ((op.gate, op.gate_bias), (op.up, op.up_bias), (op.down, op.down_bias)))
+        hidden = gated(s.product(x[rows], *gate), s.product(x[rows], *up), op.activation)
+        each[rows, places] = s.product(hidden, *down)
+    return each.reshape(len(x), -1)
+
+
+def _combine(s: _Step, op: collective.Combine) -> Floats:
+    routing = s.x(op.routing)
+    top_k = routing.shape[1] // 2
+    combined: Floats = (s.x(op.x).reshape(len(routing), top_k, -1) * routing[:, top_k:, None]).sum(axis=1)
+    return combined
+
+
+def _attention(s: _Step, op: ops.Attention) -> Floats:
+    """Head by head: numbers of one do not depend on how many others are here, which those of one product over all heads may."""
+    out = np.empty((len(s.batch.tokens), op.num_heads, op.value_dim))
+    group, place = s.executable.places[op.layer]
+    store, sharers = s.executable.stores[group], op.num_heads // op.num_kv_heads
+    sinks = s.w(op.sinks).reshape(-1) if op.sinks else None
+    for row, slots in enumerate(s.visible(group)):
+        before = max(0, len(slots) - op.window) if op.window else 0
+        at = np.array([*range(min(before, op.num_sink_tokens)), *range(before, len(slots))])
+        for head in range(op.num_heads):
+            k = np.ascontiguousarray(store.keys[place, slots[at], head // sharers])  # [seen, head_dim]
+            v = k[:, : op.value_dim] if op.latent else np.ascontiguousarray(store.values[place, slots[at], head // sharers])
+            scores = (k * s.x(op.q)[row, head * op.head_dim :][: op.head_dim]).sum(axis=1) * op.scale
+            if op.softcap:
+                scores = op.softcap * np.tanh(scores / op.softcap)
+            if op.slopes:
+                scores = scores - op.slopes[head] * (len(slots) - 1 - at)
+            most = scores.max() if sinks is None else max(scores.max(), sinks[head])
+            weights = np.exp(scores - most)
+            total = weights.sum() + (0.0 if sinks is None else np.exp(sinks[head] - most))
+            out[row, head] = (v * (weights / total)[:, None]).sum(axis=0)
+    return out.reshape(len(out), -1)
+
+
+def _all_gather(steps: Sequence[_Step], abreast: Sequence[collective.AllGather]) -> list[Floats]:
+    whole = np.full((len(steps[0].x(abreast[0].x)), abreast[0].out.width), np.nan)
+    for step, op, (first, last) in zip(steps, abreast, abreast[0].parts, strict=True):
+        whole[:, first:last] = step.x(op.x)
+    return [whole] * len(steps)
+
+
+def _owned_rows(steps: Sequence[_Step], abreast: Sequence[collective.OwnedRows]) -> list[Floats]:
+    owner = owners(abreast[0].parts, steps[0].batch.tokens)
+    found = np.stack([step.x(op.x) for step, op in zip(steps, abreast, strict=True)])
+    return [found[owner, np.arange(len(owner))]] * len(steps)
+
+
+def _owned_experts(steps: Sequence[_Step], abreast: Sequence[collective.OwnedExperts]) -> list[Floats]:
+    op, routing = abreast[0], steps[0].x(abreast[0].routing)
+    top_k = routing.shape[1] // 2
+    owner = owners(op.parts, routing[:, :top_k].astype(np.int64))
+    found = np.stack([step.x(op.x).reshape(len(routing), top_k, -1) for step, op in zip(steps, abreast, strict=True)])
+    each = found[owner, np.arange(len(routing))[:, None], np.arange(top_k)]
+    return [each.reshape(len(routing), -1)] * len(steps)
+
+
+_ALONE: dict[type[Op], Callable[[_Step, Any], Floats]] = {
+    ops.Attention: _attention,
+    collective.EmbedPart: _embed_part,
+    collective.TakeColumns: _take_columns,
+    collective.ExpertPart: _expert_part,
+    collective.Combine: _combine,
+}
+_TOGETHER: dict[type[Op], Callable[[Sequence[_Step], Any], list[Floats]]] = {
+    collective.AllGather: _all_gather,
+    collective.OwnedRows: _owned_rows,
+    collective.OwnedExperts: _owned_experts,
+}

@@ -1,0 +1,64 @@
+"""Which rank of a mesh has what: stages of a pipeline, whose ranks share its matrices."""
+
+from collections.abc import Mapping
+
+from headrace.parallel.pipeline import cut
+from headrace.parallel.tensor import TensorParallel, share_of
+from headrace.program.adapter import Adapter, LowRank
+from headrace.program.trace import Program
+from headrace.quant.formats import StoredTensor
+from headrace.record import frozen
+
+
+@frozen
+class Mesh:
+    """Ranks by stage, and within a stage by their share of it: rank = stage * tensor + share."""
+
+    tensor: int = 1
+    """Ranks that share each matrix."""
+    pipeline: int = 1
+    """Stages."""
+    shares_experts: bool = True
+    """Whether the ranks of a stage have some of its experts each, or all of them."""
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.tensor * self.pipeline
+
+    def stage(self, rank: int) -> int:
+        """The stage of a rank."""
+        return rank // self.tensor
+
+    def group(self, stage: int) -> list[int]:
+        """The ranks of a stage, in the order of their shares."""
+        return list(range(stage * self.tensor, (stage + 1) * self.tensor))
+
+    def program(self, program: Program, rank: int, layer_stages: Mapping[int, int] | None = None) -> Program:
+        """What a rank runs of a program, whose layers may be those of another, in these stages.
+
+        Raises UnsupportedModelError where so many ranks cannot share it.
+        """
+        stage = cut(program, self.pipeline, layer_stages)[self.stage(rank)] if self.pipeline > 1 else program
+        return TensorParallel(stage, rank % self.tensor, self.tensor, self.shares_experts).rewritten() if self.tensor > 1 else stage
+
+    def layer_stages(self, program: Program) -> dict[int, int]:
+        """The stage of each layer of a program."""
+        stages = cut(program, self.pipeline)
+        return {layer: number for number, stage in enumerate(stages) for group in stage.kv_groups for layer in group.layers}
+
+
+def weights_of(program: Program, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of a rank's program, as views of those of the whole model: nothing else of these is read."""
+    return {name: share_of(tensors, weight) for name, weight in program.weights.items()}
+
+
+def adapter_of(program: Program, adapter: Adapter) -> dict[str, LowRank]:
+    """What of an adapter goes with the weights of a rank's program."""
+    own = {}
+    for name in program.weights:
+        whole, bracket, rows = name.partition("[")
+        if whole in adapter:
+            first, last = map(int, rows.rstrip("]").split(":")) if bracket else (0, len(adapter[whole].up))
+            own[name] = adapter[whole]._replace(up=adapter[whole].up[first:last])
+    return own

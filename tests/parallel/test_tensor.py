@@ -1,0 +1,130 @@
+"""Tensor parallel programs, run in lock-step, have the bits of one rank."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from headrace.checkpoint.load import Checkpoint, open_checkpoint
+from headrace.config import KvConfig
+from headrace.errors import UnsupportedModelError
+from headrace.model import trace_model
+from headrace.model.spec import ModelSpec, RopeSpec
+from headrace.parallel.lockstep import LockStep
+from headrace.parallel.mesh import Mesh
+from headrace.parallel.tensor import TensorParallel
+from headrace.program.trace import Program
+from tests.backend.batches import Sequence, batch_of
+from tests.families import VARIANTS, save_model
+from tests.tiny import Tensors, tiny_model
+
+_SAVED: dict[str, Checkpoint] = {}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def checkpoint_of(name: str, folder: Path) -> Checkpoint:
+    if name not in _SAVED:
+        save_model(name, folder / name)
+        _SAVED[name] = open_checkpoint(folder / name)
+    return _SAVED[name]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_bits_of_one_rank(name: str, ranks: int, saved: Path) -> None:
+    checkpoint = checkpoint_of(name, saved)
+    program = trace_model(checkpoint.spec, checkpoint.tensors)
+    if ranks > checkpoint.spec.num_heads:
+        with pytest.raises(UnsupportedModelError, match="4 ranks cannot share 3 heads"):
+            TensorParallel(program, 0, ranks).rewritten()
+    else:
+        check_bits(program, [[TensorParallel(program, rank, ranks).rewritten() for rank in range(ranks)]], checkpoint)
+
+
+def check_bits(program: Program, stages: list[list[Program]], checkpoint: Checkpoint) -> None:
+    groups = len(program.kv_groups)
+    kv = KvConfig((4,) * groups, 16, "f32")
+    one, many = LockStep([[program]], checkpoint.tensors, kv), LockStep(stages, checkpoint.tensors, kv)
+    sequences = [Sequence([1, 3], 16), Sequence([2, 0], 16)]
+    for chunk in (5, 3, 1):
+        tokens = [[(7 * i + 31 * b + chunk) % 101 for i in range(chunk)] for b in range(2)]
+        batch = batch_of(sequences, tokens, [([], [])] * 2, False, groups)
+        (want,), found = one.logits(batch), many.logits(batch)
+        assert found
+        for logits in found:
+            np.testing.assert_array_equal(logits, want)
+        for sequence in sequences:
+            sequence.computed += chunk
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_stages_have_the_bits_of_one_rank(name: str, tensor: int, pipeline: int, saved: Path) -> None:
+    """One after the other, with the matrices of each split or not."""
+    checkpoint = checkpoint_of(name, saved)
+    program, mesh = trace_model(checkpoint.spec, checkpoint.tensors), Mesh(tensor, pipeline)
+    stages = [[mesh.program(program, rank) for rank in mesh.group(stage)] for stage in range(pipeline)]
+    layers = [layer for (first, *_) in stages for group in first.kv_groups for layer in group.layers]
+    assert sorted(layers) == sorted(layer for group in program.kv_groups for layer in group.layers)
+    check_bits(program, stages, checkpoint)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[ModelSpec, Tensors]:
+    """A tiny Llama with any heads, windows and format of weights, whose embedding may also make its logits."""
+    kv_heads, group = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    heads, head_dim = kv_heads * group, draw(st.sampled_from([4, 8, 32]))
+    in_blocks = heads * head_dim % 32 == 0
+    stored = draw(st.sampled_from(["Q4_0", "Q8_0"] if in_blocks else ["F32", "BF16", "I8_ROW"]))
+    dim = 32 * draw(st.integers(1, 3))
+    constants = {"head_dim": head_dim, "rope": RopeSpec(head_dim), "tied_embeddings": draw(st.booleans())}
+    sizes = {"dim": dim, "heads": heads, "kv_heads": kv_heads, "ffn": 32 * draw(st.integers(1, 3)), "vocab": draw(st.integers(17, 70))}
+    return tiny_model(draw(st.integers(0, 9)), window=draw(st.sampled_from([0, 3, (0, 4)])), format=stored, **sizes, **constants)
+
+
+@given(model=models(), ranks=st.integers(1, 4), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_shapes_formats_and_trees(model: tuple[ModelSpec, Tensors], ranks: int, data: st.DataObject) -> None:
+    spec, tensors = model
+    assume(ranks <= spec.num_heads)
+    program = trace_model(spec, tensors)
+    programs = [TensorParallel(program, rank, ranks).rewritten() for rank in range(ranks)]
+    groups = len(program.kv_groups)
+    kv = KvConfig((4,) * groups, 16, data.draw(st.sampled_from(["f32", "bf16"])))
+    one, many = LockStep([[program]], tensors, kv), LockStep([programs], tensors, kv)
+    sequences = [Sequence([1, 3], 16), Sequence([2, 0], 16)]
+    tokens = st.integers(0, spec.vocab_size - 1)
+    for _ in range(2):
+        known = [data.draw(st.lists(tokens, min_size=1, max_size=4)) for _ in sequences]
+        drafts = [data.draw(st.lists(tokens, max_size=4)) for _ in sequences]
+        parents = [[data.draw(st.integers(-1, node - 1)) for node in range(len(drafted))] for drafted in drafts]
+        batch = batch_of(sequences, known, list(zip(drafts, parents, strict=True)), True, groups)
+        (want,), found = one.logits(batch), many.logits(batch)
+        for logits in found:
+            np.testing.assert_array_equal(logits, want)
+        for sequence, decided in zip(sequences, known, strict=True):
+            sequence.computed += len(decided)
+
+
+@given(model=models(), ranks=st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_every_row_of_a_matrix_is_on_one_rank(model: tuple[ModelSpec, Tensors], ranks: int) -> None:
+    """But for those of KV heads that several ranks share."""
+    spec, tensors = model
+    assume(ranks <= spec.num_kv_heads)
+    program = trace_model(spec, tensors)
+    found = [TensorParallel(program, rank, ranks).rewritten() for rank in range(ranks)]
+    matrices = {w.name: w for op in program.ops for w in op.matrices()}
+    shares = [{w.name: w for op in rank.ops for w in op.matrices()} for rank in found]
+    assert sum(w.nbytes for rank in shares for w in rank.values()) == sum(w.nbytes for w in matrices.values())
+    for name, matrix in matrices.items():
+        rows = sorted(
+            tuple(map(int, share.partition("[")[2][:-1].split(":"))) for rank in shares for share in rank if share.startswith(f"{name}[")
+        )
+        assert [first for first, _ in rows] == [0, *(last for _, last in rows[:-1])] and rows[-1][1] == matrix.rows
