@@ -32,7 +32,13 @@ class EngineConfig:
     backend: str = "cpu"
     """`cpu` (C++ kernels) or `reference` (NumPy, the truth in tests)."""
     threads: int = 0
-    """Compute threads; 0: one for each physical core that the process may use."""
+    """Compute threads of each process; 0: one for each physical core that it may use, shared evenly where there are several."""
+    tensor_parallel_size: int = 1
+    """Processes that share each matrix of the model, and its KV heads. Never changes a token."""
+    pipeline_parallel_size: int = 1
+    """Stages that the layers are cut into, each of `tensor_parallel_size` processes. Never changes a token."""
+    enable_expert_parallel: bool = True
+    """Whether each of the processes that share a layer has some of its experts, or all of them."""
     kv_dtype: KvDtype = "bf16"
     """Number format of keys and values."""
     activations: Activations = "int8"

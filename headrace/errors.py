@@ -54,6 +54,10 @@ class ClosedError(HeadraceError):
     """The engine was used after `close()`."""
 
 
+class RankLostError(HeadraceError):
+    """A process that runs a part of the model ended, or does not answer; those that are left start it again."""
+
+
 class NonFiniteLogitsError(HeadraceError):
     """The model computed NaN or infinity; the request that met it fails alone."""
 

@@ -135,13 +135,14 @@ class TestImports:
             assert not words & others, name_of(file)
 
     def test_only_what_pyproject_names(self) -> None:
-        """And what the server and its spans need is imported by the server alone."""
+        """And what the server and its spans need is imported by the server alone, what links ranks where there are several."""
         extras = PROJECT["optional-dependencies"]
         known = modules([*PROJECT["dependencies"], *extras["hub"], *extras["structured"]]) | set(sys.stdlib_module_names) | {"headrace"}
         own = modules([*extras["server"], *extras["otel"]])
         for file in FILES:
             serves = part_of(file) == "server" or name_of(file) == "headrace/cli/serve.py"
-            assert not {name.partition(".")[0] for name in imports(file)} - known - (own if serves else set()), name_of(file)
+            links = modules(extras["distributed"]) if part_of(file) == "parallel" else set()
+            assert not {name.partition(".")[0] for name in imports(file)} - known - links - (own if serves else set()), name_of(file)
 
     def test_every_dependency_is_used(self) -> None:
         used = {name.partition(".")[0] for file in FILES for name in imports(file)}

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from headrace.backend import Executable, lower_program
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
@@ -23,6 +24,13 @@ from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 
 _MOST_HEADS = 16
+
+
+class Attachable(Protocol):
+    """What programs can be attached to: an executable, or the part of one that a process has."""
+
+    def attach(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None) -> Executable:
+        """See `Executable.attach`."""
 
 
 @frozen
@@ -70,7 +78,7 @@ def target_program(config: EngineConfig, target: Checkpoint) -> Program:
 
 
 def compile_draft_models(
-    config: EngineConfig, draft_checkpoints: DraftCheckpoints, target: Checkpoint, executable: Executable, kv: KvConfig | None
+    config: EngineConfig, draft_checkpoints: DraftCheckpoints, target: Checkpoint, executable: Attachable, kv: KvConfig | None
 ) -> DraftModels:
     """Compile what drafts, on the threads of the target's `executable`; `kv` is that of a draft model, where there is one."""
     draft_models = DraftModels()

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from headrace.assembly.drafts import DraftCheckpoints, compile_draft_models, open_draft_checkpoints, own_program, target_program
 from headrace.assembly.kv_size import KvUse, size_kv
+from headrace.assembly.ranks import compile_ranks, mesh_of, threads_of
 from headrace.backend import compile_program, lower_program
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
@@ -13,7 +14,8 @@ from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.errors import RequestError
-from headrace.planner.host import available_memory, usable_cores
+from headrace.parallel.mesh import weights_of
+from headrace.planner.host import available_memory
 from headrace.program.trace import Program
 from headrace.prompts import PromptReader
 from headrace.propose import make_proposers
@@ -76,13 +78,16 @@ def _reader(model: str, checkpoint: Checkpoint, tokenizer: Tokenizer, renderer: 
 
 def load_engine(model: str, config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> Engine:
     """The engine of an opened model, which messages and `headrace top` call `model`. Raises as `load_model`."""
-    spec, max_model_len = checkpoint.spec, checkpoint.spec.context
+    spec, max_model_len, mesh = checkpoint.spec, checkpoint.spec.context, mesh_of(config)
     draft_checkpoints = open_draft_checkpoints(config, checkpoint, tokenizer)
     program = target_program(config, checkpoint)
     kv, draft_kv = fit_memory(config, checkpoint, program, draft_checkpoints, max_model_len)
-    threads = config.threads or usable_cores()
-    executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads, config.activations)
+    threads = threads_of(config, mesh)
+    ranks = compile_ranks(model, config, mesh, checkpoint, program, kv) if mesh.ranks > 1 else None
+    executable = ranks or compile_program(config.backend, program, checkpoint.tensors, kv, threads, config.activations)
     draft_models = compile_draft_models(config, draft_checkpoints, checkpoint, executable, draft_kv)
+    if ranks:
+        ranks.connect()
     limits = EngineLimits(spec.vocab_size, max_model_len, kv, program.kv_groups, program.attention_crossover)
     config = replace(config, threads=threads, max_logit_rows=config.max_logit_rows or most_logit_rows(spec.vocab_size))
     return Engine(executable, tokenizer, limits, config, make_proposers(config, draft_models), name=model)
@@ -100,8 +105,10 @@ def fit_memory(
 
     No weight is read. Raises MemoryLimitError where they do not fit in the memory that is available.
     """
-    lowered = lower_program(config.backend, program, checkpoint.tensors)
-    weights = lowered.weight_bytes + draft_checkpoints.weight_bytes(config.backend, checkpoint.spec)
+    mesh = mesh_of(config)
+    programs = [mesh.program(program, rank) for rank in range(mesh.ranks)]
+    lowered = [lower_program(config.backend, own, weights_of(own, checkpoint.tensors)) for own in programs]
+    weights = sum(own.weight_bytes for own in lowered) + draft_checkpoints.weight_bytes(config.backend, checkpoint.spec)
     models = [KvUse(program.kv_groups, config.max_num_batched_tokens)]
     if draft := draft_checkpoints.draft:
         models.append(KvUse(own_program(config, draft).kv_groups, max_rows(config.draft_depth)))

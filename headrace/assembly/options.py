@@ -14,6 +14,8 @@ from headrace.request import check_names, integer, number
 
 _INTEGERS = {  # option: least, most
     "threads": (0, 1024),
+    "tensor_parallel_size": (1, 1024),
+    "pipeline_parallel_size": (1, 1024),
     "kv_blocks": (0, MOST_BLOCKS),
     "max_model_len": (0, 2**26),
     "attention_window": (0, 2**26),
@@ -39,7 +41,7 @@ _CHOICES = {
     "acceptance_method": get_args(AcceptanceMethod),
     "batching": tuple(SCHEDULERS),
 }
-_FLAGS = ("adaptive_speculation", "prefix_cache", "jump_forward")
+_FLAGS = ("enable_expert_parallel", "adaptive_speculation", "prefix_cache", "jump_forward")
 _NAMES = ("draft_model", "medusa_heads")
 
 

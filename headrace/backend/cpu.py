@@ -106,7 +106,7 @@ class CpuExecutable:
                 self.plan.add_kv_group(len(group.layers), *sizes, group.window, num_blocks, kv.dtype, group.num_sink_tokens)
         except ValueError as error:
             raise RequestError(str(error)) from None
-        self._pool = self.plan.pool
+        self.pool = self.plan.pool
         self._number = 0
         self._views: dict[tuple[int, int], NDArray[np.float32]] = {}
         """Views of the plan's buffers, by buffer and number of rows, until they move: to make one takes as long as to draw a token."""
@@ -124,7 +124,7 @@ class CpuExecutable:
 
     def attach(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None) -> "CpuExecutable":
         if kv is not None:
-            return _compile(program, weights, kv, self._pool, self._activations)
+            return _compile(program, weights, kv, self.pool, self._activations)
         other = copy(self)
         weights = {**self._lowering.tensors, **weights}
         other.program = self._lower(program, weights)
@@ -136,7 +136,7 @@ class CpuExecutable:
         self.run(batch, tokens_of(batch, self._values))
         rows = self.logits(batch)
         assert rows is not None, "a stage without logits is not launched"
-        self._values = run_logit_ops(ops, rows, self.pooled(batch), self._pool)
+        self._values = run_logit_ops(ops, rows, self.pooled(batch), self.pool)
         return Done(StepResult(self._values, rows if logits else None, self.hidden(batch) if hidden else None))
 
     def logits(self, batch: RaggedBatch) -> NDArray[np.float32] | None:  # [logit rows, vocab]
@@ -205,4 +205,4 @@ class CpuExecutable:
         self.plan.move_slots(group, np.ascontiguousarray(source, np.int32), np.ascontiguousarray(target, np.int32))
 
     def close(self) -> None:
-        del self.plan, self._pool, self._lowering, self._views, self._values
+        del self.plan, self.pool, self._lowering, self._views, self._values

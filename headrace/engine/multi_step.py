@@ -31,7 +31,7 @@ class MultiStep:
         self._scheduler = scheduler
         self._executable = executable
         self._block_size = block_size
-        self._is_on = config.acceptance_method == "exact" and config.multi_step_ms > 0
+        self._is_on = config.acceptance_method == "exact" and config.multi_step_ms > 0 and config.pipeline_parallel_size == 1
         self._seconds = config.multi_step_ms / 1000
         self._clock = clock
         self._step_seconds = 0.0

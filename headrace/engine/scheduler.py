@@ -30,14 +30,16 @@ these will need are kept from newcomers, not from those that run, so here a sequ
 had, so the one that makes steps fail is found. They wait and are admitted by rank like all others.
 
 **Steps in flight.** A step counts as done when it is launched: its tokens are computed, and the token that it draws is pending. So the
-next step can be scheduled before it is finished, where `can_overlap`; what a sequence in flight holds is not taken from it.
+next step can be scheduled before it is finished, where `can_overlap`; what a sequence in flight holds is not taken from it. In a pipeline
+a pending token is not there before the last stage has run, so the sequences that decode are shared between as many steps in flight as
+there are stages; chunks of a prompt follow each other.
 """
 
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
 from itertools import groupby
-from math import inf
+from math import ceil, inf
 from operator import attrgetter
 
 from headrace.config import EngineConfig
@@ -243,7 +245,8 @@ class Scheduler:
         Groups that decode go first, then chunks; the first gets one row at least. All are of one request, if it is to be `alone`.
         """
         config = self._config
-        able = [seq for seq in self.running if not seq.at_limit and alone in (None, seq.request)]
+        stages = config.pipeline_parallel_size
+        able = [seq for seq in self.running if not seq.at_limit and alone in (None, seq.request) and (stages == 1 or not seq.num_pending)]
         groups = [dict.fromkeys(group, 0) for _, group in groupby(able, _GROUP)]
         decoding: list[dict[Sequence, int]] = []
         chunked: list[dict[Sequence, int]] = []
@@ -251,7 +254,7 @@ class Scheduler:
             (chunked if max(map(_NUM_UNCOMPUTED, group)) > 1 else decoding).append(group)
         kept_free = 1 if chunked and chunked[0] is groups[0] else 0
         left = config.max_num_batched_tokens
-        for group in decoding:
+        for group in decoding[: ceil(len(self.running) / stages)]:
             if len(group) <= left - kept_free:
                 group.update(dict.fromkeys(group, 1))
                 left -= len(group)

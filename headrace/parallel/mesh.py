@@ -26,6 +26,11 @@ class Mesh:
         """How many there are."""
         return self.tensor * self.pipeline
 
+    @property
+    def first_of_last_stage(self) -> int:
+        """The rank that sends rank 0 the results, where that has none of its own."""
+        return (self.pipeline - 1) * self.tensor
+
     def stage(self, rank: int) -> int:
         """The stage of a rank."""
         return rank // self.tensor

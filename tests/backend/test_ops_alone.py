@@ -22,7 +22,8 @@ from headrace.batch import RaggedBatch
 from headrace.config import KvConfig, KvDtype
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec, RopeSpec
-from headrace.program import mixture, ops
+from headrace.parallel import lockstep
+from headrace.program import collective, mixture, ops
 from headrace.program.op import Op, Value
 from headrace.program.trace import Tracer, trace
 from headrace.quant.formats import StoredTensor
@@ -74,7 +75,10 @@ def logits_of(executable: Executable, tokens: list[int], sizes: list[int]) -> ND
 
 def test_every_op_has_a_kernel() -> None:
     every = {op for op in Op.__subclasses__() if op.__module__ in (ops.__name__, mixture.__name__)}
-    assert ops.Rope in every and set(LOWER) == every == set(reference._RUN)
+    between = {op for op in vars(collective).values() if isinstance(op, type) and op.__module__ == collective.__name__}
+    between -= {collective.Collective}
+    assert ops.Rope in every and every == set(reference._RUN) and set(LOWER) == every | between
+    assert between - {collective.Send, collective.Receive} == {*lockstep._ALONE, *lockstep._TOGETHER} - {ops.Attention}
 
 
 @pytest.mark.parametrize("isa", ISAS)

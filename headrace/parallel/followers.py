@@ -1,0 +1,263 @@
+"""The processes of all ranks but the first: started, told what to do, watched, and started again when one is lost.
+
+A process that ends closes its socket, which is seen at once; one that is stopped gives no sign of life, and is killed after `_SILENT`
+seconds. The others are ended with it, so that no exchange waits for what does not come.
+"""
+
+import json
+import logging
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Condition, Event, Thread
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from headrace.batch import ints
+from headrace.errors import RankLostError
+from headrace.parallel.carrier import GlooCarrier
+from headrace.parallel.commands import Command, Kind, encode
+from headrace.parallel.follower import READY, REPLY
+
+HOST = "127.0.0.1"
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_SILENT = 3.0
+"""Seconds without a sign of life, and without having run, after which a process is taken to be stopped."""
+_TICK = 0.25
+_LOADED = 1800.0
+"""Seconds that a rank may take to load its share."""
+_GRACE = 3.0
+"""Seconds that a process has to end by itself."""
+_MOST_RESTARTS = 3
+_RESTART_SECONDS = 600.0
+
+log = logging.getLogger("headrace.parallel")
+
+
+@dataclass
+class _Follower:
+    """A process, and what it has said."""
+
+    rank: int
+    process: "subprocess.Popen[bytes]"
+    connection: socket.socket
+    is_ready: bool = False
+    alive: float = field(default_factory=time.monotonic)
+    """When it was last heard, or found to have run."""
+    ticks: int = 0
+    buffer: bytearray = field(default_factory=bytearray)
+
+
+class Followers:
+    """The other ranks of a mesh. Used by one thread; another watches."""
+
+    def __init__(self, command: Sequence[str], setups: Sequence[Mapping[str, Any]], carrier: GlooCarrier) -> None:
+        """`command` starts a process, which is given the descriptor of its socket and the id of this process; its setup is the first that
+        comes over the socket, as JSON.
+        """
+        self._command, self._setups, self._carrier = command, setups, carrier
+        self._said: list[bytes] = []
+        """Commands that change what a rank has, which one that is started again is told."""
+        self._changed = Condition()
+        self._why = ""
+        """What has broken the group; empty while it is whole."""
+        self._is_told = False
+        self.generation = 0
+        """How often the ranks were started again."""
+        self._restarts: list[float] = []
+        self._store: TCPStore | None = None
+        self._followers: list[_Follower] = []
+        self._begin()
+
+    @contextmanager
+    def at_work(self, since: int | None = None) -> Iterator[None]:
+        """All ranks are there when it begins. Raises RankLostError where one is lost meanwhile, or was lost before, once: then what all
+        of them kept is gone, and the next time they are started again; but not for work that began with an earlier `generation`.
+        """
+        if since not in (None, self.generation) or (self._why and not self._is_told) or (self._why and since is not None):
+            self._is_told = True
+            raise RankLostError(self._why or "the rank that ran this was lost")
+        if self._why:
+            self._restart()
+        try:
+            yield
+        except Exception as error:
+            self._break(str(error) if isinstance(error, RankLostError) else f"{type(error).__name__}: {error}")
+            self._is_told = True
+            if isinstance(error, RankLostError | OSError):
+                raise RankLostError(self._why) from None
+            raise
+
+    def join(self) -> None:
+        """Wait until all ranks are loaded, and link them. Raises RankLostError, with what it says, where one ends instead."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._why or all(one.is_ready for one in self._followers), _LOADED)
+            if self._why:
+                raise RankLostError(self._why)
+        self._store = TCPStore(HOST, 0, len(self._setups) + 1, is_master=True, wait_for_workers=False)
+        self.send(Command(Kind.JOIN, 0, [ints([self._store.port])]))
+        with _loopback():
+            self._carrier.connect(self._store)
+        for said in self._said:
+            self._send(said)
+
+    def send(self, command: Command) -> None:
+        """Tell all ranks to do something. Raises OSError where one has gone."""
+        self._send(encode(command))
+
+    def remember(self, command: Command) -> None:
+        """Tell all ranks to do something that those which are started again are told as well."""
+        self._said.append(encode(command))
+        if not self._why:
+            with self.at_work():
+                self._send(self._said[-1])
+
+    def close(self) -> None:
+        """End all processes."""
+        with suppress(OSError):
+            if not self._why:
+                self.send(Command(Kind.CLOSE))
+        deadline = time.monotonic() + _GRACE
+        for one in self._followers:
+            with suppress(subprocess.TimeoutExpired):
+                one.process.wait(max(0.0, deadline - time.monotonic()))
+        self._break("closed")
+        self._carrier.disconnect()
+
+    def _begin(self) -> None:
+        """Start the processes, in the thread that watches them: the system ends them with it, should this process end."""
+        started = Event()
+        Thread(target=self._run, args=(started,), daemon=True).start()
+        started.wait()
+
+    def _run(self, started: Event) -> None:
+        try:
+            self._followers = [self._start(setup) for setup in self._setups]
+        except OSError as error:
+            self._followers, self._why = [], f"a process could not be started: {error}"
+        finally:
+            started.set()
+        self._watch(self._followers)
+
+    def _start(self, setup: Mapping[str, Any]) -> _Follower:
+        ours, theirs = socket.socketpair()
+        process = subprocess.Popen(
+            [*self._command, str(theirs.fileno()), str(os.getpid())],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), _INTERFACE: "lo"},
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in the terminal is for this process
+        )
+        theirs.close()
+        body = json.dumps(setup).encode()
+        ours.sendall(REPLY.pack(len(body)) + body)
+        return _Follower(setup["rank"], process, ours)
+
+    def _restart(self) -> None:
+        """Start all ranks again. Raises RankLostError where that has been done too often, or one ends again."""
+        now = time.monotonic()
+        self._restarts = [*(at for at in self._restarts if now - at < _RESTART_SECONDS), now]
+        if len(self._restarts) > _MOST_RESTARTS:
+            raise RankLostError(f"{self._why}; ranks were started again {_MOST_RESTARTS} times in {_RESTART_SECONDS / 60:.0f} minutes")
+        log.error("%s; the ranks are started again", self._why)
+        self._carrier.disconnect()
+        self._why, self._is_told = "", False
+        self.generation += 1
+        self._begin()
+        try:
+            self.join()
+        except (RankLostError, OSError) as error:
+            self._break(str(error))
+            self._is_told = True
+            raise RankLostError(self._why) from None
+
+    def _send(self, data: bytes) -> None:
+        for one in self._followers:
+            one.connection.sendall(data)
+
+    def _break(self, why: str) -> None:
+        """End all processes: the group is broken."""
+        with self._changed:
+            self._why = self._why or why
+            for one in self._followers:
+                one.process.kill()
+            for one in self._followers:
+                one.process.wait()
+            self._changed.notify_all()
+
+    def _watch(self, followers: list[_Follower]) -> None:
+        """Hear what the ranks say until the group is broken."""
+        with selectors.DefaultSelector() as selector:
+            for one in followers:
+                selector.register(one.connection, selectors.EVENT_READ, one)
+            while not self._why:
+                for key, _ in selector.select(_TICK):
+                    if why := self._hear(key.data):
+                        self._break(why)
+                for one in followers:
+                    if self._is_stopped(one):
+                        self._break(f"rank {one.rank} stood still for {_SILENT:.0f} s")
+        for one in followers:
+            one.connection.close()
+
+    def _hear(self, one: _Follower) -> str:
+        """Read what a rank says; why the group is broken by it, or nothing."""
+        try:
+            chunk = one.connection.recv(1 << 16)
+        except OSError:
+            chunk = b""
+        if not chunk:
+            code = one.process.wait()
+            return f"rank {one.rank} ended by {f'signal {-code}' if code < 0 else f'exit code {code}'}"
+        one.alive = time.monotonic()
+        one.buffer += chunk
+        while len(one.buffer) >= REPLY.size:
+            end = REPLY.size + REPLY.unpack_from(one.buffer)[0]
+            if len(one.buffer) < end:
+                break
+            said = bytes(one.buffer[REPLY.size : end])
+            del one.buffer[:end]
+            if said == READY:
+                with self._changed:
+                    one.is_ready = True
+                    self._changed.notify_all()
+            elif said:
+                return f"rank {one.rank}: {said.decode(errors='replace')}"
+        return ""
+
+    def _is_stopped(self, one: _Follower) -> bool:
+        """Whether nothing is heard of a process that does not run either, as one does that is only kept busy."""
+        if time.monotonic() - one.alive > _SILENT and (ticks := _ticks(one.process.pid)) != one.ticks:
+            one.alive, one.ticks = time.monotonic() - _SILENT / 2, ticks
+        return time.monotonic() - one.alive > _SILENT
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """The environment says that gloo is to use this machine's own interface."""
+    before = os.environ.get(_INTERFACE)
+    os.environ[_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_INTERFACE]
+        else:
+            os.environ[_INTERFACE] = before
+
+
+def _ticks(pid: int) -> int:
+    """What a process has used of the processor, in ticks of the system's clock; 0 where that cannot be known."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])

@@ -1,0 +1,60 @@
+"""What one rank runs: its share of a model, and of what is attached to it."""
+
+from collections.abc import Mapping
+
+from headrace.backend.cpu import CpuExecutable
+from headrace.backend.cpu_lowering import Links
+from headrace.config import Activations, KvConfig
+from headrace.parallel.mesh import Mesh, adapter_of, weights_of
+from headrace.program.adapter import Adapter
+from headrace.program.trace import Program
+from headrace.quant.formats import StoredTensor
+from headrace.record import frozen
+
+
+@frozen
+class RankConfig:
+    """How a rank is compiled, beside its program."""
+
+    mesh: Mesh
+    rank: int
+    kv: KvConfig
+    """Blocks of each group of the whole model; a rank keeps its own heads and layers in them."""
+    threads: int
+    activations: Activations
+
+
+class Rank:
+    """The executables of a rank by number: that of the model, then those that are attached to it, in the order in which they came."""
+
+    def __init__(self, config: RankConfig, program: Program, tensors: Mapping[str, StoredTensor], links: Links) -> None:
+        self.config = config
+        self._tensors = dict(tensors)
+        self._layer_stages = config.mesh.layer_stages(program) if config.mesh.pipeline > 1 else None
+        own = config.mesh.program(program, config.rank)
+        compiled = CpuExecutable(own, weights_of(own, tensors), config.kv, config.threads, "", activations=config.activations, links=links)
+        self.executables = [compiled]
+
+    def attach(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None) -> CpuExecutable:
+        """Compile another program, over the same KV, with layers in the stages of those of the model; or one that runs here alone, over
+        KV of its own, and has no number.
+        """
+        if kv is not None:
+            return self.executables[0].attach(program, weights, kv)
+        self._tensors |= weights
+        own = self.config.mesh.program(program, self.config.rank, self._layer_stages)
+        self.executables.append(self.executables[0].attach(own, weights_of(own, self._tensors)))
+        return self.executables[-1]
+
+    def add_adapter(self, adapter: Adapter) -> int:
+        """Keep what of an adapter goes with the weights that are here; returns its number, which all ranks give it."""
+        return self.executables[0].add_adapter(adapter_of(self.executables[0].program, adapter))
+
+    def remove_adapter(self, number: int) -> None:
+        """Give the memory of an adapter back."""
+        self.executables[0].remove_adapter(number)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for executable in reversed(self.executables):
+            executable.close()

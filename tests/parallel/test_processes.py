@@ -1,0 +1,106 @@
+"""Ranks in processes of their own: the same tokens and log-probabilities, whatever else is on, and after a rank is lost."""
+
+import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace import LLM, SamplingParams
+from headrace.request import RequestOutput
+from tests.families import save_model
+
+STACK = {"kv_dtype": "int8", "kv_blocks": 6, "proposer": "ngram", "max_num_seqs": 4, "threads": 1, "chunked_prefill_size": 8}
+
+
+def requests() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
+    """Prompts of which some begin alike and some repeat themselves, greedy and sampled, more of them than blocks."""
+    rng = np.random.default_rng(5)
+    shared = rng.integers(3, 100, 33).tolist()
+    prompts = [[*shared, *rng.integers(3, 100, 3).tolist()] for _ in range(3)] + [[7, 8, 9, 10] * 5, rng.integers(3, 100, 20).tolist()]
+    params = [SamplingParams(max_tokens=90, temperature=0.9 if i % 2 else 0.0, seed=i, logprobs=2, ignore_eos=True) for i in range(5)]
+    return [{"prompt_token_ids": prompt} for prompt in prompts], params
+
+
+def said(outputs: list[RequestOutput]) -> list[Any]:
+    return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: saved(name, tmp_path_factory.mktemp("models") / name) for name in ("qwen3", "mixtral")}
+
+
+def saved(name: str, folder: Path) -> Path:
+    save_model(name, folder)
+    model = {"type": "BPE", "vocab": {chr(ord("!") + i): i for i in range(93)}, "merges": []}
+    decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "decoder": decoder, "model": model}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path]) -> dict[str, list[Any]]:
+    found = {}
+    for name, model in models.items():
+        with LLM(model, **STACK) as llm:
+            found[name] = said(llm.generate(*requests()))
+    return found
+
+
+@pytest.mark.parametrize(("name", "tensor", "pipeline"), [("qwen3", 3, 1), ("qwen3", 1, 2), ("mixtral", 2, 1), ("mixtral", 2, 2)])
+def test_all_at_once(models: dict[str, Path], expected: dict[str, list[Any]], name: str, tensor: int, pipeline: int) -> None:
+    """Quantised KV in few blocks, drafts, chunks, a prefix cache and preemption, with requests that join and leave."""
+    with LLM(models[name], tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **STACK) as llm:
+        prompts, params = requests()
+        assert said(llm.generate(prompts, params)) == expected[name]
+        for _ in range(2):
+            assert said(llm.generate(prompts[0], params[0])) == expected[name][:1]
+        stats = llm.stats()
+    assert stats.preemptions and stats.cached_tokens and stats.drafted
+
+
+def test_the_stack_over_the_default_model() -> None:
+    """Quantised weights, stages of two ranks, paged KV in int8, drafts and in-flight batching at once."""
+    prompts = ["The water wheel turns, the water wheel turns, the water", "How does a water wheel work?", "1, 2, 3, 4, 5, 6,"]
+    params = [SamplingParams(max_tokens=24, temperature=0.7 * (i % 2), seed=i, logprobs=1) for i in range(3)]
+    options = {"max_model_len": 256, "threads": 1, "kv_dtype": "int8", "proposer": "ngram", "max_num_seqs": 2}
+    with LLM(**options) as llm:
+        expected = said(llm.generate(prompts, params))
+    with LLM(tensor_parallel_size=2, pipeline_parallel_size=2, **options) as llm:
+        assert said(llm.generate(prompts, params)) == expected
+        assert llm.stats().drafted
+
+
+@pytest.mark.parametrize(("number", "tensor", "pipeline"), [(signal.SIGKILL, 2, 1), (signal.SIGSTOP, 1, 2)])
+def test_a_rank_that_is_lost(models: dict[str, Path], expected: dict[str, list[Any]], number: int, tensor: int, pipeline: int) -> None:
+    """It is found, all ranks are started again, and the requests go on with the same tokens; nothing is left over."""
+    with LLM(models["qwen3"], tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **STACK) as llm:
+        (follower,) = children()
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(llm.generate, *requests())
+            time.sleep(0.3)
+            os.kill(follower, number)
+            assert said(running.result()) == expected["qwen3"]
+        assert llm.stats().failed_steps == 1
+        (again,) = children()
+        assert again != follower
+        os.kill(again, signal.SIGKILL)  # while nothing runs
+        assert said(llm.generate(*requests())) == expected["qwen3"]
+    assert not children()
+
+
+def children() -> list[int]:
+    """The ranks of this process that are there."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found += [int(stat.parent.name)] if "rank_process" in (stat.parent / "cmdline").read_text() else []
+    return found
