@@ -4,17 +4,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from headrace.backend.cpu import CpuExecutable, lower, sized
+from headrace.batch import ints
 from headrace.checkpoint.load import open_checkpoint
 from headrace.config import KvConfig
-from headrace.model import trace_model
-from headrace.parallel.mesh import Mesh
+from headrace.model import linear_weights, trace_model
+from headrace.model.spec import ModelSpec
+from headrace.parallel.mesh import Mesh, adapter_of
+from headrace.program.adapter import LowRank
 from headrace.program.collective import Collective
 from headrace.program.op import Load
 from tests.backend.batches import Sequence, batch_of
 from tests.families import VARIANTS, save_model
+from tests.parallel.models import models
 from tests.parallel.threads import Threads
+from tests.tiny import Tensors, tiny_model
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 1), (3, 1), (2, 2)])
@@ -45,3 +52,60 @@ def test_the_bits_of_one_rank(name: str, tensor: int, pipeline: int, tmp_path: P
             for sequence in sequences:
                 sequence.computed += chunk
         many.close()
+
+
+@given(model=models(), tensor=st.integers(1, 3), pipeline=st.integers(1, 2), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_any_shapes_formats_trees_and_adapters(model: tuple[ModelSpec, Tensors], tensor: int, pipeline: int, data: st.DataObject) -> None:
+    spec, tensors = model
+    assume(tensor <= spec.num_heads)
+    program, mesh = trace_model(spec, tensors), Mesh(tensor, pipeline)
+    groups = len(program.kv_groups)
+    kv = KvConfig((4,) * groups, dtype=data.draw(st.sampled_from(["bf16", "f32", "int8", "int4"])))
+    activations = data.draw(st.sampled_from(["int8", "f32"]))
+    one = CpuExecutable(program, tensors, kv, 1, "", activations=activations)
+    many = Threads(mesh, program, tensors, kv, activations=activations)
+    rng, shapes = np.random.default_rng(0), {name: (tensors[name].rows, tensors[name].cols) for name in linear_weights(spec)}
+    adapter = {
+        name: LowRank(rng.standard_normal((2, cols), np.float32), rng.standard_normal((rows, 2), np.float32), 0.1)
+        for name, (rows, cols) in shapes.items()
+    }
+    assert {one.add_adapter(adapter)} == {rank.add_adapter(adapter_of(rank.program, adapter)) for rank in many.ranks}
+    sequences = [Sequence([1, 3], 32), Sequence([2, 0], 32)]
+    tokens = st.integers(0, spec.vocab_size - 1)
+    for _ in range(2):
+        known = [data.draw(st.lists(tokens, min_size=1, max_size=4)) for _ in sequences]
+        drafts = [data.draw(st.lists(tokens, max_size=4)) for _ in sequences]
+        parents = [[data.draw(st.integers(-1, node - 1)) for node in range(len(drafted))] for drafted in drafts]
+        batch = batch_of(sequences, known, list(zip(drafts, parents, strict=True)), True, groups)
+        batch = batch._replace(adapters=ints([data.draw(st.sampled_from([-1, 0])) for _ in sequences]))
+        one.run(batch, batch.tokens)
+        for logits in many.logits(batch):
+            np.testing.assert_array_equal(logits, one.logits(batch))
+        for sequence, decided in zip(sequences, known, strict=True):
+            sequence.computed += len(decided)
+    many.close()
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2), Mesh(4), Mesh(1, 2), Mesh(1, 4), Mesh(2, 2)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_bytes_of_even_shapes(mesh: Mesh, tied: bool) -> None:
+    """A rank has the bytes that its program says, and those that the split prescribes: no more than its share and 5 %."""
+    sizes = {"layers": 4, "dim": 256, "heads": 8, "kv_heads": 4, "ffn": 512, "vocab": 256}
+    spec, tensors = tiny_model(1, format="Q8_0", tied_embeddings=tied, **sizes)
+    program, kv = trace_model(spec, tensors), KvConfig((8,))
+    whole = CpuExecutable(program, tensors, kv, 1, "")
+    matrix = {name: weight.nbytes for name, weight in whole.program.weights.items() if weight.rows > 1}
+    many = Threads(mesh, program, tensors, kv)
+    layers = mesh.layer_stages(program) if mesh.pipeline > 1 else dict.fromkeys(range(4), 0)
+    for number, rank in enumerate(many.ranks):
+        stage = mesh.stage(number)
+        own = {name for name in matrix if name.startswith("layers.") and layers[int(name.split(".")[1])] == stage}
+        own |= {"embed"} if stage == 0 or (tied and stage == mesh.pipeline - 1) else set()
+        own |= {"head"} if not tied and stage == mesh.pipeline - 1 else set()
+        vectors = sum(weight.nbytes for weight in rank.program.weights.values() if weight.rows == 1)
+        assert rank.plan.weight_bytes == rank.program.weight_bytes == vectors + sum(matrix[name] // mesh.tensor for name in own)
+        assert sum(rank.plan.kv_bytes) * mesh.tensor * 4 == sum(whole.plan.kv_bytes) * list(layers.values()).count(stage)
+    if mesh.pipeline == 1:
+        assert max(rank.plan.weight_bytes for rank in many.ranks) <= (1 / mesh.ranks + 0.05) * whole.plan.weight_bytes
+    many.close()

@@ -11,14 +11,15 @@ from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.config import KvConfig
 from headrace.errors import UnsupportedModelError
 from headrace.model import trace_model
-from headrace.model.spec import ModelSpec, RopeSpec
+from headrace.model.spec import ModelSpec
 from headrace.parallel.lockstep import LockStep
 from headrace.parallel.mesh import Mesh
 from headrace.parallel.tensor import TensorParallel
 from headrace.program.trace import Program
 from tests.backend.batches import Sequence, batch_of
 from tests.families import VARIANTS, save_model
-from tests.tiny import Tensors, tiny_model
+from tests.parallel.models import models
+from tests.tiny import Tensors
 
 _SAVED: dict[str, Checkpoint] = {}
 
@@ -73,19 +74,6 @@ def test_stages_have_the_bits_of_one_rank(name: str, tensor: int, pipeline: int,
     layers = [layer for (first, *_) in stages for group in first.kv_groups for layer in group.layers]
     assert sorted(layers) == sorted(layer for group in program.kv_groups for layer in group.layers)
     check_bits(program, stages, checkpoint)
-
-
-@st.composite
-def models(draw: st.DrawFn) -> tuple[ModelSpec, Tensors]:
-    """A tiny Llama with any heads, windows and format of weights, whose embedding may also make its logits."""
-    kv_heads, group = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    heads, head_dim = kv_heads * group, draw(st.sampled_from([4, 8, 32]))
-    in_blocks = heads * head_dim % 32 == 0
-    stored = draw(st.sampled_from(["Q4_0", "Q8_0"] if in_blocks else ["F32", "BF16", "I8_ROW"]))
-    dim = 32 * draw(st.integers(1, 3))
-    constants = {"head_dim": head_dim, "rope": RopeSpec(head_dim), "tied_embeddings": draw(st.booleans())}
-    sizes = {"dim": dim, "heads": heads, "kv_heads": kv_heads, "ffn": 32 * draw(st.integers(1, 3)), "vocab": draw(st.integers(17, 70))}
-    return tiny_model(draw(st.integers(0, 9)), window=draw(st.sampled_from([0, 3, (0, 4)])), format=stored, **sizes, **constants)
 
 
 @given(model=models(), ranks=st.integers(1, 4), data=st.data())
