@@ -64,7 +64,7 @@ def engine() -> None:
     from headrace.engine.multi_step import MultiStep
     from headrace.engine.output import Output
     from headrace.engine.sequence import Request, Sequence
-    from headrace.server import engine_process
+    from headrace.server import engine_host, engine_process
     from headrace.structured.constraint import Constraints
 
     def meant(stage: str, least: int = 0) -> Callable[..., bool]:
@@ -89,7 +89,7 @@ def engine() -> None:
     plan(step, "build", lambda scheduled, *_: meant("build")(None, scheduled))
     plan(Output, "push", lambda self, *_: self._params.seed == SEEDS["detokenizer"] and len(self.token_ids) > 3)
     plan(Request, "news", lambda self: self.params.seed == SEEDS["news"] and len(self.seqs[0].output.token_ids) > 3)
-    plan(engine_process, "ended", lambda request_id, result: len(result.outputs[0].token_ids) == 13)
+    plan(engine_host, "ended", lambda request_id, result: len(result.outputs[0].token_ids) == 13)
     for number in (signal.SIGKILL, signal.SIGSTOP):
         plan(MultiStep, "plan", end_process(number))
     engine_process.main(*sys.argv[1:])

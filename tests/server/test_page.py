@@ -11,7 +11,7 @@ import pytest
 
 import headrace.server
 from headrace import LLM, SamplingParams
-from headrace.server.engine_process import blocks_of
+from headrace.server.engine_host import blocks_of
 from headrace.server.page import FILES, FOLDER
 from headrace.stats import BlockMap, GroupMap, Holding
 from tests.server.running import SECONDS, Running, running, until
