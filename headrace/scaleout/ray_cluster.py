@@ -1,0 +1,88 @@
+"""Ray on this machine for as long as a command runs, or a cluster that runs already.
+
+Whoever can speak to a Ray cluster can run code in it. So a cluster of our own listens on the loopback interface, takes a token that only
+its processes know, has no dashboard and sends no statistics; its files are in a folder that goes with it.
+"""
+
+import logging
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from headrace.errors import RequestError
+
+_LOOPBACK = "127.0.0.1"
+_OBJECT_STORE_BYTES = 80 << 20
+"""The least that Ray takes: nothing of ours goes through its object store."""
+_LOOPS = {
+    # A replica and a handle are called in the event loop that they have, and not through the queue of another thread.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+_OWN = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a node may have the address of the loopback interface, which Ray replaces otherwise
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+}
+
+
+def check_installed() -> None:
+    """Raise RequestError where Ray is missing."""
+    if find_spec("ray") is None:
+        raise RequestError("several replicas need the package ray: pip install 'headrace[ray]'")
+
+
+@contextmanager
+def ray_cluster(num_cpus: int) -> Iterator[None]:
+    """Ray in this process: of the cluster that `RAY_ADDRESS` names, or of one with so many cores, which ends with the context.
+
+    Nothing may have imported Ray before. Raises RequestError where it is missing, or there is no such cluster.
+    """
+    check_installed()
+    os.environ.update(_LOOPS)
+    if os.environ.get("RAY_ADDRESS"):
+        with _joined():
+            yield
+        return
+    folder = tempfile.mkdtemp(prefix="headrace-ray-")
+    os.environ.update(_OWN | {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))  # its workers import from where this process does
+    try:
+        import ray
+
+        try:
+            ray.init(
+                num_cpus=num_cpus,
+                num_gpus=0,
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address=_LOOPBACK,
+                _temp_dir=folder,
+            )
+            yield
+        finally:
+            ray.shutdown()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _joined() -> Iterator[None]:
+    import ray
+
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise RequestError(f"RAY_ADDRESS names {os.environ['RAY_ADDRESS']}, where no Ray cluster could be joined: {error}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
