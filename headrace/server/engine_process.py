@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from threading import Event as Flag
 from threading import Thread
+from typing import Any
 
 import numpy as np
 
@@ -117,8 +118,14 @@ class EngineServer:
             self._outbox.put(refused(command.id, error))
 
     def _add(self, command: frames.Add) -> None:
-        terms = {"priority": command.priority, "timeout": command.timeout, "cache_salt": command.cache_salt, "adapter": command.adapter}
-        request = self._engine.check(command.prompt_token_ids, command.params, pooling=command.pooling, **terms)  # type: ignore[arg-type]
+        terms: dict[str, Any] = {
+            "priority": command.priority,
+            "timeout": command.timeout,
+            "cache_salt": command.cache_salt,
+            "adapter": command.adapter,
+        }
+        terms |= {"pooling": command.pooling, "output_token_ids": command.output_token_ids}
+        request = self._engine.check(command.prompt_token_ids, command.params, **terms)
         self._outbox.put(frames.Accepted(command.id))
         self._thread.add([request], [command.id], _Sink(command.id, self._outbox))
 
