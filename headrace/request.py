@@ -194,6 +194,8 @@ class CheckedRequest(NamedTuple):
     """How the prompt is embedded; None: it is continued."""
     constraint: "Constraint | None" = None
     """What its outputs may begin with."""
+    output_token_ids: Sequence[Sequence[int]] = ()
+    """The tokens that each continuation has already, where another engine began it: nothing of them is said again. Empty: none has any."""
 
 
 class Logprob(NamedTuple):

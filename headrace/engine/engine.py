@@ -18,7 +18,7 @@ from headrace.backend import Executable
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine import snapshot
 from headrace.engine.adapters import Adapters
-from headrace.engine.beginning import begin, begin_again
+from headrace.engine.beginning import begin, begin_again, check_given
 from headrace.engine.deadlines import Deadlines
 from headrace.engine.ending import end, fail
 from headrace.engine.jump_forward import JumpForward
@@ -104,21 +104,11 @@ class Engine:
         self._closed = False
 
     def add_request(
-        self,
-        prompt_token_ids: Iterable[int],
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        prompt: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
+        self, prompt_token_ids: Iterable[int], params: SamplingParams | None = None, *, request_id: str | None = None, **terms: Any
     ) -> str:
         """Check a request, queue it and return its id: `check` and `add` in one, with their arguments and errors."""
         self._check_open()
-        terms: dict[str, Any] = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt, "adapter": adapter}
-        return self.add(self.check(prompt_token_ids, params, prompt=prompt, **terms), request_id)
+        return self.add(self.check(prompt_token_ids, params, **terms), request_id)
 
     def check(
         self,
@@ -131,9 +121,11 @@ class Engine:
         cache_salt: str | None = None,
         adapter: str | None = None,
         pooling: PoolingParams | None = None,
+        output_token_ids: Iterable[Iterable[int]] = (),
     ) -> CheckedRequest:
         """The request that these make, fit to be added: see `CheckedRequest` for what they mean. One with `pooling` has no `params`.
 
+        `output_token_ids` are of a request that another engine began, with the same seed: it goes on behind them to the same tokens.
         Raises RequestError for what this engine could not serve. Queues nothing, and may be called from any thread.
         """
         try:
@@ -145,7 +137,9 @@ class Engine:
                 self._adapters.check(adapter)
             known = self._checked_prompt(prompt_token_ids, params, pooling)
             constraint = None if pooling else self._constraints.make(params, end_ids(params, self._tokenizer))
-            return CheckedRequest(known, params, prompt, *terms, adapter, pooling, constraint)
+            checked = CheckedRequest(known, params, prompt, *terms, adapter, pooling, constraint)
+            most = self._limit(len(known), params, pooling) - len(known)
+            return check_given(output_token_ids, checked, most, self._tokenizer, self.limits.vocab_size)
         except RequestError:
             self._meter.refused += 1
             raise
@@ -158,7 +152,7 @@ class Engine:
         self._check_open()
         if request_id in self._requests:
             raise RequestError(f"a request {request_id!r} is under way already")
-        known, params, prompt, priority, timeout, cache_salt, adapter_name, pooling, constraint = checked
+        known, params, prompt, priority, timeout, cache_salt, adapter_name, pooling, constraint, given = checked
         adapter = self._adapters.find(adapter_name)
         number = next(self._numbers)
         request_id = str(number) if request_id is None else request_id
@@ -166,8 +160,7 @@ class Engine:
         stopwatch, rows = Stopwatch(self._clock), PromptPooling(pooling, len(known)) if pooling else None
         terms = priority, timeout, cache_salt, adapter, rows, constraint, only_result
         request = Request(number, request_id, prompt, known, params, limit, acceptor, stopwatch, *terms)
-        begin(request, self.config, self._tokenizer, self.limits.vocab_size)
-        self._scheduler.add(request.seqs[0])
+        self._scheduler.add(begin(request, self.config, self._tokenizer, self.limits.vocab_size, given))
         self._requests[request_id] = request
         self._adapters.acquire(adapter)
         if timeout is not None:

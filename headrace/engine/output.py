@@ -58,6 +58,7 @@ class Output:
         self._taken: list[str] = []  # text that `take` has returned
         self._fresh = ""  # text after it
         self._num_taken = 0  # tokens that `take` has returned
+        self._num_resumed = 0  # tokens that were there before it began
         self._end_taken = False
 
     def clone(self) -> "Output":
@@ -93,6 +94,18 @@ class Output:
         elif len(self.token_ids) == self._max_tokens:
             self.finish("length")
 
+    def resume(self, token_ids: Iterable[int]) -> None:
+        """Go on behind tokens of which another output like this one has told all there was to tell, up to one that ends it.
+
+        There are no log-probabilities of them. Raises as `push` does.
+        """
+        for token in token_ids:
+            if self.finish_reason:
+                break
+            self.push(token, None)
+        self.take()
+        self._num_resumed = self._num_taken
+
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the output, with the incomplete character at its end if there is one."""
         self._fresh += self._decoder.flush()
@@ -114,7 +127,7 @@ class Output:
         self._taken.append(text)
         first, self._num_taken = self._num_taken, len(self.token_ids)
         self._end_taken = self.finish_reason is not None
-        return text, self.token_ids[first:], self.logprobs[first:]
+        return text, self.token_ids[first:], self.logprobs[max(0, first - self._num_resumed) :]
 
     def completion(self, index: int) -> CompletionOutput:
         """The output as it is now, as the record that a caller sees."""

@@ -78,10 +78,11 @@ class Scheduler:
         self._dropped = set[Sequence]()
         """Sequences that are forgotten but for their blocks, which launched steps still write and read."""
 
-    def add(self, seq: Sequence) -> None:
-        """Queue the first sequence of a request."""
-        seq.request.arrival = self._num_steps + STEPS_PER_PRIORITY * seq.request.priority
-        self.queue(seq)
+    def add(self, seqs: Iterable[Sequence]) -> None:
+        """Queue the first sequence of a request, or all with which it goes on."""
+        for seq in seqs:
+            seq.request.arrival = self._num_steps + STEPS_PER_PRIORITY * seq.request.priority
+            self.queue(seq)
 
     def queue(self, seq: Sequence) -> None:
         """Let a sequence wait, at the place that its request has already."""
@@ -330,9 +331,9 @@ class Scheduler:
         self._kv.reserve(seq.tables, seq.computed, seq.num_uncomputed)
         request = seq.request
         if request.stopwatch.start():
-            request.cached_tokens = seq.computed
+            request.cached_tokens = min(seq.computed, seq.prompt_len)
             self.num_prompt_tokens += seq.prompt_len
-            self.num_cached_tokens += seq.computed
+            self.num_cached_tokens += request.cached_tokens
         self.step_timer.admit()
 
     def _may_run(self, seq: Sequence) -> bool:

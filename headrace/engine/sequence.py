@@ -110,6 +110,11 @@ class Request:
         return self.pooling is not None or self.params.prompt_logprobs is not None
 
     @property
+    def scorer(self) -> "Sequence | None":
+        """The sequence whose rows give the prompt log-probabilities, where several have the prompt to compute."""
+        return next((seq for seq in self.seqs if seq.output.finish_reason is None), None)
+
+    @property
     def width(self) -> int:
         """Sequences that it has once its prompt has ended."""
         return self.params.beam_width or self.params.n
@@ -216,7 +221,8 @@ class Sequence:
     @property
     def width(self) -> int:
         """Sequences that come of it, itself included, at its next fork."""
-        return self.request.width if len(self.known) == self.fork_at else 1 + len(self.siblings)
+        begins_search = self.request.acceptor.is_group and len(self.known) == self.fork_at
+        return self.request.width if begins_search else 1 + len(self.siblings)
 
     @property
     def may_fork(self) -> bool:
@@ -239,7 +245,7 @@ class Sequence:
 
     def prompt_rows(self, num_scheduled: int) -> range:
         """Positions of those of the next `num_scheduled` rows whose logits give a prompt log-probability that is still to be recorded."""
-        if self.request.params.prompt_logprobs is None:
+        if self.request.params.prompt_logprobs is None or self is not self.request.scorer:
             return range(0)
         recorded = len(self.request.prompt_logprobs)
         return range(max(self.computed, recorded - 1), min(self.computed + num_scheduled, self.prompt_len - 1))

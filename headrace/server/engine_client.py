@@ -100,12 +100,13 @@ class EngineClient:
         timeout: float | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        output_token_ids: list[list[int]] | None = None,
     ) -> Stream:
         """Send a request, and return the stream of what comes of it once the engine has taken it.
 
         Raises RefusedError where the engine cannot serve it, NotReadyError where there is no engine, EngineDeadError if it ends meanwhile.
         """
-        asked = frames.Add("", prompt_token_ids, params, pooling, priority, timeout, cache_salt, adapter)
+        asked = frames.Add("", prompt_token_ids, params, pooling, priority, timeout, cache_salt, adapter, output_token_ids or [])
         await self._quarantine.enter(asked)
         try:
             stream = self._open(asked)

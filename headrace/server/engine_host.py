@@ -98,7 +98,8 @@ class EngineHost:
 
     def _add(self, command: frames.Add) -> None:
         terms = {"priority": command.priority, "timeout": command.timeout, "cache_salt": command.cache_salt, "adapter": command.adapter}
-        request = self._engine.check(command.prompt_token_ids, command.params, pooling=command.pooling, **terms)  # type: ignore[arg-type]
+        terms |= {"pooling": command.pooling, "output_token_ids": command.output_token_ids}
+        request = self._engine.check(command.prompt_token_ids, command.params, **terms)  # type: ignore[arg-type]
         self._put(frames.Accepted(command.id))
         self.thread.add([request], [command.id], _Sink(command.id, self._put))
 

@@ -37,6 +37,8 @@ class Add(msgspec.Struct, array_like=True, tag=True, frozen=True):
     timeout: float | None
     cache_salt: str | None
     adapter: str | None
+    output_token_ids: list[list[int]] = []
+    """The tokens that each continuation has already, where another engine began it."""
 
 
 class Abort(msgspec.Struct, array_like=True, tag=True, frozen=True):

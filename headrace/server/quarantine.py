@@ -80,4 +80,4 @@ class Quarantine:
 
 
 def _mark(asked: frames.Add) -> bytes:
-    return blake2b(frames.encode(msgspec.structs.replace(asked, id="")), digest_size=16).digest()
+    return blake2b(frames.encode(msgspec.structs.replace(asked, id="", output_token_ids=[])), digest_size=16).digest()
