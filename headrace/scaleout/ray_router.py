@@ -5,13 +5,13 @@ Ray makes a router for each handle, tells it which replicas there are, and asks 
 says here: both run in one event loop.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from ray.serve._private.common import ReplicaID
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+import msgspec
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from headrace.record import frozen
+from headrace.errors import HeadraceError
 from headrace.scaleout.policy import PrefixRouter, Routed, StepCost
 from headrace.server import frames
 
@@ -19,8 +19,7 @@ _routers: "WeakValueDictionary[str, PrefixRequestRouter]" = WeakValueDictionary(
 """Those of this process, by the name of the application whose replicas they choose from."""
 
 
-@frozen
-class ReplicaFacts:
+class ReplicaFacts(msgspec.Struct, frozen=True):
     """What a replica says of itself once it is ready."""
 
     boot: str
@@ -30,31 +29,41 @@ class ReplicaFacts:
     cost: StepCost
 
 
+class _UnderWay(NamedTuple):
+    """A request that was routed."""
+
+    routed: Routed
+    boot: str
+
+
 class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no types
     """Sends a request to the replica that is expected to give its first token soonest."""
 
     def initialize_state(self, **_: Any) -> None:
         """Ray calls it before all else."""
         self._policy: PrefixRouter | None = None
-        self._routed: dict[str, Routed] = {}
-        """Where requests are that have not ended, by their ids."""
+        self._under_way: dict[str, _UnderWay] = {}
+        """Requests that have not ended, by their ids."""
+        self._boots: dict[str, str] = {}
         _routers[self._deployment_id.app_name] = self
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """The replicas are these now."""
-        before = set(self.curr_replicas)
         super().update_replicas(replicas)
-        for gone in before - set(self.curr_replicas):
+        facts = {_name(replica.replica_id): facts_of(replica.replica_metadata) for replica in replicas}
+        if self._policy is None and facts:
+            self._policy = PrefixRouter(block_size=next(iter(facts.values())).block_size)
+        for gone in self._boots.keys() - facts.keys():
             self._leave(gone)
-        for replica in replicas:
-            facts = facts_of(replica.replica_metadata)
-            self._policy = self._policy or PrefixRouter(block_size=facts.block_size, max_blocks=facts.num_blocks)
-            self._policy.join(_name(replica.replica_id), facts.boot, facts.cost)
+        for name, fact in facts.items():
+            assert self._policy
+            self._boots[name] = fact.boot
+            self._policy.join(name, fact.boot, fact.cost, fact.num_blocks)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """A replica is no more."""
         super().on_replica_actor_died(replica_id)
-        self._leave(replica_id)
+        self._leave(_name(replica_id))
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -67,32 +76,38 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
         if asked is None or self._policy is None or not by_name:
             return [list(by_name.values())]
         self.ended(asked.id)  # it was to go elsewhere, and could not
-        tokens = asked.prompt_token_ids
-        routed = self._policy.route(tokens, (asked.cache_salt, asked.adapter), among=by_name.keys())
-        self._routed[asked.id] = routed
+        try:
+            routed = self._policy.route(asked.prompt_token_ids, (asked.cache_salt, asked.adapter), among=by_name.keys())
+        except HeadraceError:  # an error here would end Ray's task: the engine says what is wrong with the request
+            return [list(by_name.values())]
+        self._under_way[asked.id] = _UnderWay(routed, self._boots[routed.replica])
         return [[by_name[routed.replica]]]
 
     def first_token(self, request_id: str) -> None:
         """A request has its first token: the rows of its prompt are not queued any more."""
-        routed = self._routed.get(request_id)
-        if routed and self._policy:
-            self._policy.first_token(routed)
+        one = self._under_way.get(request_id)
+        if one and self._policy:
+            self._policy.first_token(one.routed)
 
     def ended(self, request_id: str, tokens: list[int] | None = None) -> None:
-        """A request has ended, and left these tokens in the cache of its replica; None: nothing."""
-        routed = self._routed.pop(request_id, None)
-        if routed and self._policy:
-            self._policy.ended(routed, tokens or [])
+        """A request has ended, and left these tokens in the cache of its replica; None: it is not known."""
+        one = self._under_way.pop(request_id, None)
+        if one and self._policy:
+            self._policy.ended(one.routed, tokens)
 
-    def lost(self, request_id: str) -> None:
-        """The replica of a request does not answer: it gets no more, unless Ray says that it is there."""
-        routed = self._routed.get(request_id)
-        for replica_id in [one for one in self.curr_replicas if routed and _name(one) == routed.replica]:
+    def lost(self, request_id: str) -> str:
+        """The replica of a request does not answer: it gets no more unless Ray says that it is there. Returns its boot id, if it had one."""
+        one = self._under_way.get(request_id)
+        if one is None:
+            return ""
+        for replica_id in [known for known in self.curr_replicas if _name(known) == one.routed.replica]:
             self.on_replica_actor_died(replica_id)
+        return one.boot
 
-    def _leave(self, replica_id: ReplicaID) -> None:
+    def _leave(self, replica: str) -> None:
+        self._boots.pop(replica, None)
         if self._policy:
-            self._policy.leave(_name(replica_id))
+            self._policy.leave(replica)
 
 
 def router_of(app: str) -> PrefixRequestRouter | None:
@@ -102,12 +117,12 @@ def router_of(app: str) -> PrefixRequestRouter | None:
 
 def metadata_of(facts: ReplicaFacts) -> dict[str, Any]:
     """What a replica says of itself, as Ray carries it."""
-    return {"boot": facts.boot, "block_size": facts.block_size, "num_blocks": facts.num_blocks, "cost": facts.cost}
+    return dict(msgspec.to_builtins(facts))
 
 
 def facts_of(metadata: dict[str, Any]) -> ReplicaFacts:
     """The reverse."""
-    return ReplicaFacts(**metadata)
+    return msgspec.convert(metadata, ReplicaFacts)
 
 
 def _name(replica_id: ReplicaID) -> str:

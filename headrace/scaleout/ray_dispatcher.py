@@ -1,0 +1,156 @@
+"""The replicas of an application of Ray Serve, as a fleet uses them: requests go over a handle, whose router (`ray_router.py`) chooses."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import aclosing, suppress
+from itertools import count
+from typing import Any
+
+import grpc
+import msgspec
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from headrace.scaleout.dispatcher import NoReplicaError, ReplicaLostError
+from headrace.scaleout.ray_router import PrefixRequestRouter, router_of
+from headrace.server import frames
+from headrace.server.errors import EngineDeadError, RefusedError
+from headrace.server.replica_status import ReplicaStatus
+
+_LOOK = 0.5
+"""Seconds between two looks at what the replicas say of themselves."""
+_ANSWER = 60.0
+"""Seconds that replicas have to answer what is no request."""
+_ROUTED = 30.0
+"""Seconds within which a request must be on a replica."""
+_GONE = (RayError, RayServeException, grpc.RpcError)
+"""What a call ends with whose replica has gone away, or cannot be reached now."""
+
+
+class RayDispatcher:
+    """A `Dispatcher`. It belongs to one event loop."""
+
+    def __init__(self, deploy: Callable[[], Any], app: str) -> None:
+        """`deploy` returns a handle to the replicas of the application of this name once there are some: it may take long, and raises
+        EngineDeadError where there will be none.
+        """
+        self._deploy = deploy
+        self._app = app
+        self._handle: Any = None
+        self._statuses: dict[str, ReplicaStatus] = {}
+        self._watching: asyncio.Future[None] | None = None
+        self._ids = count()
+
+    @property
+    def replicas(self) -> Mapping[str, ReplicaStatus]:
+        return self._statuses
+
+    async def start(self) -> None:
+        # Bytes go from process to process, and not by way of an object store: that takes a third of the time.
+        handle = await asyncio.to_thread(self._deploy)
+        self._handle = handle.options(_by_reference=False, request_serialization="pickle", response_serialization="pickle")
+        while not any(replica.takes_requests for replica in self._statuses.values()):
+            await self._look()
+        self._watching = asyncio.ensure_future(self._watch())
+
+    async def generate(self, asked: frames.Add) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
+        messages = self._handle.options(method_name="generate", stream=True).remote(frames.encode(asked))
+        told = _Told(asked)
+        try:
+            async with asyncio.timeout(_ROUTED) as routing:
+                async for message in messages:
+                    routing.reschedule(None)
+                    for body in frames.bodies(bytearray(message)):
+                        event = frames.read_event(body)
+                        if isinstance(event, frames.Refused):
+                            told.is_over = True
+                            raise RefusedError(event.kind, event.message)
+                        assert isinstance(event, frames.Accepted | frames.News | frames.Ended), "nothing else comes of a request"
+                        told.note(event, self._router)
+                        yield event
+            if not told.is_over:
+                raise self._lost(asked, "it stopped in the middle of an answer")
+        except TimeoutError:
+            raise NoReplicaError("no replica has taken the request") from None
+        except _GONE as error:
+            raise self._lost(asked, type(error).__name__) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task and task.cancelling():
+                raise
+            raise self._lost(asked, "it ended") from None  # the call was cancelled over there
+        finally:
+            if router := self._router:
+                router.ended(asked.id, told.tokens if told.is_over else None)
+            if not told.is_over:
+                messages.cancel()
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        await self._command(lambda request_id: frames.LoadAdapter(request_id, name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._command(lambda request_id: frames.UnloadAdapter(request_id, name))
+
+    async def block_maps(self) -> Mapping[str, frames.Blocks]:
+        answers = await self._command(frames.MapBlocks)
+        return {f"replica-{number}": answer for number, answer in enumerate(answers) if isinstance(answer, frames.Blocks)}
+
+    async def close(self) -> None:
+        if self._watching:
+            self._watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watching
+
+    @property
+    def _router(self) -> PrefixRequestRouter | None:
+        return router_of(self._app)
+
+    def _lost(self, asked: frames.Add, why: str) -> ReplicaLostError:
+        boot = self._router.lost(asked.id) if self._router else ""
+        return ReplicaLostError(boot, f"the replica has gone: {why}")
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK)
+            await self._look()
+
+    async def _look(self) -> None:
+        statuses = [msgspec.msgpack.decode(answer, type=ReplicaStatus) for answer in await self._ask_all("status")]
+        self._statuses = {status.boot: status for status in statuses}
+
+    async def _command(self, command: Callable[[str], frames.Command]) -> list[frames.Answer]:
+        """What all replicas answer. Raises RefusedError where one of them refuses."""
+        answers = []
+        for data in await self._ask_all("command", frames.encode(command(f"command-{next(self._ids)}"))):
+            (body,) = frames.bodies(bytearray(data))
+            event = frames.read_event(body)
+            if isinstance(event, frames.Refused):
+                raise RefusedError(event.kind, event.message)
+            assert isinstance(event, frames.Answer)
+            answers.append(event)
+        return answers
+
+    async def _ask_all(self, method: str, *arguments: bytes) -> Iterable[bytes]:
+        """What the replicas answer that there are; those that go away meanwhile do not."""
+        answers = await self._handle.broadcast(method, *arguments).results_async(timeout_s=_ANSWER, return_exceptions=True)
+        return [answer for answer in answers if isinstance(answer, bytes)]
+
+
+class _Told:
+    """What has come of a request."""
+
+    def __init__(self, asked: frames.Add) -> None:
+        self.is_over = False
+        self.tokens = asked.prompt_token_ids + (asked.output_token_ids[0] if asked.output_token_ids else [])
+        """Prompt, and the output of its first continuation."""
+        self._asked = asked
+        self._has_begun = False
+
+    def note(self, event: frames.Accepted | frames.News | frames.Ended, router: PrefixRequestRouter | None) -> None:
+        """Something has come of it."""
+        if isinstance(event, frames.News) and event.index == 0:
+            self.tokens += event.token_ids
+        if router and not self._has_begun and not isinstance(event, frames.Accepted):
+            self._has_begun = True
+            router.first_token(self._asked.id)
+        self.is_over = isinstance(event, frames.Ended)
