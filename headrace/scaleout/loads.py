@@ -93,14 +93,14 @@ class Loads:
 
     def set_cost(self, replica: int, cost: StepCost) -> None:
         """What the steps of a replica cost from now on."""
-        for field in fields(cost):  # type: ignore[arg-type]
+        for field in fields(cost):
             self._table[field.name][replica] = getattr(cost, field.name)
 
     def leave(self, replica: int) -> None:
         """A replica is gone, with all that it had to do."""
         self._table[replica] = np.zeros(1, _COLUMNS)[0]
 
-    def seconds(self, rows: Floats) -> Floats:  # [replicas]
+    def seconds(self, rows: NDArray[np.int64]) -> Floats:  # [replicas]
         """Expected time to the first token of a request that has so many rows to compute on each replica.
 
         All rows go in steps of `chunk` at most, each with a row of every running sequence; one step at least. Where as many sequences
@@ -108,11 +108,11 @@ class Loads:
         """
         table = self._table
         running = np.maximum(table["running"] + table["running_elsewhere"], 0)
-        rows = rows + np.maximum(table["queued"] + table["queued_elsewhere"], 0)
+        all_rows = rows + np.maximum(table["queued"] + table["queued_elsewhere"], 0)
         slots = np.maximum(table["max_num_seqs"], 1)
         step = table["step_seconds"] + table["sequence_seconds"] * np.minimum(running, slots)
-        steps = np.maximum(rows / np.maximum(table["chunk"], 1), 1) + np.maximum(running + 1 - slots, 0) / slots * self._mean_output
-        seconds: Floats = steps * step + rows * table["row_seconds"]
+        steps = np.maximum(all_rows / np.maximum(table["chunk"], 1), 1) + np.maximum(running + 1 - slots, 0) / slots * self._mean_output
+        seconds: Floats = steps * step + all_rows * table["row_seconds"]
         return seconds
 
     def weighted(self, seconds: Floats) -> Floats:  # [replicas]

@@ -85,7 +85,8 @@ class PrefixTree:
             return np.zeros(num_replicas, np.int64)
         width = -(-num_replicas // 8)
         packed = np.frombuffer(b"".join(bits.to_bytes(width, "little") for bits in holders), np.uint8).reshape(-1, width)
-        depths: NDArray[np.int64] = np.array(lengths) @ np.unpackbits(packed, axis=1, count=num_replicas, bitorder="little")
+        bits = np.unpackbits(packed, axis=1, count=num_replicas, bitorder="little").astype(np.int64)
+        depths: NDArray[np.int64] = np.array(lengths, np.int64) @ bits
         return depths
 
     def insert(self, replica: int, blocks: Sequence[bytes], scope: Scope, most: int) -> None:

@@ -41,7 +41,7 @@ class Quarantine:
         """Let a request pass once it may. Raises RefusedError for one that is known to end engines."""
         if not self._records:
             return
-        mark, now = _mark(asked), monotonic()
+        mark, now = mark_of(asked), monotonic()
         self._records = {one: record for one, record in self._records.items() if record.until > now}
         while (record := self._records.get(mark)) and self._inside.total() >= self._most(record):
             if not record.most:
@@ -53,18 +53,18 @@ class Quarantine:
     def ended_well(self, asked: frames.Add) -> None:
         """A request has come to its end."""
         if self._inside:
-            self._records.pop(_mark(asked), None)
+            self._records.pop(mark_of(asked), None)
             self.left(asked)
 
     def left(self, asked: frames.Add) -> None:
         """A request is not under way any more: its client has left, or the engine did not take it."""
         if self._inside:
-            self._inside -= Counter([_mark(asked)])
+            self._inside -= Counter([mark_of(asked)])
             self._change()
 
     def engine_ended(self, under_way: Iterable[frames.Add]) -> None:
         """The engine has ended under these. It is one of the suspects among them, if there are any; if that is one alone, it is refused."""
-        blamed = set(self._inside) or {_mark(asked) for asked in under_way}
+        blamed = set(self._inside) or {mark_of(asked) for asked in under_way}
         most = _FEW if len(blamed) > _FEW else 0 if self._inside.total() == 1 else 1
         self._records |= dict.fromkeys(blamed, _Record(monotonic() + _SECONDS, most))
         self._inside.clear()
@@ -79,5 +79,6 @@ class Quarantine:
         self._changed = asyncio.Event()
 
 
-def _mark(asked: frames.Add) -> bytes:
+def mark_of(asked: frames.Add) -> bytes:
+    """By which a request is known: the same for all that ask for the same."""
     return blake2b(frames.encode(msgspec.structs.replace(asked, id="", output_token_ids=[])), digest_size=16).digest()

@@ -1,0 +1,54 @@
+"""Requests under which replicas died. That of one may be chance, and who goes on elsewhere waits for nothing; after the second death
+they are tried one at a time, and the one under which a replica dies then is refused, so that it does not end the whole fleet.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from time import monotonic
+
+from headrace.server import frames
+from headrace.server.errors import RefusedError
+from headrace.server.quarantine import mark_of
+
+_SECONDS = 600.0
+"""For how long a request is remembered."""
+_SUSPECT, _REFUSED = 2, 3
+"""Replicas that died under a request when it is tried alone, and when it is refused."""
+
+
+class Suspects:
+    """What is remembered of replicas that died. A request is known by what it asks for, so it makes no difference who sends it again."""
+
+    def __init__(self) -> None:
+        self._boots: dict[bytes, dict[str, float]] = {}
+        """Of the replicas that died under a request, each with the time at which that is forgotten, by the system's monotonic clock."""
+        self._alone = asyncio.Lock()
+
+    @asynccontextmanager
+    async def turn(self, asked: frames.Add) -> AsyncIterator[None]:
+        """Let a request pass once it may. Raises RefusedError for one under which too many replicas died."""
+        if self._deaths(asked) < _SUSPECT:
+            yield
+            return
+        async with self._alone:
+            if self._deaths(asked) >= _REFUSED:
+                raise RefusedError("quarantined", "engines ended again and again under this request, which is not tried again for a while")
+            yield
+
+    def died_under(self, asked: frames.Add, boot: str) -> None:
+        """A replica has died under this request, and under others, it may be."""
+        self._boots.setdefault(mark_of(asked), {})[boot] = monotonic() + _SECONDS
+
+    def ended_well(self, asked: frames.Add) -> None:
+        """A request has come to its end."""
+        if self._boots:
+            self._boots.pop(mark_of(asked), None)
+
+    def _deaths(self, asked: frames.Add) -> int:
+        if not self._boots:
+            return 0
+        now = monotonic()
+        kept = {mark: {boot: until for boot, until in boots.items() if until > now} for mark, boots in self._boots.items()}
+        self._boots = {mark: boots for mark, boots in kept.items() if boots}
+        return len(self._boots.get(mark_of(asked), ()))
