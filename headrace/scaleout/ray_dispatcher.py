@@ -1,8 +1,9 @@
 """The replicas of an application of Ray Serve, as a fleet uses them: requests go over a handle, whose router (`ray_router.py`) chooses."""
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -11,7 +12,8 @@ import msgspec
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from headrace.scaleout.dispatcher import NoReplicaError, ReplicaLostError
+from headrace.errors import NoReplicaError
+from headrace.scaleout.dispatcher import ReplicaLostError
 from headrace.scaleout.ray_router import PrefixRequestRouter, router_of
 from headrace.server import frames
 from headrace.server.errors import EngineDeadError, RefusedError
@@ -40,6 +42,8 @@ class RayDispatcher:
         self._statuses: dict[str, ReplicaStatus] = {}
         self._watching: asyncio.Future[None] | None = None
         self._ids = count()
+        self._prefix = secrets.token_hex(4)
+        """Of the ids of its requests over there, where those of other frontends are as well."""
 
     @property
     def replicas(self) -> Mapping[str, ReplicaStatus]:
@@ -54,6 +58,8 @@ class RayDispatcher:
         self._watching = asyncio.ensure_future(self._watch())
 
     async def generate(self, asked: frames.Add) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
+        own_id = asked.id
+        asked = msgspec.structs.replace(asked, id=f"{self._prefix}-{own_id}")
         messages = self._handle.options(method_name="generate", stream=True).remote(frames.encode(asked))
         told = _Told(asked)
         try:
@@ -67,7 +73,7 @@ class RayDispatcher:
                             raise RefusedError(event.kind, event.message)
                         assert isinstance(event, frames.Accepted | frames.News | frames.Ended), "nothing else comes of a request"
                         told.note(event, self._router)
-                        yield event
+                        yield msgspec.structs.replace(event, id=own_id)
             if not told.is_over:
                 raise self._lost(asked, "it stopped in the middle of an answer")
         except TimeoutError:
@@ -121,7 +127,7 @@ class RayDispatcher:
     async def _command(self, command: Callable[[str], frames.Command]) -> list[frames.Answer]:
         """What all replicas answer. Raises RefusedError where one of them refuses."""
         answers = []
-        for data in await self._ask_all("command", frames.encode(command(f"command-{next(self._ids)}"))):
+        for data in await self._ask_all("command", frames.encode(command(f"{self._prefix}-command-{next(self._ids)}"))):
             (body,) = frames.bodies(bytearray(data))
             event = frames.read_event(body)
             if isinstance(event, frames.Refused):

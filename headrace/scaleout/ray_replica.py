@@ -6,11 +6,18 @@ from collections.abc import AsyncIterator
 from time import monotonic
 from typing import Any
 
+import msgspec
+
 from headrace.errors import HeadraceError
 from headrace.scaleout.mailbox import Mailroom
+from headrace.scaleout.policy import StepCost
 from headrace.scaleout.ray_router import ReplicaFacts, metadata_of
 from headrace.server import frames
 from headrace.server.engine_host import EngineHost, open_engine
+from headrace.server.replica_status import ReplicaStatus
+
+_ROW = 0.1
+"""What a prompt row takes, in times of a step with next to nothing in it: replicas of one application are alike, so it is but a ratio."""
 
 
 class UnhealthyError(HeadraceError):
@@ -22,11 +29,13 @@ class Replica:
 
     async def __init__(self, setup: bytes, stall_seconds: float) -> None:
         """`setup`: a `frames.Setup`; `stall_seconds`: for how long a step may run before Ray is to replace the replica."""
-        engine, spec = await asyncio.to_thread(open_engine, _setup_of(setup))
+        asked = _setup_of(setup)
+        engine, spec = await asyncio.to_thread(open_engine, asked)
         self._mail = Mailroom()
         self._host = EngineHost(engine, spec, self._mail.put)
         self._stall_seconds = stall_seconds
         self._boot = secrets.token_hex(8)
+        self._adapters = dict(asked.adapters)
 
     async def generate(self, asked: bytes) -> AsyncIterator[bytes]:
         """What comes of a `frames.Add`, a message for all that a step brings; it ends where its caller leaves."""
@@ -50,23 +59,38 @@ class Replica:
         try:
             await asyncio.to_thread(self._host.obey, command)
             async for events in self._mail.read(command.id):
+                match events[0], command:
+                    case frames.Accepted(), frames.LoadAdapter(_, name, path):
+                        self._adapters[name] = path
+                    case frames.Accepted(), frames.UnloadAdapter(_, name):
+                        self._adapters.pop(name, None)
                 return frames.encode(events[0])
         finally:
             self._mail.close(command.id)
         raise AssertionError("a command has an answer")
 
-    async def describe(self) -> bytes:
-        """A `frames.Hello`."""
-        return frames.encode(self._host.hello)
-
-    async def report(self) -> bytes:
-        """A `frames.Report`."""
-        return frames.encode(await asyncio.to_thread(self._host.report))
+    async def status(self) -> bytes:
+        """A `ReplicaStatus`, in msgpack."""
+        thread, begun = self._host.thread, self._host.thread.step_begun
+        report = frames.Report({}, {}, {}) if thread.closed else await asyncio.to_thread(self._host.report)
+        status = ReplicaStatus(
+            boot=self._boot,
+            state="dead" if thread.closed else "ready",
+            draining=False,  # Ray sends it no more then
+            hello=self._host.hello,
+            report=report,
+            adapters=self._adapters,
+            restarts=0,
+            step_seconds=0.0 if begun is None else monotonic() - begun,
+        )
+        return msgspec.msgpack.encode(status)
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """What routers are told of the replica, once."""
-        limits = self._host.limits
-        return metadata_of(ReplicaFacts(self._boot, limits.kv.block_size, max(limits.kv.num_blocks), self._host.cost))
+        """What routers are told of the replica, once it is ready."""
+        engine = self._host.engine
+        kv, config = engine.limits.kv, engine.config
+        cost = StepCost(1.0, _ROW, chunk=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
+        return metadata_of(ReplicaFacts(self._boot, kv.block_size, max(kv.num_blocks), cost))
 
     def check_health(self) -> None:
         """Raise UnhealthyError where Ray is to replace the replica."""

@@ -61,18 +61,18 @@ class EngineHost:
 
     def __init__(self, engine: Engine, spec: ModelSpec, put: Put) -> None:
         self.thread = EngineThread(engine)
-        self._engine = engine
+        self.engine = engine
         self._spec = spec
         self._put = put
 
     @property
     def hello(self) -> frames.Hello:
         """What can be known of the engine once it is ready."""
-        return hello(self._engine, self._spec)
+        return hello(self.engine, self._spec)
 
     def report(self) -> frames.Report:
         """What the engine does now. Raises ClosedError."""
-        return report_of(self.thread.call(self._engine.stats))
+        return report_of(self.thread.call(self.engine.stats))
 
     def obey(self, command: frames.Command) -> None:
         """Carry out a command, whose answer and all that comes of it is said by events."""
@@ -86,12 +86,12 @@ class EngineHost:
                     return
                 case frames.LoadAdapter(_, name, path):
                     adapter = read_adapter(resolve(path), self._spec)
-                    self.thread.call(lambda: self._engine.load_adapter(name, adapter))
+                    self.thread.call(lambda: self.engine.load_adapter(name, adapter))
                 case frames.MapBlocks(request_id):
-                    self._put(blocks_of(request_id, self.thread.call(self._engine.block_map)))
+                    self._put(blocks_of(request_id, self.thread.call(self.engine.block_map)))
                     return
                 case frames.UnloadAdapter(_, name):
-                    self.thread.call(lambda: self._engine.unload_adapter(name))
+                    self.thread.call(lambda: self.engine.unload_adapter(name))
             self._put(frames.Accepted(command.id))
         except Exception as error:
             self._put(refused(command.id, error))
@@ -99,7 +99,7 @@ class EngineHost:
     def _add(self, command: frames.Add) -> None:
         terms = {"priority": command.priority, "timeout": command.timeout, "cache_salt": command.cache_salt, "adapter": command.adapter}
         terms |= {"pooling": command.pooling, "output_token_ids": command.output_token_ids}
-        request = self._engine.check(command.prompt_token_ids, command.params, **terms)  # type: ignore[arg-type]
+        request = self.engine.check(command.prompt_token_ids, command.params, **terms)  # type: ignore[arg-type]
         self._put(frames.Accepted(command.id))
         self.thread.add([request], [command.id], _Sink(command.id, self._put))
 

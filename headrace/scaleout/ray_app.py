@@ -1,0 +1,69 @@
+"""What is deployed on Ray Serve: replicas, and in a cluster that has HTTP of its own an ingress in front of them."""
+
+from typing import Any
+
+import msgspec
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.schema import LoggingConfig
+
+from headrace.scaleout.ray_replica import Replica
+from headrace.scaleout.ray_router import PrefixRequestRouter  # noqa: F401 # see _ROUTER
+from headrace.server import frames
+from headrace.server.settings import Settings
+
+APP = "headrace"
+"""The name of the application, whose replicas are its deployment `replica`."""
+_HEALTH = 2.0
+"""Seconds between two looks at the health of a replica."""
+_HEALTH_ANSWER = 10.0
+_LOAD = 0.7
+"""Share of the sequences that a replica can run at once at which there are enough replicas."""
+_ROUTER = f"{__name__}.PrefixRequestRouter"
+"""Ray copies a router class out of the module that it is named by, globals and all; named by this one it is imported from its own."""
+_ATTEMPTS = 3
+"""Starts of a replica that may fail before the application is given up."""
+
+
+class Scale(msgspec.Struct, frozen=True, kw_only=True):
+    """How many replicas there are."""
+
+    replicas: int = 1
+    """At least."""
+    max_replicas: int = 0
+    """At most, as many as requests under way need; 0: never more than the least."""
+    up_seconds: float = 10.0
+    """For which there must have been too few before there are more."""
+    down_seconds: float = 120.0
+    """For which there must have been too many before there are fewer."""
+
+
+def replicas(setup: frames.Setup, settings: Settings, scale: Scale) -> Application:
+    """The replicas of a model. Each has as many cores as threads, which the configuration says."""
+    running = setup.config.max_num_seqs
+    scaling: dict[str, Any] = {"num_replicas": scale.replicas}
+    if scale.max_replicas > scale.replicas:
+        config = AutoscalingConfig(
+            min_replicas=scale.replicas,
+            max_replicas=scale.max_replicas,
+            target_ongoing_requests=max(1.0, _LOAD * running),
+            look_back_period_s=max(1.0, scale.up_seconds / 2),
+            upscale_delay_s=scale.up_seconds,
+            downscale_delay_s=scale.down_seconds,
+        )
+        scaling = {"autoscaling_config": config}
+    deployment = serve.deployment(
+        name="replica",
+        ray_actor_options={"num_cpus": setup.config.threads},
+        max_ongoing_requests=running + settings.max_waiting,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=settings.drain_seconds,
+        health_check_period_s=_HEALTH,
+        health_check_timeout_s=_HEALTH_ANSWER,
+        max_constructor_retry_count=_ATTEMPTS,
+        logging_config=LoggingConfig(enable_access_log=False),
+        request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
+        **scaling,
+    )(Replica)
+    return deployment.bind(frames.encode(setup), settings.stall_seconds)
