@@ -140,7 +140,7 @@ class TestImports:
         known = modules([*PROJECT["dependencies"], *extras["hub"], *extras["structured"]]) | set(sys.stdlib_module_names) | {"headrace"}
         own = modules([*extras["server"], *extras["otel"]])
         for file in FILES:
-            serves = part_of(file) == "server" or name_of(file) == "headrace/cli/serve.py"
+            serves = part_of(file) in ("server", "scaleout") or name_of(file) == "headrace/cli/serve.py"
             links = modules(extras["distributed"]) if part_of(file) == "parallel" else set()
             assert not {name.partition(".")[0] for name in imports(file)} - known - links - (own if serves else set()), name_of(file)
 

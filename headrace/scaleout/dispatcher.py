@@ -17,10 +17,6 @@ class ReplicaLostError(EngineError):
         self.boot = boot
 
 
-class NoReplicaError(EngineError):
-    """There is no replica that could take the request now."""
-
-
 class Dispatcher(Protocol):
     """Replicas of one model. Which of them runs a request makes no difference to what comes of it."""
 

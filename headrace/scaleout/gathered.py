@@ -60,7 +60,7 @@ class Totals:
         figures, adapters, drafts = Counter[str](), Counter[str](), dict[str, list[float]]()
         for boot, report in self._last.items():
             here = boot in present
-            figures.update({name: value for name, value in report.figures.items() if here or name in _COUNTED})  # type: ignore[misc]
+            figures.update({name: value for name, value in report.figures.items() if here or name in _COUNTED})
             adapters.update(report.adapters if here else {})
             for name, numbers in report.drafts.items():
                 drafts[name] = [a + b for a, b in zip(drafts.get(name, [0.0] * len(numbers)), numbers, strict=True)]

@@ -1,4 +1,4 @@
-"""Requests under which replicas died. That of one may be chance, and who goes on elsewhere waits for nothing; after the second death
+"""Requests under which replicas died. That of one may be chance, and the request goes on elsewhere at once; after the second death
 they are tried one at a time, and the one under which a replica dies then is refused, so that it does not end the whole fleet.
 """
 
@@ -18,7 +18,7 @@ _SUSPECT, _REFUSED = 2, 3
 
 
 class Suspects:
-    """What is remembered of replicas that died. A request is known by what it asks for, so it makes no difference who sends it again."""
+    """What is remembered of replicas that died. A request is known by what it asks for, so it makes no difference which client sends it again."""
 
     def __init__(self) -> None:
         self._boots: dict[bytes, dict[str, float]] = {}

@@ -18,10 +18,10 @@ from headrace.config import EngineConfig
 from headrace.errors import RequestError
 from headrace.server.app import make_app
 from headrace.server.asgi import Message
-from headrace.server.engine_client import EngineClient
 from headrace.server.errors import EngineDeadError
 from headrace.server.gate import Gate
 from headrace.server.loading import served_model
+from headrace.server.served_engine import ServedEngine
 from headrace.server.settings import Settings
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -125,7 +125,7 @@ async def _run(
     return count, failed
 
 
-async def _answer(app: Gate, asked: BatchLine, engine: EngineClient) -> dict[str, Any]:
+async def _answer(app: Gate, asked: BatchLine, engine: ServedEngine) -> dict[str, Any]:
     """What the route answers. A request whose engine ended under it is asked again, some times. Raises EngineDeadError."""
     for _ in range(_TRIES):
         status, body = await _ask(app, asked)

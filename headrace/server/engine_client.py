@@ -11,7 +11,6 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from itertools import count
-from typing import Literal
 
 import msgspec
 
@@ -22,9 +21,8 @@ from headrace.server.engine_start import StartedEngine, start_engine
 from headrace.server.errors import EngineDeadError, EngineError, NotReadyError
 from headrace.server.heartbeat import Heartbeat, cpu_ticks
 from headrace.server.quarantine import Quarantine
+from headrace.server.served_engine import State
 from headrace.server.stream import Stream
-
-State = Literal["loading", "ready", "stalled", "dead", "closed"]
 
 STALE = 2.0
 """Seconds without a pulse, and without having run, after which an engine is taken to be stopped."""
@@ -43,7 +41,7 @@ log = logging.getLogger("headrace.server")
 
 
 class EngineClient:
-    """The engine process, whichever one runs."""
+    """The engine process, whichever one runs: a `ServedEngine`."""
 
     def __init__(
         self, model: str, config: EngineConfig, adapters: Mapping[str, str], stall_seconds: float, started: StartedEngine | None = None

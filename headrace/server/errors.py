@@ -116,6 +116,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, "server_shutting_down", "the server is shutting down", retry_after=5)
         case NotReadyError(state="loading"):
             return ApiError(503, "model_loading", "the model is being loaded", retry_after=1)
+        case NotReadyError(state="no_replica"):
+            return ApiError(503, "no_replica", str(error), retry_after=5)
         case NotReadyError():
             return ApiError(503, "engine_dead", "the engine does not answer", retry_after=5)
         case EngineDeadError():

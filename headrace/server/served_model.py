@@ -15,10 +15,10 @@ from headrace.request import PoolingParams, SamplingParams
 from headrace.server import frames
 from headrace.server.answers.parser import AnswerStyle
 from headrace.server.asgi import Call
-from headrace.server.engine_client import EngineClient
 from headrace.server.errors import ApiError, NotReadyError, beyond_context, invalid, too_long
 from headrace.server.metrics import Metrics
 from headrace.server.roofline import Roofline
+from headrace.server.served_engine import ServedEngine
 from headrace.server.settings import Settings
 from headrace.server.stream import Stream
 
@@ -31,7 +31,7 @@ class ServedModel:
     def __init__(
         self,
         settings: Settings,
-        engine: EngineClient,
+        engine: ServedEngine,
         prompts: PromptReader,
         tokenizer: Tokenizer,
         advised_sampling: Mapping[str, Any],

@@ -21,7 +21,7 @@ def with_seed(asked: frames.Add, seed: int, number: int) -> frames.Add:
     return msgspec.structs.replace(asked, params=params)
 
 
-class Replay:
+class Resumable:
     """A request, and how far it has come. Times are seconds by `clock`."""
 
     def __init__(self, asked: frames.Add, clock: Callable[[], float] = monotonic) -> None:
