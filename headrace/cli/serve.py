@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from dataclasses import fields
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from headrace.errors import RequestError
 if TYPE_CHECKING:
     from headrace.server.engine_start import StartedEngine
     from headrace.server.served_model import ServedModel
+    from headrace.server.settings import Settings
 
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
 _ENGINE_OPTIONS = (
@@ -73,6 +75,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--drain-seconds", type=float, default=30.0, metavar="S", help="for requests under way when the server ends")
     limits.add_argument("--stall-seconds", type=float, default=60.0, metavar="S", help="of one step, after which the engine is restarted")
     limits.add_argument("--allow-adapter-changes", action="store_true", help="routes that load and unload adapters")
+    several = parser.add_argument_group("replicas, on Ray")
+    several.add_argument("--replicas", type=int, default=0, metavar="N", help="engines behind this address, each a process; 0: one, without Ray")
+    several.add_argument("--max-replicas", type=int, default=0, metavar="N", help="as many as requests need; 0: never more than --replicas")
+    several.add_argument("--scale-up-seconds", type=float, default=10.0, metavar="S", help="for which there were too few before there are more")
+    several.add_argument("--scale-down-seconds", type=float, default=120.0, metavar="S", help="the same for too many")
     watching = parser.add_argument_group("watching")
     watching.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log on stderr")
     watching.add_argument("--otlp-endpoint", default="", metavar="URL", help="where OpenTelemetry spans go: http://HOST:4318/v1/traces")
@@ -95,6 +102,8 @@ def _add(group: Any, name: str, text: str, kind: type) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     check_installed()
+    if args.replicas or args.max_replicas:
+        return _serve_replicas(args)
     from headrace.server.engine_start import starting_engine
 
     with starting_engine() as started:  # before the imports of this process, so that both import at the same time
@@ -102,17 +111,43 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace, started: "StartedEngine") -> int:
+    from headrace.server.engine_client import EngineClient
+    from headrace.server.serving import serve
+
+    config, settings = _options(args)
+    engine = EngineClient(args.model, config, _adapters(args.lora), settings.stall_seconds, started)
+    return serve(args.model, config, settings, engine, _announce)
+
+
+def _serve_replicas(args: argparse.Namespace) -> int:
+    from headrace.scaleout.ray_cluster import Scale, check_installed
+    from headrace.scaleout.ray_serve import serve_replicas
+
+    check_installed()
+    least = max(1, args.replicas)
+    if args.replicas < 0 or 0 < args.max_replicas < least or args.max_replicas < 0:
+        raise RequestError(f"--max-replicas must be --replicas or more, and both from 1 on, not {args.max_replicas} and {args.replicas}")
+    scale = Scale(
+        replicas=least, max_replicas=args.max_replicas, up_seconds=args.scale_up_seconds, down_seconds=args.scale_down_seconds
+    )
+    config, settings = _options(args)
+    most = f", at most {args.max_replicas}" if args.max_replicas > least else ""
+    announce = partial(_announce, more=(f"replicas  {least}{most}, on {os.environ.get('RAY_ADDRESS') or 'Ray on this machine'}",))
+    return serve_replicas(args.model, config, settings, _adapters(args.lora), scale, announce)
+
+
+def _options(args: argparse.Namespace) -> "tuple[EngineConfig, Settings]":
+    """What the flags say. The log goes to stderr from here on."""
     from headrace.assembly.options import engine_config
-    from headrace.server.serving import serve, stderr_log
+    from headrace.server.serving import stderr_log
     from headrace.server.settings import Settings
 
     keys = tuple(key for key in (*args.api_key, os.environ.get("HEADRACE_API_KEY", "")) if key)
     settings = Settings(
         api_keys=keys, model_name=args.model_name or model_name(args.model), **{name: getattr(args, name) for name in _SETTINGS}
     )
-    config = engine_config({name: getattr(args, name) for name in _ENGINE_OPTIONS})
     stderr_log(args.log_format)
-    return serve(args.model, config, settings, _adapters(args.lora), started, _announce)
+    return engine_config({name: getattr(args, name) for name in _ENGINE_OPTIONS}), settings
 
 
 def check_installed() -> None:
@@ -137,7 +172,7 @@ def _adapters(given: list[str]) -> dict[str, str]:
     return adapters
 
 
-def _announce(served: "ServedModel", port: int) -> None:
+def _announce(served: "ServedModel", port: int, more: tuple[str, ...] = ()) -> None:
     """Say what is served, and how to ask."""
     hello, settings = served.engine.hello, served.settings
     assert hello is not None
@@ -152,6 +187,7 @@ def _announce(served: "ServedModel", port: int) -> None:
         f"address   {url}/v1{'' if settings.api_keys else ' (no key needed, this machine only)'}",
         f"try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'",
     ]
+    lines[3:3] = more
     if served.advised_sampling:
         advised = ", ".join(f"{name} {value:g}" for name, value in served.advised_sampling.items())
         lines.insert(3, f"sampling  {advised}, unless a request says otherwise: as the model's authors advise")

@@ -2,19 +2,17 @@
 
 from typing import Any
 
-import msgspec
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
+from headrace.scaleout.ray_cluster import Scale
 from headrace.scaleout.ray_replica import Replica
 from headrace.scaleout.ray_router import PrefixRequestRouter  # noqa: F401 # see _ROUTER
 from headrace.server import frames
 from headrace.server.settings import Settings
 
-APP = "headrace"
-"""The name of the application, whose replicas are its deployment `replica`."""
 _HEALTH = 2.0
 """Seconds between two looks at the health of a replica."""
 _HEALTH_ANSWER = 10.0
@@ -24,19 +22,6 @@ _ROUTER = f"{__name__}.PrefixRequestRouter"
 """Ray copies a router class out of the module that it is named by, globals and all; named by this one it is imported from its own."""
 _ATTEMPTS = 3
 """Starts of a replica that may fail before the application is given up."""
-
-
-class Scale(msgspec.Struct, frozen=True, kw_only=True):
-    """How many replicas there are."""
-
-    replicas: int = 1
-    """At least."""
-    max_replicas: int = 0
-    """At most, as many as requests under way need; 0: never more than the least."""
-    up_seconds: float = 10.0
-    """For which there must have been too few before there are more."""
-    down_seconds: float = 120.0
-    """For which there must have been too many before there are fewer."""
 
 
 def replicas(setup: frames.Setup, settings: Settings, scale: Scale) -> Application:

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+import msgspec
+
 from headrace.errors import RequestError
 
 _LOOPBACK = "127.0.0.1"
@@ -32,6 +34,19 @@ _OWN = {
 }
 
 
+class Scale(msgspec.Struct, frozen=True, kw_only=True):
+    """How many replicas there are."""
+
+    replicas: int = 1
+    """At least."""
+    max_replicas: int = 0
+    """At most, as many as requests under way need; 0: never more than the least."""
+    up_seconds: float = 10.0
+    """For which there must have been too few before there are more."""
+    down_seconds: float = 120.0
+    """For which there must have been too many before there are fewer."""
+
+
 def check_installed() -> None:
     """Raise RequestError where Ray is missing."""
     if find_spec("ray") is None:
@@ -39,8 +54,9 @@ def check_installed() -> None:
 
 
 @contextmanager
-def ray_cluster(num_cpus: int) -> Iterator[None]:
-    """Ray in this process: of the cluster that `RAY_ADDRESS` names, or of one with so many cores, which ends with the context.
+def ray_cluster(num_cpus: int) -> Iterator[bool]:
+    """Ray in this process: of the cluster that `RAY_ADDRESS` names, or of one with so many cores, which ends with the context. Returns
+    whether it is such a one.
 
     Nothing may have imported Ray before. Raises RequestError where it is missing, or there is no such cluster.
     """
@@ -48,7 +64,7 @@ def ray_cluster(num_cpus: int) -> Iterator[None]:
     os.environ.update(_LOOPS)
     if os.environ.get("RAY_ADDRESS"):
         with _joined():
-            yield
+            yield False
         return
     folder = tempfile.mkdtemp(prefix="headrace-ray-")
     os.environ.update(_OWN | {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
@@ -67,7 +83,9 @@ def ray_cluster(num_cpus: int) -> Iterator[None]:
                 _node_ip_address=_LOOPBACK,
                 _temp_dir=folder,
             )
-            yield
+            logging.getLogger("ray").setLevel(logging.ERROR)
+            logging.getLogger("ray.serve").setLevel(logging.ERROR)
+            yield True
         finally:
             ray.shutdown()
     finally:

@@ -1,7 +1,7 @@
-"""From the name of a model to what the routes work with: an engine process, and beside it the reader of its prompts."""
+"""From the name of a model to what the routes work with: an engine, and beside it the reader of its prompts."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from headrace.assembly.load import open_model, read_prompts
@@ -10,24 +10,20 @@ from headrace.errors import HeadraceError
 from headrace.model import trace_model
 from headrace.prompts import PromptReader
 from headrace.server.answers.parser import AnswerStyle
-from headrace.server.engine_client import EngineClient
-from headrace.server.engine_start import StartedEngine
 from headrace.server.errors import EngineDeadError, EngineStartError
 from headrace.server.metrics import Metrics
 from headrace.server.roofline import Roofline
+from headrace.server.served_engine import ServedEngine
 from headrace.server.served_model import ServedModel
 from headrace.server.settings import Settings
 
 
 @asynccontextmanager
-async def served_model(
-    model: str, config: EngineConfig, settings: Settings, adapters: Mapping[str, str], started: StartedEngine | None = None
-) -> AsyncIterator[ServedModel]:
-    """The model behind the routes; the engine loads its weights while its prompts are made ready. All of it ends with the context.
+async def served_model(model: str, config: EngineConfig, settings: Settings, engine: ServedEngine) -> AsyncIterator[ServedModel]:
+    """The model behind the routes; the engine is started, while prompts are made ready. All of it ends with the context.
 
     Raises the errors of `load_model`, and EngineStartError.
     """
-    engine = EngineClient(model, config, adapters, settings.stall_seconds, started)
     starting = asyncio.ensure_future(engine.start())
     prompts: PromptReader | None = None
     try:
@@ -53,7 +49,7 @@ async def served_model(
             prompts.close()
 
 
-async def _started(starting: asyncio.Future[None], engine: EngineClient) -> None:
+async def _started(starting: asyncio.Future[None], engine: ServedEngine) -> None:
     try:
         await starting
     except EngineDeadError as error:

@@ -1,0 +1,60 @@
+"""Serves a model by replicas on Ray: this process is the frontend, and the replicas are actors, here or in a cluster that runs already."""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from headrace.assembly.load import open_model
+from headrace.assembly.ranks import mesh_of, threads_of
+from headrace.config import EngineConfig
+from headrace.planner.host import usable_cores
+from headrace.scaleout.fleet import Fleet
+from headrace.scaleout.ray_cluster import Scale, ray_cluster
+from headrace.server import frames
+from headrace.server.errors import EngineDeadError
+from headrace.server.serving import Announce, check, serve
+from headrace.server.settings import Settings
+
+
+def serve_replicas(model: str, config: EngineConfig, settings: Settings, adapters: Mapping[str, str], scale: Scale, announce: Announce) -> int:
+    """Serve until a signal ends it; returns the exit code. Replicas share the cores of this machine unless `config.threads` says more.
+
+    Raises RequestError where Ray is missing or the cluster cannot be joined, and as `serve`.
+    """
+    check(settings)
+    open_model(model, config)  # what is wrong with it is said before Ray is started; and no two replicas fetch it
+    mesh, most = mesh_of(config), max(scale.replicas, scale.max_replicas)
+    config = replace(config, threads=config.threads or max(1, usable_cores() // (most * mesh.ranks)))
+    with ray_cluster(most * threads_of(config, mesh) * mesh.ranks) as is_ours:
+        from headrace.scaleout.ray_app import replicas
+        from headrace.scaleout.ray_dispatcher import RayDispatcher
+
+        # In a cluster of others there may be more applications, of this name as well.
+        app = "headrace" if is_ours else f"headrace-{secrets.token_hex(4)}"
+        application = replicas(frames.Setup(model, config, dict(adapters)), settings, scale)
+        try:
+            dispatcher = RayDispatcher(partial(_deploy, application, app), app)
+            return serve(model, config, settings, Fleet(dispatcher, config.seed), announce)
+        finally:
+            if not is_ours:
+                _delete(app)
+
+
+def _deploy(application: Any, app: str) -> Any:
+    """A handle to the replicas of an application, once there are all that it begins with. Raises EngineDeadError."""
+    from ray import serve as ray_serve
+
+    ray_serve.start(proxy_location="Disabled")  # nothing of Ray listens for HTTP, unless it does already
+    try:
+        return ray_serve.run(application, name=app, route_prefix=None)
+    except RuntimeError as error:
+        *_, last = str(error).strip().splitlines()
+        raise EngineDeadError(f"the replicas could not be started: {last.strip()}") from None
+
+
+def _delete(app: str) -> None:
+    from ray import serve as ray_serve
+
+    ray_serve.delete(app)
