@@ -83,8 +83,6 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
                 _node_ip_address=_LOOPBACK,
                 _temp_dir=folder,
             )
-            logging.getLogger("ray").setLevel(logging.ERROR)
-            logging.getLogger("ray.serve").setLevel(logging.ERROR)
             yield True
         finally:
             ray.shutdown()

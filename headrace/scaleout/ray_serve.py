@@ -1,5 +1,6 @@
 """Serves a model by replicas on Ray: this process is the frontend, and the replicas are actors, here or in a cluster that runs already."""
 
+import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
@@ -46,6 +47,7 @@ def _deploy(application: Any, app: str) -> Any:
     """A handle to the replicas of an application, once there are all that it begins with. Raises EngineDeadError."""
     from ray import serve as ray_serve
 
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # importing it has set another
     ray_serve.start(proxy_location="Disabled")  # nothing of Ray listens for HTTP, unless it does already
     try:
         return ray_serve.run(application, name=app, route_prefix=None)

@@ -1,0 +1,183 @@
+"""Replicas on Ray. `make test-ray` runs this: it needs the extra `ray`, without which everything else is tested."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace import LLM, SamplingParams
+from tests.checkpoint.conftest import write_tiny_gguf
+from tests.scaleout.on_ray import OnRay, command_of, descendants, serving, still_there, text_of
+from tests.server.running import until
+
+FLAGS = ("--threads", "1", "--kv-blocks", "1024", "--max-num-seqs", "16")
+STREAMS = 20
+LENGTH = 600
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = write_tiny_gguf(tmp_path_factory.mktemp("ray") / "tiny.gguf", {"llama.context_length": 4096})
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def server(model: str) -> Iterator[OnRay]:
+    with serving(model, "--replicas", "2", *FLAGS) as server:
+        yield server
+
+
+def asked(number: int, length: int = LENGTH) -> dict[str, Any]:
+    """A request whose answer is the same wherever it runs: greedy, or drawn with its seed, with penalties that count its own output."""
+    drawn = {"temperature": 0.8, "seed": number, "frequency_penalty": 0.4, "min_tokens": 20} if number % 2 else {"temperature": 0}
+    return {"prompt": f"The story of the number {number}: once", "max_tokens": length, "ignore_eos": True, **drawn}
+
+
+def alone(model: str, numbers: range, length: int = LENGTH) -> list[str]:
+    """What one engine in this process answers."""
+    with LLM(model, threads=1, kv_blocks=1024) as llm:
+        prompts, params = [], []
+        for number in numbers:
+            request = asked(number, length)
+            prompts.append(request.pop("prompt"))
+            params.append(SamplingParams(**request))
+        return [output.outputs[0].text for output in llm.generate(prompts, params)]
+
+
+def test_a_replica_dies_under_twenty_streams_and_no_text_changes(server: OnRay, model: str) -> None:
+    expected = alone(model, range(STREAMS))
+    begun, killed = threading.Barrier(STREAMS + 1), threading.Event()
+
+    def stream(number: int) -> str:
+        connection = server.connect()
+        try:
+            connection.request("POST", "/v1/completions", _json(asked(number) | {"stream": True}), {"content-type": "application/json"})
+            response = connection.getresponse()
+            assert response.status == 200
+            first = response.readline()
+            begun.wait(30)
+            killed.wait(30)  # what has come meanwhile is kept for this reader, and is not all that it asked for
+            return text_of(_events(first + response.read()))
+        finally:
+            connection.close()
+
+    before = server.replicas()
+    assert len(before) == 2
+    with ThreadPoolExecutor(STREAMS) as pool:
+        answers = [pool.submit(stream, number) for number in range(STREAMS)]
+        begun.wait(30)
+        os.kill(before[0], signal.SIGKILL)
+        killed.set()
+        texts = [answer.result() for answer in answers]
+    assert texts == expected
+    gone_on = [line for line in server.log if "goes on elsewhere" in line]
+    assert gone_on, "nothing ran on the replica that was killed"
+    until(lambda: len(server.replicas()) == 2 and before[0] not in server.replicas())  # Ray starts another
+
+
+def test_what_begins_alike_goes_to_the_replica_that_has_it(server: OnRay) -> None:
+    prompt = "A preface that many requests have in common, of more than a few blocks of tokens, so that it is worth finding again. " * 3
+    cached = []
+    for number in range(6):
+        reply = server.post("/v1/completions", {"prompt": prompt + str(number), "max_tokens": 2}).json
+        cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == 0 and min(cached[1:]) >= 256, cached
+
+
+def test_a_client_that_leaves_ends_its_request(server: OnRay) -> None:
+    connection = server.open_stream("/v1/completions", asked(0, 3000) | {"stream": True})
+    assert connection.recv(100)
+    connection.close()
+    until(server.at_rest)
+
+
+def test_bad_requests_are_refused_by_the_engine_behind(server: OnRay) -> None:
+    reply = server.post("/v1/completions", {"prompt": [999_999], "max_tokens": 2})
+    assert reply.status == 400 and "vocabulary" in reply.json["error"]["message"]
+    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status == 200
+
+
+def test_only_who_has_the_token_gets_into_the_cluster(server: OnRay) -> None:
+    (raylet,) = [pid for pid, command in server.below().items() if "/raylet/raylet " in command]
+    (address,) = {word.partition("=")[2] for word in command_of(raylet).split() if word.startswith("--gcs-address=")}
+    variables = dict(pair.partition("=")[::2] for pair in Path(f"/proc/{raylet}/environ").read_text().split("\0") if pair)
+    program = f"import ray; ray.init({address!r}, log_to_driver=False); print(len(ray.nodes()))"
+
+    def ask(token: str) -> subprocess.CompletedProcess[str]:
+        env = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+
+    assert address.startswith("127.0.0.1:")
+    assert ask(variables["RAY_AUTH_TOKEN"]).stdout.strip() == "1"
+    refused = ask("0" * 64)
+    assert refused.returncode != 0 and not refused.stdout.strip()
+
+
+def test_more_replicas_come_and_go_under_load_and_nothing_is_dropped(model: str) -> None:
+    flags = ("--replicas", "1", "--max-replicas", "2", "--scale-up-seconds", "1", "--scale-down-seconds", "2")
+    expected = alone(model, range(24), 150)
+    with serving(model, *flags, "--threads", "1", "--kv-blocks", "1024", "--max-num-seqs", "4") as server:
+        over, quiet = threading.Event(), threading.Event()
+
+        def ask_on(lane: int) -> int:
+            count = 0
+            while not over.is_set() and not (lane and quiet.is_set()):
+                number = (lane + 7 * count) % 24
+                reply = server.post("/v1/completions", asked(number, 150))
+                assert reply.status == 200, reply.body
+                assert reply.json["choices"][0]["text"] == expected[number]
+                count += 1
+            return count
+
+        with ThreadPoolExecutor(12) as pool:
+            lanes = [pool.submit(ask_on, lane) for lane in range(12)]
+            try:
+                until(lambda: len(server.replicas()) == 2 or _failed(lanes))
+                until(lambda: _answered(server) == 2 or _failed(lanes))
+                quiet.set()  # one lane goes on alone
+                until(lambda: len(server.replicas()) == 1 or _failed(lanes))
+            finally:
+                over.set()
+            assert all(lane.result() > 0 for lane in lanes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_however_it_ends(model: str, number: int) -> None:
+    before = set(Path(tempfile.gettempdir()).glob("headrace-ray-*"))
+    server = OnRay(model, "--replicas", "1", *FLAGS)
+    below = server.below()
+    assert any("raylet" in command for command in below.values())
+    code = server.stop(number)
+    assert not still_there(below)
+    if number == signal.SIGINT:
+        assert code == 0 and set(Path(tempfile.gettempdir()).glob("headrace-ray-*")) == before
+
+
+def _answered(server: OnRay) -> int:
+    """Replicas that say of themselves that they are there."""
+    return int(server.figures()["headrace_kv_blocks"]) // 1024
+
+
+def _failed(lanes: list[Any]) -> bool:
+    return any(lane.done() and lane.exception() for lane in lanes)
+
+
+def _json(value: Any) -> bytes:
+    import json
+
+    return json.dumps(value).encode()
+
+
+def _events(body: bytes) -> list[Any]:
+    from tests.server.running import Reply
+
+    return Reply(200, {}, body).events

@@ -1,0 +1,73 @@
+"""`headrace serve --replicas`, and the processes below it."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.server.running import SECONDS, Running
+
+REPLICA = "ray::ServeReplica:headrace:replica"
+
+
+class OnRay(Running):
+    """A server whose replicas are actors."""
+
+    def below(self) -> dict[int, str]:
+        """The processes that it has started, they and what they have started, with their command lines."""
+        return descendants(self.process.pid)
+
+    def replicas(self) -> list[int]:
+        """Those that are replicas."""
+        return [pid for pid, command in self.below().items() if command.startswith(REPLICA)]
+
+
+@contextlib.contextmanager
+def serving(model: str, *flags: str, number: int = signal.SIGTERM) -> Iterator[OnRay]:
+    """A server that ends with the context by a signal, and leaves nothing."""
+    server = OnRay(model, *flags)
+    try:
+        yield server
+    finally:
+        below = server.below()
+        code = server.stop(number)
+        assert code == 0, "".join(server.log)
+        assert not still_there(below), "processes are left"
+
+
+def descendants(pid: int) -> dict[int, str]:
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
+    found, left = dict[int, str](), [pid]
+    while left:
+        for child in parents.get(left.pop(), []):
+            found[child] = command_of(child)
+            left.append(child)
+    return found
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def still_there(processes: dict[int, str], seconds: float = SECONDS) -> dict[int, str]:
+    """Those that have not ended in so many seconds."""
+    end = time.monotonic() + seconds
+    while left := {pid: command for pid, command in processes.items() if command and command_of(pid) == command}:
+        if time.monotonic() > end:
+            return left
+        time.sleep(0.05)
+    return {}
+
+
+def text_of(events: list[Any]) -> str:
+    """The text of a stream of completions; it must have come to its end."""
+    assert events[-1] == "[DONE]" and not any("error" in event for event in events[:-1]), events[-2:]
+    return "".join(choice["text"] for event in events[:-1] for choice in event["choices"])
