@@ -113,7 +113,7 @@ def test_only_who_has_the_token_gets_into_the_cluster(server: OnRay) -> None:
     program = f"import ray; ray.init({address!r}, log_to_driver=False); print(len(ray.nodes()))"
 
     def ask(token: str) -> subprocess.CompletedProcess[str]:
-        env = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        env = os.environ | {name: value for name, value in variables.items() if name.startswith("RAY_")} | {"RAY_AUTH_TOKEN": token}
         return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
 
     assert address.startswith("127.0.0.1:")
