@@ -18,6 +18,7 @@ from headrace.config import EngineConfig
 from headrace.errors import RequestError
 from headrace.server.app import make_app
 from headrace.server.asgi import Message
+from headrace.server.engine_client import EngineClient
 from headrace.server.errors import EngineDeadError
 from headrace.server.gate import Gate
 from headrace.server.loading import served_model
@@ -103,7 +104,7 @@ async def _run(
 ) -> tuple[int, int]:
     count = failed = 0
     with _opened(source) as lines, target.open("ab", buffering=0) as answers:
-        async with served_model(model, config, settings, {}) as served:
+        async with served_model(model, config, settings, EngineClient(model, config, {}, settings.stall_seconds)) as served:
             app, places = make_app(served), iter(left)
 
             async def lane() -> None:

@@ -1,33 +1,30 @@
-"""From the name of a model to what the routes work with: an engine process, and beside it the reader of its prompts."""
+"""From the name of a model to what the routes work with: an engine, and beside it the reader of its prompts."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from headrace.assembly.load import open_model, read_prompts
+from headrace.checkpoint.fingerprint import fingerprint
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError
 from headrace.model import trace_model
 from headrace.prompts import PromptReader
 from headrace.server.answers.parser import AnswerStyle
-from headrace.server.engine_client import EngineClient
-from headrace.server.engine_start import StartedEngine
 from headrace.server.errors import EngineDeadError, EngineStartError
 from headrace.server.metrics import Metrics
 from headrace.server.roofline import Roofline
+from headrace.server.served_engine import ServedEngine
 from headrace.server.served_model import ServedModel
 from headrace.server.settings import Settings
 
 
 @asynccontextmanager
-async def served_model(
-    model: str, config: EngineConfig, settings: Settings, adapters: Mapping[str, str], started: StartedEngine | None = None
-) -> AsyncIterator[ServedModel]:
-    """The model behind the routes; the engine loads its weights while its prompts are made ready. All of it ends with the context.
+async def served_model(model: str, config: EngineConfig, settings: Settings, engine: ServedEngine) -> AsyncIterator[ServedModel]:
+    """The model behind the routes; the engine is started while its prompts are made ready. All of it ends with the context.
 
     Raises the errors of `load_model`, and EngineStartError.
     """
-    engine = EngineClient(model, config, adapters, settings.stall_seconds, started)
     starting = asyncio.ensure_future(engine.start())
     prompts: PromptReader | None = None
     try:
@@ -38,12 +35,13 @@ async def served_model(
         templates = "\n".join(filter(None, (checkpoint.chat_template, checkpoint.tool_template)))
         style = AnswerStyle.of(templates, settings.tool_call_parser, settings.reasoning_parser)
         program = await asyncio.to_thread(trace_model, checkpoint.spec, checkpoint.tensors)
+        mark = await asyncio.to_thread(fingerprint, checkpoint, tokenizer) if settings.worker else ""
         del checkpoint  # it keeps the file open
         await _started(starting, engine)
         assert engine.hello is not None, "it has started"
         roofline = await asyncio.to_thread(Roofline, program, engine.hello)
         metrics = Metrics(lambda: engine.report.figures, lambda: engine.restarts)
-        yield ServedModel(settings, engine, prompts, tokenizer, advised, style, metrics, roofline)
+        yield ServedModel(settings, engine, prompts, tokenizer, advised, style, metrics, roofline, mark)
     finally:
         starting.cancel()
         with suppress(asyncio.CancelledError, HeadraceError):
@@ -53,7 +51,7 @@ async def served_model(
             prompts.close()
 
 
-async def _started(starting: asyncio.Future[None], engine: EngineClient) -> None:
+async def _started(starting: asyncio.Future[None], engine: ServedEngine) -> None:
     try:
         await starting
     except EngineDeadError as error:

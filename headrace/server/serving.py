@@ -18,10 +18,10 @@ from headrace.config import EngineConfig
 from headrace.errors import HeadraceError, RequestError
 from headrace.server.app import make_app
 from headrace.server.connection import Connection
-from headrace.server.engine_start import StartedEngine
 from headrace.server.gate import LOOPBACK
 from headrace.server.loading import served_model
 from headrace.server.request_record import JsonFormatter, log_request
+from headrace.server.served_engine import ServedEngine
 from headrace.server.served_model import ServedModel
 from headrace.server.settings import Settings
 from headrace.server.tracing import Tracer, otlp_exporter
@@ -47,10 +47,8 @@ Announce = Callable[[ServedModel, int], None]
 """Called with what is served and its port once it is ready."""
 
 
-def serve(
-    model: str, config: EngineConfig, settings: Settings, adapters: dict[str, str], started: StartedEngine, announce: Announce
-) -> int:
-    """Serve until a signal ends it; returns the exit code. `started` becomes the first engine.
+def serve(model: str, config: EngineConfig, settings: Settings, make_engine: Callable[[], ServedEngine], announce: Announce) -> int:
+    """Serve until a signal ends it; returns the exit code. `make_engine` is called within the event loop.
 
     Raises the errors of `load_model`, PortInUseError and EngineStartError.
     """
@@ -60,7 +58,7 @@ def serve(
         if tracer:
             held.callback(tracer.close)
         listener = held.enter_context(listen(settings))
-        return asyncio.run(_serve(model, config, settings, adapters, started, listener, tracer, announce))
+        return asyncio.run(_serve(model, config, settings, make_engine, listener, tracer, announce))
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -83,13 +81,12 @@ async def _serve(
     model: str,
     config: EngineConfig,
     settings: Settings,
-    adapters: dict[str, str],
-    started: StartedEngine,
+    make_engine: Callable[[], ServedEngine],
     listener: socket.socket,
     tracer: Tracer | None,
     announce: Announce,
 ) -> int:
-    async with served_model(model, config, settings, adapters, started) as served:
+    async with served_model(model, config, settings, make_engine()) as served:
         return await _listen_and_drain(served, listener, tracer, announce)
 
 

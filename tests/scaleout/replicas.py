@@ -156,6 +156,8 @@ def status_of(replica: Replica) -> ReplicaStatus:
         threads=1,
         backend="reference",
         lossy="",
+        activations="int8",
+        block_size=limits.kv.block_size,
     )
     report = report_of(replica.thread.call(replica.engine.stats))
     return ReplicaStatus(

@@ -67,12 +67,12 @@ async def hear(stream: Stream) -> Heard:
 
 
 def within(
-    work: Callable[[Fleet, LocalReplicas], Awaitable[None]], number: int = 2, make: Callable[[], Engine] = engine, **options: Any
+    work: Callable[[Fleet, LocalReplicas], Awaitable[None]], number: int = 2, **options: Any
 ) -> None:
     """Do something with a fleet of so many replicas."""
 
     async def run() -> None:
-        replicas = LocalReplicas(make, number)
+        replicas = LocalReplicas(engine, number)
         fleet = Fleet(replicas, **options)
         await fleet.start()
         try:
