@@ -138,9 +138,9 @@ class TestImports:
         """And what the server and its spans need is imported by the server alone, what links ranks where there are several."""
         extras = PROJECT["optional-dependencies"]
         known = modules([*PROJECT["dependencies"], *extras["hub"], *extras["structured"]]) | set(sys.stdlib_module_names) | {"headrace"}
-        own = modules([*extras["server"], *extras["otel"]])
         for file in FILES:
             serves = part_of(file) in ("server", "scaleout") or name_of(file) == "headrace/cli/serve.py"
+            own = modules([*extras["server"], *extras["otel"], *(extras["route"] if part_of(file) == "scaleout" else ())])
             links = modules(extras["distributed"]) if part_of(file) == "parallel" else set()
             assert not {name.partition(".")[0] for name in imports(file)} - known - links - (own if serves else set()), name_of(file)
 

@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer what is left; the exit code is 1 where an answer is an error."""
-    from headrace.cli.serve import check_installed, model_name
+    from headrace.cli.server_flags import check_installed, model_name
 
     check_installed()
     from rich.console import Console

@@ -19,6 +19,7 @@ from headrace.errors import HeadraceError, MemoryLimitError, RequestError
 VERBS = {  # each is a module of this package with `configure(parser)` and `run(args) -> exit code`
     "run": "answer a prompt, or chat",
     "serve": "serve a model over HTTP, as OpenAI's API",
+    "route": "serve a model that workers run, here or elsewhere, as one server",
     "batch": "answer many requests from a file, offline",
     "pull": "fetch a model",
     "rm": "remove a model that was fetched",

@@ -6,19 +6,16 @@ under way have --drain-seconds to end, and a second signal ends them at once.
 
 import argparse
 import os
-import sys
 from dataclasses import fields
-from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import add_activations, add_kv_dtype, add_model, add_threads
+from headrace.cli.arguments import add_activations, add_kv_dtype, add_threads
+from headrace.cli.server_flags import add_server, announce, check_installed, settings_of
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
     from headrace.server.engine_start import StartedEngine
-    from headrace.server.served_model import ServedModel
     from headrace.server.settings import Settings
 
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
@@ -26,63 +23,22 @@ _ENGINE_OPTIONS = (
     *("threads", "kv_dtype", "activations", "max_model_len", "max_num_seqs", "kv_blocks", "chunked_prefill_size", "queue_timeout"),
     *("proposer", "draft_model"),
 )
-_SETTINGS = (
-    "host",
-    "port",
-    "max_waiting",
-    "max_per_key",
-    "request_timeout",
-    "receive_timeout",
-    "send_timeout",
-    "drain_seconds",
-    "stall_seconds",
-    "otlp_endpoint",
-    "ignore_advised_sampling",
-    "tool_call_parser",
-    "reasoning_parser",
-    "allow_adapter_changes",
-)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this verb."""
-    add_model(parser, optional=True)
-    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen")
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="0: any that is free")
-    parser.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY", help="what requests must bring; HEADRACE_API_KEY has one as well"
-    )
-    parser.add_argument("--model-name", metavar="NAME", help="what clients call the model; MODEL if left out")
+    limits = add_server(parser)
     parser.add_argument(
         "--lora", action="append", default=[], metavar="NAME=PATH", help="a LoRA adapter, which clients name in place of the model"
     )
-    parser.add_argument(
-        "--tool-call-parser", metavar="NAME", help="how the model writes calls of tools; by its template if left out, or none"
-    )
-    parser.add_argument("--reasoning-parser", metavar="NAME", help="how it writes its reasoning; by its template if left out, or none")
-    parser.add_argument(
-        "--ignore-advised-sampling", action="store_true", help="leave alone what generation_config.json says of temperature and the like"
-    )
-    limits = parser.add_argument_group("limits")
-    limits.add_argument("--max-waiting", type=int, default=256, metavar="N", help="sequences that may wait; beyond that requests get 503")
-    limits.add_argument("--max-per-key", type=int, default=0, metavar="N", help="requests of one key at a time; 0: no limit")
-    limits.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="seconds after which a request ends")
+    parser.add_argument("--worker", action="store_true", help="routes for `headrace route`, which is trusted: see docs/scaleout.md")
     limits.add_argument("--queue-timeout", type=float, default=0.0, metavar="S", help="seconds that one may wait to begin; 0: no limit")
-    limits.add_argument("--receive-timeout", type=float, default=60.0, metavar="S", help="for a client to send the head, then the body")
-    limits.add_argument(
-        "--send-timeout", type=float, default=60.0, metavar="S", help="after which a client that takes nothing of its answer is cut off"
-    )
-    limits.add_argument("--drain-seconds", type=float, default=30.0, metavar="S", help="for requests under way when the server ends")
     limits.add_argument("--stall-seconds", type=float, default=60.0, metavar="S", help="of one step, after which the engine is restarted")
-    limits.add_argument("--allow-adapter-changes", action="store_true", help="routes that load and unload adapters")
     several = parser.add_argument_group("replicas, on Ray")
-    several.add_argument("--replicas", type=int, default=0, metavar="N", help="engines behind this address, each a process; 0: one, without Ray")
-    several.add_argument("--max-replicas", type=int, default=0, metavar="N", help="as many as requests need; 0: never more than --replicas")
-    several.add_argument("--scale-up-seconds", type=float, default=10.0, metavar="S", help="for which there were too few before there are more")
+    several.add_argument("--replicas", type=int, default=0, metavar="N", help="engines, each a process; 0: one, without Ray")
+    several.add_argument("--max-replicas", type=int, default=0, metavar="N", help="as many as requests need; 0: no more than --replicas")
+    several.add_argument("--scale-up-seconds", type=float, default=10.0, metavar="S", help="of too few replicas before there are more")
     several.add_argument("--scale-down-seconds", type=float, default=120.0, metavar="S", help="the same for too many")
-    watching = parser.add_argument_group("watching")
-    watching.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log on stderr")
-    watching.add_argument("--otlp-endpoint", default="", metavar="URL", help="where OpenTelemetry spans go: http://HOST:4318/v1/traces")
     engine = parser.add_argument_group("engine")
     add_threads(engine)
     add_kv_dtype(engine)
@@ -114,52 +70,37 @@ def _serve(args: argparse.Namespace, started: "StartedEngine") -> int:
     from headrace.server.engine_client import EngineClient
     from headrace.server.serving import serve
 
-    config, settings = _options(args)
-    engine = EngineClient(args.model, config, _adapters(args.lora), settings.stall_seconds, started)
-    return serve(args.model, config, settings, engine, _announce)
+    config, settings, adapters = _options(args), _settings(args), _adapters(args.lora)
+    return serve(
+        args.model, config, settings, lambda: EngineClient(args.model, config, adapters, settings.stall_seconds, started), announce
+    )
 
 
 def _serve_replicas(args: argparse.Namespace) -> int:
-    from headrace.scaleout.ray_cluster import Scale, check_installed
+    check_installed("several replicas", "ray", "ray")
+    from headrace.scaleout.ray_cluster import Scale
     from headrace.scaleout.ray_serve import serve_replicas
 
-    check_installed()
-    least = max(1, args.replicas)
-    if args.replicas < 0 or 0 < args.max_replicas < least or args.max_replicas < 0:
-        raise RequestError(f"--max-replicas must be --replicas or more, and both from 1 on, not {args.max_replicas} and {args.replicas}")
-    scale = Scale(
-        replicas=least, max_replicas=args.max_replicas, up_seconds=args.scale_up_seconds, down_seconds=args.scale_down_seconds
+    least, most = max(1, args.replicas), max(1, args.replicas, args.max_replicas)
+    if min(args.replicas, args.max_replicas) < 0 or 0 < args.max_replicas < least:
+        raise RequestError(f"--max-replicas must be no less than --replicas, or 0, not {args.max_replicas} with {args.replicas}")
+    if args.worker:
+        raise RequestError("--worker is for one engine behind `headrace route`: leave it out, or --replicas")
+    scale = Scale(replicas=least, max_replicas=most, up_seconds=args.scale_up_seconds, down_seconds=args.scale_down_seconds)
+    said = f"replicas  {least}{f' to {most}' if most > least else ''}, on {os.environ.get('RAY_ADDRESS') or 'Ray on this machine'}"
+    return serve_replicas(
+        args.model, _options(args), _settings(args), _adapters(args.lora), scale, lambda served, port: announce(served, port, said)
     )
-    config, settings = _options(args)
-    most = f", at most {args.max_replicas}" if args.max_replicas > least else ""
-    announce = partial(_announce, more=(f"replicas  {least}{most}, on {os.environ.get('RAY_ADDRESS') or 'Ray on this machine'}",))
-    return serve_replicas(args.model, config, settings, _adapters(args.lora), scale, announce)
 
 
-def _options(args: argparse.Namespace) -> "tuple[EngineConfig, Settings]":
-    """What the flags say. The log goes to stderr from here on."""
+def _options(args: argparse.Namespace) -> EngineConfig:
     from headrace.assembly.options import engine_config
-    from headrace.server.serving import stderr_log
-    from headrace.server.settings import Settings
 
-    keys = tuple(key for key in (*args.api_key, os.environ.get("HEADRACE_API_KEY", "")) if key)
-    settings = Settings(
-        api_keys=keys, model_name=args.model_name or model_name(args.model), **{name: getattr(args, name) for name in _SETTINGS}
-    )
-    stderr_log(args.log_format)
-    return engine_config({name: getattr(args, name) for name in _ENGINE_OPTIONS}), settings
+    return engine_config({name: getattr(args, name) for name in _ENGINE_OPTIONS})
 
 
-def check_installed() -> None:
-    """Raise RequestError where the packages that the server needs are missing."""
-    for package in ("msgspec", "prometheus_client", "uvicorn", "httptools"):
-        if find_spec(package) is None:
-            raise RequestError(f"the server needs the package {package}: pip install 'headrace[server]'")
-
-
-def model_name(model: str) -> str:
-    """The last part of a path; what is no path stands as it is."""
-    return os.path.basename(model.rstrip("/")) or model
+def _settings(args: argparse.Namespace) -> "Settings":
+    return settings_of(args, stall_seconds=args.stall_seconds, worker=args.worker)
 
 
 def _adapters(given: list[str]) -> dict[str, str]:
@@ -170,27 +111,3 @@ def _adapters(given: list[str]) -> dict[str, str]:
             raise RequestError(f"--lora takes a name of its own and a path, NAME=PATH, not {lora!r}")
         adapters[name] = path
     return adapters
-
-
-def _announce(served: "ServedModel", port: int, more: tuple[str, ...] = ()) -> None:
-    """Say what is served, and how to ask."""
-    hello, settings = served.engine.hello, served.settings
-    assert hello is not None
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    url = f"http://{host}:{port}"
-    key = " -H 'Authorization: Bearer KEY'" if settings.api_keys else ""
-    body = f'{{"model": "{settings.model_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-    lines = [
-        f"model     {settings.model_name} ({hello.architecture}), {hello.backend}, {hello.threads} threads",
-        f"memory    {hello.weight_bytes / 1e6:,.0f} MB of weights, {hello.kv_bytes / 1e6:,.0f} MB of KV in {hello.kv_dtype}",
-        f"context   {hello.max_model_len:,} tokens; KV for {hello.kv_tokens:,}, at most {hello.max_num_seqs:,} sequences at once",
-        f"address   {url}/v1{'' if settings.api_keys else ' (no key needed, this machine only)'}",
-        f"try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'",
-    ]
-    lines[3:3] = more
-    if served.advised_sampling:
-        advised = ", ".join(f"{name} {value:g}" for name, value in served.advised_sampling.items())
-        lines.insert(3, f"sampling  {advised}, unless a request says otherwise: as the model's authors advise")
-    if hello.lossy:
-        lines.insert(1, f"lossy     {hello.lossy}")
-    print("\n".join(lines), file=sys.stderr, flush=True)

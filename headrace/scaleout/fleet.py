@@ -105,6 +105,7 @@ class Fleet:
         timeout: float | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        output_token_ids: list[list[int]] | None = None,
     ) -> Stream:
         """Send a request, and return the stream of what comes of it once a replica has taken it.
 
@@ -114,7 +115,7 @@ class Fleet:
         if self._closed:
             raise NotReadyError("closed", "the server is shutting down")
         number = next(self._numbers)
-        asked = frames.Add(str(number), prompt_token_ids, params, pooling, priority, timeout, cache_salt, adapter)
+        asked = frames.Add(str(number), prompt_token_ids, params, pooling, priority, timeout, cache_salt, adapter, output_token_ids or [])
         stream = Stream(asked.id, asked, self._abort)
         self._running[asked.id] = asyncio.ensure_future(self._run(with_seed(asked, self._seed, number), stream))
         try:

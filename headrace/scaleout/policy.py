@@ -142,7 +142,7 @@ class PrefixRouter:
             self._active[routed.number] = active._replace(rows=0)
 
     def ended(self, routed: Routed, tokens: Sequence[int] | None = None) -> None:
-        """A request has ended, or nobody wants it any more. `tokens`: prompt and output, which the replica holds now; None: unknown."""
+        """A request has ended, or is not wanted any more. `tokens`: prompt and output, which the replica holds now; None: unknown."""
         active = self._active.pop(routed.number, None)
         if active:
             self._loads.first_token(active.replica, active.rows)

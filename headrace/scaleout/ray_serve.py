@@ -37,7 +37,7 @@ def serve_replicas(model: str, config: EngineConfig, settings: Settings, adapter
         application = replicas(frames.Setup(model, config, dict(adapters)), settings, scale)
         try:
             dispatcher = RayDispatcher(partial(_deploy, application, app), app)
-            return serve(model, config, settings, Fleet(dispatcher, config.seed), announce)
+            return serve(model, config, settings, lambda: Fleet(dispatcher, config.seed), announce)
         finally:
             if not is_ours:
                 _delete(app)

@@ -35,7 +35,7 @@ class Resumable:
         params = asked.params
         self._begins_anew = params is None or params.beam_width is not None or asked.pooling is not None
         """Whether nothing is told of it before its end, so that it never goes on behind its outputs."""
-        self._outputs: list[list[int]] = [[] for _ in range(params.n if params else 1)]
+        self._outputs = [tokens[:] for tokens in asked.output_token_ids] or [[] for _ in range(params.n if params else 1)]
         self._finished = set[int]()
 
     @property

@@ -18,7 +18,7 @@ _SUSPECT, _REFUSED = 2, 3
 
 
 class Suspects:
-    """What is remembered of replicas that died. A request is known by what it asks for, so it makes no difference which client sends it again."""
+    """What is remembered of replicas that died. A request is known by what it asks for, whichever client sends it again."""
 
     def __init__(self) -> None:
         self._boots: dict[bytes, dict[str, float]] = {}

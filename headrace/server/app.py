@@ -20,6 +20,7 @@ from headrace.server import (
     responses_records,
     stats_page,
     tokens,
+    worker,
 )
 from headrace.server import openai_records as records
 from headrace.server.asgi import Call
@@ -66,12 +67,18 @@ ROUTES = {
     "/stats/blocks": Route("GET", stats_page.blocks),
     **{path: Route("GET", page.file) for path in page.FILES},
 }
+WORKER_ROUTES = {
+    "/worker/generate": Route("POST", worker.generate),
+    "/worker/status": Route("GET", worker.status),
+}
+"""Those that a worker has as well, for its frontend alone: they are not described."""
 _ONE_MODEL = "/v1/models/"
 
 
 def make_app(served: ServedModel, observers: Iterable[Observer] = ()) -> Gate:
     """The ASGI application; `observers` hear of every request at its end."""
-    routes = {path: {route.method: partial(route.handler, served)} for path, route in ROUTES.items()}
+    listed = ROUTES | (WORKER_ROUTES if served.settings.worker else {})
+    routes = {path: {route.method: partial(route.handler, served)} for path, route in listed.items()}
     return Gate(routes, {_ONE_MODEL: partial(health.one_model, served)}, served.settings, (served.metrics.request_ended, *observers))
 
 

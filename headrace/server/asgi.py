@@ -58,18 +58,7 @@ class Call:
         """The body as a record. Raises ApiError for one that is too large, or not JSON, or not this record."""
         # Where no type is given JSON is meant; but another site's page may send a body without one, while for JSON its browser asks first.
         assumed = "" if self.header("origin") else "application/json"
-        content_type = (self.header("content-type") or assumed).partition(";")[0].strip().lower()
-        if content_type != "application/json":
-            raise ApiError(415, "unsupported_media_type", "the body must be application/json")
-        if self.header("content-encoding") not in (None, "identity"):
-            raise ApiError(415, "unsupported_media_type", "the body must not be compressed")
-        try:
-            async with asyncio.timeout(self._settings.receive_timeout):
-                body = await self._body()
-        except TimeoutError:
-            late = ApiError(408, "request_timeout", f"the body did not come within {self._settings.receive_timeout:g} s")
-            late.headers["connection"] = "close"
-            raise late from None
+        body = await self.read_body("application/json", assumed)
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
@@ -81,6 +70,20 @@ class Call:
             raise invalid(f"{path.lstrip('.') or 'the body'}: {message}", param, "invalid_value") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
+
+    async def read_body(self, content_type: str, assumed: str = "") -> bytes:
+        """The body, which must say that it is of this type; `assumed` is the type of one that says nothing. Raises ApiError."""
+        if (self.header("content-type") or assumed).partition(";")[0].strip().lower() != content_type:
+            raise ApiError(415, "unsupported_media_type", f"the body must be {content_type}")
+        if self.header("content-encoding") not in (None, "identity"):
+            raise ApiError(415, "unsupported_media_type", "the body must not be compressed")
+        try:
+            async with asyncio.timeout(self._settings.receive_timeout):
+                return await self._body()
+        except TimeoutError:
+            late = ApiError(408, "request_timeout", f"the body did not come within {self._settings.receive_timeout:g} s")
+            late.headers["connection"] = "close"
+            raise late from None
 
     async def _body(self) -> bytes:
         parts, size, most = [], 0, self._settings.max_body_bytes
@@ -132,12 +135,16 @@ class Call:
 
     async def stream(self, events: AsyncGenerator[bytes], keepalive: float) -> None:
         """Answer with events as they come, and a comment where none came for so many seconds. Raises Disconnected."""
-        await self._begin(200, _STREAM_HEADERS)
         pinging = asyncio.ensure_future(self._ping(keepalive))
         try:
-            await self.while_connected(self._pass_on(events))
+            await self.stream_bytes(events, _STREAM_HEADERS)
         finally:
             pinging.cancel()
+
+    async def stream_bytes(self, parts: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
+        """Answer with the parts of a body as they come. Raises Disconnected."""
+        await self._begin(200, headers)
+        await self.while_connected(self._pass_on(parts))
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _pass_on(self, events: AsyncGenerator[bytes]) -> None:

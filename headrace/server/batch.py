@@ -104,8 +104,7 @@ async def _run(
 ) -> tuple[int, int]:
     count = failed = 0
     with _opened(source) as lines, target.open("ab", buffering=0) as answers:
-        engine = EngineClient(model, config, {}, settings.stall_seconds)
-        async with served_model(model, config, settings, engine) as served:
+        async with served_model(model, config, settings, EngineClient(model, config, {}, settings.stall_seconds)) as served:
             app, places = make_app(served), iter(left)
 
             async def lane() -> None:

@@ -185,4 +185,6 @@ def hello(engine: Engine, spec: ModelSpec) -> frames.Hello:
         threads=config.threads,
         backend=config.backend,
         lossy=config.lossy,
+        activations=config.activations,
+        block_size=limits.kv.block_size,
     )

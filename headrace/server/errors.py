@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from headrace.errors import HeadraceError
+from headrace.server.frames import ErrorKind
 
 
 class EngineError(HeadraceError):
@@ -17,7 +18,7 @@ class EngineError(HeadraceError):
 class RefusedError(EngineError):
     """The engine cannot serve the request as it is."""
 
-    def __init__(self, kind: str, message: str) -> None:
+    def __init__(self, kind: ErrorKind, message: str) -> None:
         super().__init__(message)
         self.kind = kind
 

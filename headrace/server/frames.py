@@ -8,14 +8,14 @@ from typing import Literal
 
 import msgspec
 
-from headrace.config import EngineConfig, KvDtype
+from headrace.config import Activations, EngineConfig, KvDtype
 from headrace.request import Logprobs, PoolingParams, SamplingParams
 
 HEAD = 4
 """Bytes before each frame: its length, little endian."""
 MAX_FRAME = 64 << 20
 
-ErrorKind = Literal["request", "not_finite", "closed", "internal"]
+ErrorKind = Literal["request", "not_finite", "closed", "internal", "quarantined"]
 
 
 class Setup(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -87,6 +87,9 @@ class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
     threads: int
     backend: str
     lossy: str
+    activations: Activations
+    block_size: int
+    """Tokens of a block of KV."""
 
 
 class Accepted(msgspec.Struct, array_like=True, tag=True, frozen=True):

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from headrace.assembly.load import open_model, read_prompts
+from headrace.checkpoint.fingerprint import fingerprint
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError
 from headrace.model import trace_model
@@ -20,7 +21,7 @@ from headrace.server.settings import Settings
 
 @asynccontextmanager
 async def served_model(model: str, config: EngineConfig, settings: Settings, engine: ServedEngine) -> AsyncIterator[ServedModel]:
-    """The model behind the routes; the engine is started, while prompts are made ready. All of it ends with the context.
+    """The model behind the routes; the engine is started while its prompts are made ready. All of it ends with the context.
 
     Raises the errors of `load_model`, and EngineStartError.
     """
@@ -34,12 +35,13 @@ async def served_model(model: str, config: EngineConfig, settings: Settings, eng
         templates = "\n".join(filter(None, (checkpoint.chat_template, checkpoint.tool_template)))
         style = AnswerStyle.of(templates, settings.tool_call_parser, settings.reasoning_parser)
         program = await asyncio.to_thread(trace_model, checkpoint.spec, checkpoint.tensors)
+        mark = await asyncio.to_thread(fingerprint, checkpoint, tokenizer) if settings.worker else ""
         del checkpoint  # it keeps the file open
         await _started(starting, engine)
         assert engine.hello is not None, "it has started"
         roofline = await asyncio.to_thread(Roofline, program, engine.hello)
         metrics = Metrics(lambda: engine.report.figures, lambda: engine.restarts)
-        yield ServedModel(settings, engine, prompts, tokenizer, advised, style, metrics, roofline)
+        yield ServedModel(settings, engine, prompts, tokenizer, advised, style, metrics, roofline, mark)
     finally:
         starting.cancel()
         with suppress(asyncio.CancelledError, HeadraceError):

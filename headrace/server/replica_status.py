@@ -26,3 +26,14 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     def takes_requests(self) -> bool:
         """Whether requests may be sent to it."""
         return self.state == "ready" and not self.draining
+
+
+def encode_status(status: ReplicaStatus) -> bytes:
+    """A status as a frame, after its length."""
+    body = msgspec.msgpack.encode(status)
+    return len(body).to_bytes(frames.HEAD, "little") + body
+
+
+def read_status(body: bytes) -> ReplicaStatus:
+    """The status in the body of a frame. Raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(body, type=ReplicaStatus)

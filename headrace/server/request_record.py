@@ -10,7 +10,7 @@ from uuid import uuid4
 
 _log = logging.getLogger("headrace.requests")
 _GIVEN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-_QUIET = ("/health", "/metrics", "/stats", "/page", "/v1/models", "/version", "/openapi.json")
+_QUIET = ("/health", "/metrics", "/stats", "/page", "/v1/models", "/version", "/openapi.json", "/worker/status")
 """Beginnings of the routes that are asked again and again, and of which nothing is said if they are well."""
 
 

@@ -58,6 +58,7 @@ class ServedEngine(Protocol):
         timeout: float | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        output_token_ids: list[list[int]] | None = None,
     ) -> Stream:
         """Send a request, and return the stream of what comes of it once it was taken.
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from hashlib import blake2b
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.errors import RequestError
@@ -38,8 +39,13 @@ class ServedModel:
         answer_style: AnswerStyle,
         metrics: Metrics,
         roofline: Roofline,
+        fingerprint: str = "",
     ) -> None:
         self.roofline = roofline
+        self.boot = uuid4().hex
+        """Made up, so that this process is not taken for an earlier one."""
+        self.fingerprint = fingerprint
+        """Of the model, for the frontend of a worker: see `headrace.checkpoint.fingerprint`."""
         self.watchers = 0
         """Pages that are open: streams of statistics."""
         self.answer_style = answer_style

@@ -1,4 +1,4 @@
-"""Runs the server: starts its engine, listens, and ends in order.
+"""Runs the server: starts the engine beside the rest, listens, and ends in order.
 
 SIGTERM and SIGINT drain it: no new requests, those under way have `drain_seconds`. A second signal ends it at once.
 """
@@ -47,8 +47,8 @@ Announce = Callable[[ServedModel, int], None]
 """Called with what is served and its port once it is ready."""
 
 
-def serve(model: str, config: EngineConfig, settings: Settings, engine: ServedEngine, announce: Announce) -> int:
-    """Serve a model that the engine runs until a signal ends it; returns the exit code.
+def serve(model: str, config: EngineConfig, settings: Settings, make_engine: Callable[[], ServedEngine], announce: Announce) -> int:
+    """Serve until a signal ends it; returns the exit code. `make_engine` is called within the event loop.
 
     Raises the errors of `load_model`, PortInUseError and EngineStartError.
     """
@@ -58,7 +58,7 @@ def serve(model: str, config: EngineConfig, settings: Settings, engine: ServedEn
         if tracer:
             held.callback(tracer.close)
         listener = held.enter_context(listen(settings))
-        return asyncio.run(_serve(model, config, settings, engine, listener, tracer, announce))
+        return asyncio.run(_serve(model, config, settings, make_engine, listener, tracer, announce))
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -81,12 +81,12 @@ async def _serve(
     model: str,
     config: EngineConfig,
     settings: Settings,
-    engine: ServedEngine,
+    make_engine: Callable[[], ServedEngine],
     listener: socket.socket,
     tracer: Tracer | None,
     announce: Announce,
 ) -> int:
-    async with served_model(model, config, settings, engine) as served:
+    async with served_model(model, config, settings, make_engine()) as served:
         return await _listen_and_drain(served, listener, tracer, announce)
 
 

@@ -37,5 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How it writes its reasoning; None: by its chat template."""
     ignore_advised_sampling: bool = False
     """Whether requests that leave sampling parameters out have OpenAI's, and not those that the model's authors advise."""
+    worker: bool = False
+    """Whether there are routes for a frontend, which chooses the scopes of the prefix cache."""
     allow_adapter_changes: bool = False
     """Whether there are routes that load and unload adapters."""

@@ -38,10 +38,10 @@ class Reply(NamedTuple):
 
 
 class Running:
-    """`headrace serve`, from its start to its end."""
+    """`headrace serve`, or another verb that listens, from its start to its end."""
 
-    def __init__(self, model: str, *flags: str, env: dict[str, str] | None = None, program: str = "headrace") -> None:
-        command = [sys.executable, "-m", program, "serve", model, "--port", "0", *flags]
+    def __init__(self, model: str, *flags: str, env: dict[str, str] | None = None, program: str = "headrace", verb: str = "serve") -> None:
+        command = [sys.executable, "-m", program, verb, model, "--port", "0", *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | (env or {}))
         self.log: list[str] = []
         self.port = 0

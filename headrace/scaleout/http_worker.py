@@ -1,0 +1,186 @@
+"""One worker, `headrace serve --worker`, over HTTP: what it says of itself, and requests that it runs.
+
+There is one connection for its status, which it says several times a second, and one for each request, from a pool. A worker that is
+silent for some seconds is taken for lost: all connections to it are closed, and so its requests go on elsewhere.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from headrace.errors import NoReplicaError
+from headrace.scaleout.dispatcher import ReplicaLostError
+from headrace.server import frames
+from headrace.server.errors import RefusedError
+from headrace.server.replica_status import ReplicaStatus, read_status
+from headrace.server.worker import CONTENT_TYPE
+
+_SILENT = 3.0
+"""Seconds without a word after which a worker is lost."""
+_CONNECT = 2.0
+"""Seconds that a connection may take."""
+_PAUSE = 0.25
+"""Seconds between two tries to reach a worker."""
+_KEPT_OPEN = 30.0
+"""Seconds that a connection is kept for the next request: fewer than a worker keeps it."""
+
+_FAILURES = (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, ValueError)
+"""What comes of a worker that goes away, or writes what is no frame."""
+
+log = logging.getLogger("headrace.scaleout")
+
+
+class HttpWorker:
+    """A worker at a URL, as far as it is there."""
+
+    def __init__(self, url: str, key: str, on_status: Callable[["HttpWorker", ReplicaStatus | None], None]) -> None:
+        """`on_status` hears everything that it says, and None when it is lost."""
+        self.url = url
+        self.status: ReplicaStatus | None = None
+        """What it said last; None where it is not there."""
+        self.problem = ""
+        """Why it is not used, although it answers."""
+        self.tried = False
+        """Whether it was reached, or could not be, once at least."""
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._on_status = on_status
+        self._session: aiohttp.ClientSession | None = None
+        self._unsure = False
+        """Whether a request was lost since it said its last word."""
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether requests may be sent to it."""
+        return self.status is not None and self.status.takes_requests and not self._unsure and not self.problem
+
+    async def watch(self) -> None:
+        """Keep up the connection to it, until this is cancelled."""
+        while True:
+            why = ""
+            try:
+                async with self._connected() as session:
+                    why = await self._listen(session)
+            except _FAILURES as error:
+                why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            if self.status is not None:
+                log.warning("%s is lost: %s", self.url, why)
+                self.status = None
+                self._on_status(self, None)
+            elif not self.tried:
+                log.info("%s is not there yet: %s", self.url, why)
+            self.tried = True
+            await asyncio.sleep(_PAUSE)
+
+    async def generate(self, asked: frames.Add) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
+        """Run a request there: see `Dispatcher.generate`."""
+        status, session, is_accepted = self.status, self._session, False
+        if status is None or session is None:
+            raise NoReplicaError(f"{self.url} is not there")
+        body = msgspec.msgpack.encode(asked)
+        try:
+            async with session.post(f"{self.url}/worker/generate", data=body, headers={"content-type": CONTENT_TYPE}) as response:
+                await _check(response)
+                async for event in _events(response):
+                    if isinstance(event, frames.Refused):
+                        if event.kind == "closed":
+                            break
+                        raise RefusedError(event.kind, event.message)
+                    is_accepted = True
+                    if isinstance(event, frames.Accepted | frames.News | frames.Ended):
+                        yield event
+                    if isinstance(event, frames.Ended):
+                        return
+            why = "it ended in the middle of an answer"
+        except _FAILURES as error:
+            why = f"{type(error).__name__}: {error}"
+        self._unsure = True
+        is_meant = self.status is not None and self.status.draining
+        raise ReplicaLostError(status.boot if is_accepted and not is_meant else "", f"{self.url}: {why}")
+
+    async def ask(self, method: str, path: str, body: Any = None) -> bytes:
+        """What a route of its answers. Raises RefusedError for an error, and NoReplicaError where it is not there."""
+        if self._session is None:
+            raise NoReplicaError(f"{self.url} is not there")
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            async with self._session.request(method, self.url + path, data=data, headers={"content-type": "application/json"}) as response:
+                await _check(response)
+                return await response.read()
+        except _FAILURES as error:
+            raise NoReplicaError(f"{self.url}: {error}") from None
+
+    def know(self, **changes: Any) -> None:
+        """Change what it said, where it is known to be different now."""
+        if self.status is not None:
+            self.status = msgspec.structs.replace(self.status, **changes)
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[aiohttp.ClientSession]:
+        """Connections of its own, which are all closed with the context, whoever reads from them."""
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_OPEN)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers, auto_decompress=False) as session:
+            self._session = session
+            try:
+                yield session
+            finally:
+                self._session = None
+
+    async def _listen(self, session: aiohttp.ClientSession) -> str:
+        """Hear what it says of itself; returns why there is no more."""
+        buffer, now = bytearray(), asyncio.get_running_loop().time
+        async with asyncio.timeout(_SILENT) as limit, session.get(f"{self.url}/worker/status") as response:
+            if response.status != 200:
+                self._refuse(response.status, await _message(response))
+                return self.problem
+            while chunk := await response.content.readany():
+                limit.reschedule(now() + _SILENT)
+                buffer += chunk
+                for body in frames.bodies(buffer):
+                    self._hear(read_status(body))
+        return "it has ended"
+
+    def _hear(self, status: ReplicaStatus) -> None:
+        self.status, self.problem, self._unsure, self.tried = status, "", False, True
+        self._on_status(self, status)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Note that it answers, but does not say how it is; it is asked again."""
+        if status in (401, 403):
+            self.problem = f"{self.url} takes no requests from here: {message}; give --worker-key one of its API keys"
+        elif status == 404:
+            self.problem = f"{self.url} is no worker: start it with `headrace serve --worker`"
+        else:
+            self.problem = f"{self.url} answers with status {status}: {message}"
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[frames.Event]:
+    """The events in a body, as they come."""
+    buffer = bytearray()
+    while chunk := await response.content.readany():
+        buffer += chunk
+        for body in frames.bodies(buffer):
+            yield frames.read_event(body)
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
+    """Raise NoReplicaError where it says that it takes no more now, and RefusedError for other errors."""
+    if response.status == 200:
+        return
+    message = await _message(response)
+    if response.status in (429, 503):
+        raise NoReplicaError(message)
+    raise RefusedError("request" if response.status < 500 else "internal", message)
+
+
+async def _message(response: aiohttp.ClientResponse) -> str:
+    """What an error says."""
+    try:
+        return str(msgspec.json.decode(await response.read())["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return response.reason or "an error without words"

@@ -1,0 +1,165 @@
+"""Replicas in this process: real engines over a tiny model, each in its own thread, that can be made to go away at any moment."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
+from itertools import count
+
+from headrace.engine.engine import Engine
+from headrace.engine.thread import EngineThread
+from headrace.errors import ClosedError, NoReplicaError, RequestError
+from headrace.request import Update
+from headrace.scaleout.dispatcher import ReplicaLostError
+from headrace.server import frames
+from headrace.server.engine_process import blocks_of, ended, report_of
+from headrace.server.errors import RefusedError
+from headrace.server.replica_status import ReplicaStatus
+
+Event = frames.News | frames.Ended | BaseException
+
+
+class Replica:
+    """An engine that runs requests for a fleet until it dies."""
+
+    def __init__(self, boot: str, engine: Engine) -> None:
+        self.boot = boot
+        self.engine = engine
+        self.thread = EngineThread(engine)
+        self.queues: dict[str, asyncio.Queue[Event]] = {}
+
+    def die(self) -> None:
+        """Nothing more comes of any request, not even what was on its way."""
+        for queue in self.queues.values():
+            while not queue.empty():
+                queue.get_nowait()
+            queue.put_nowait(ReplicaLostError(self.boot, "it died"))
+        self.queues.clear()
+        self.thread.close()
+
+
+class _Sink:
+    def __init__(self, replica: Replica, request_id: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._replica = replica
+        self._id = request_id
+
+    def put(self, item: Update | BaseException, /) -> None:
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._put, item)
+
+    def _put(self, item: Update | BaseException) -> None:
+        queue = self._replica.queues.get(self._id)
+        if queue is None:
+            return
+        if isinstance(item, BaseException):
+            queue.put_nowait(ReplicaLostError(self._replica.boot, str(item)))
+            return
+        if item.token_ids or item.text or item.finish_reason:
+            news = (item.text, item.token_ids, item.logprobs, item.finish_reason, item.stop_reason)
+            queue.put_nowait(frames.News(self._id, item.index, *news))
+        if item.result:
+            queue.put_nowait(ended(self._id, item.result))
+
+
+class LocalReplicas:
+    """A `Dispatcher` over replicas of this process. Each request goes to the next of them."""
+
+    def __init__(self, make: Callable[[], Engine], number: int) -> None:
+        self._make = make
+        self._boots = count()
+        self._next = count()
+        self.alive = [self._born() for _ in range(number)]
+        self.asked: list[frames.Add] = []
+        """All that replicas were asked for."""
+        self.on_event: Callable[[Replica, frames.Accepted | frames.News | frames.Ended], None] = lambda replica, event: None
+        """Called with everything that a replica says, before the fleet hears it; it may let the replica die."""
+
+    def _born(self) -> Replica:
+        return Replica(f"boot-{next(self._boots)}", self._make())
+
+    def let_die(self, replica: Replica, *, again: bool = True) -> None:
+        """A replica goes; another one comes in its place."""
+        if replica in self.alive:
+            self.alive.remove(replica)
+            replica.die()
+            if again:
+                self.alive.append(self._born())
+
+    @property
+    def replicas(self) -> Mapping[str, ReplicaStatus]:
+        return {replica.boot: status_of(replica) for replica in self.alive}
+
+    async def start(self) -> None:
+        return
+
+    async def generate(self, asked: frames.Add) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
+        self.asked.append(asked)
+        if not self.alive:
+            raise NoReplicaError("none is alive")
+        replica = self.alive[next(self._next) % len(self.alive)]
+        terms = {"priority": asked.priority, "timeout": asked.timeout, "cache_salt": asked.cache_salt, "adapter": asked.adapter}
+        try:
+            checked = replica.engine.check(
+                asked.prompt_token_ids, asked.params, pooling=asked.pooling, output_token_ids=asked.output_token_ids, **terms
+            )
+        except RequestError as error:
+            raise RefusedError("request", str(error)) from None
+        queue = replica.queues[asked.id] = asyncio.Queue[Event]()
+        try:
+            self._hear(replica, frames.Accepted(asked.id))
+            yield frames.Accepted(asked.id)
+            with suppress(ClosedError):  # it died as it was told
+                replica.thread.add([checked], [asked.id], _Sink(replica, asked.id))
+            while True:
+                event = await queue.get()
+                if isinstance(event, BaseException):
+                    raise event
+                self._hear(replica, event)
+                yield event
+                if isinstance(event, frames.Ended):
+                    return
+        finally:
+            replica.queues.pop(asked.id, None)
+            replica.thread.abort([asked.id])
+
+    def _hear(self, replica: Replica, event: frames.Accepted | frames.News | frames.Ended) -> None:
+        self.on_event(replica, event)
+        if replica not in self.alive:
+            raise ReplicaLostError(replica.boot, "it died with this on its lips")
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        raise RefusedError("request", f"there is no adapter {path}")
+
+    async def unload_adapter(self, name: str) -> None:
+        raise RefusedError("request", f"there is no adapter {name}")
+
+    async def block_maps(self) -> Mapping[str, frames.Blocks]:
+        return {r.boot: blocks_of("", await asyncio.to_thread(r.thread.call, r.engine.block_map)) for r in self.alive}
+
+    async def close(self) -> None:
+        for replica in self.alive:
+            replica.thread.close()
+
+
+def status_of(replica: Replica) -> ReplicaStatus:
+    limits = replica.engine.limits
+    hello = frames.Hello(
+        architecture="llama",
+        vocab_size=limits.vocab_size,
+        dim=32,
+        max_model_len=limits.max_model_len,
+        max_num_seqs=replica.engine.config.max_num_seqs,
+        kv_tokens=max(limits.kv.num_blocks) * limits.kv.block_size,
+        kv_bytes=1000,
+        weight_bytes=2000,
+        kv_dtype=limits.kv.dtype,
+        threads=1,
+        backend="reference",
+        lossy="",
+        activations="int8",
+        block_size=limits.kv.block_size,
+    )
+    report = report_of(replica.thread.call(replica.engine.stats))
+    return ReplicaStatus(
+        boot=replica.boot, state="ready", draining=False, hello=hello, report=report, adapters={}, restarts=0, step_seconds=0.0
+    )
