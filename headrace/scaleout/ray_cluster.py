@@ -7,7 +7,7 @@ its processes know, has no dashboard and sends no statistics; its files are in a
 import logging
 import os
 import secrets
-import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -66,10 +66,9 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
         with _joined():
             yield False
         return
-    folder = tempfile.mkdtemp(prefix="headrace-ray-")
     os.environ.update(_OWN | {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
     os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))  # its workers import from where this process does
-    try:
+    with _folder() as folder:
         import ray
 
         try:
@@ -86,8 +85,19 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
             yield True
         finally:
             ray.shutdown()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _folder() -> Iterator[str]:
+    """A folder for the files of a cluster. When this process ends, in whatever way, another removes it, and ends what is left of the
+    cluster (`ray_reaper.py`).
+    """
+    folder = tempfile.mkdtemp(prefix="headrace-ray-")
+    command = [sys.executable, "-P", "-m", "headrace.scaleout.ray_reaper", folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as reaper:  # which is waited for
+        yield folder
+        assert reaper.stdin
+        reaper.stdin.close()
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from headrace.errors import NoReplicaError
 from headrace.scaleout.dispatcher import ReplicaLostError
 from headrace.scaleout.ray_router import PrefixRequestRouter, router_of
 from headrace.server import frames
-from headrace.server.errors import EngineDeadError, RefusedError
-from headrace.server.replica_status import ReplicaStatus
+from headrace.server.errors import RefusedError
+from headrace.server.replica_status import ReplicaStatus, read_status
 
 _LOOK = 0.5
 """Seconds between two looks at what the replicas say of themselves."""
@@ -121,15 +121,17 @@ class RayDispatcher:
             await self._look()
 
     async def _look(self) -> None:
-        statuses = [msgspec.msgpack.decode(answer, type=ReplicaStatus) for answer in await self._ask_all("status")]
+        statuses = [read_status(_body(answer)) for answer in await self._ask_all("status")]
         self._statuses = {status.boot: status for status in statuses}
+        if router := self._router:
+            for status in statuses:
+                router.hear(status)
 
     async def _command(self, command: Callable[[str], frames.Command]) -> list[frames.Answer]:
         """What all replicas answer. Raises RefusedError where one of them refuses."""
         answers = []
         for data in await self._ask_all("command", frames.encode(command(f"{self._prefix}-command-{next(self._ids)}"))):
-            (body,) = frames.bodies(bytearray(data))
-            event = frames.read_event(body)
+            event = frames.read_event(_body(data))
             if isinstance(event, frames.Refused):
                 raise RefusedError(event.kind, event.message)
             assert isinstance(event, frames.Answer)
@@ -140,6 +142,12 @@ class RayDispatcher:
         """What the replicas answer that there are; those that go away meanwhile do not."""
         answers = await self._handle.broadcast(method, *arguments).results_async(timeout_s=_ANSWER, return_exceptions=True)
         return [answer for answer in answers if isinstance(answer, bytes)]
+
+
+def _body(data: bytes) -> bytes:
+    """The body of the one frame of an answer."""
+    (body,) = frames.bodies(bytearray(data))
+    return body
 
 
 class _Told:

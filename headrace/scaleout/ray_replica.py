@@ -6,18 +6,12 @@ from collections.abc import AsyncIterator
 from time import monotonic
 from typing import Any
 
-import msgspec
-
 from headrace.errors import HeadraceError
 from headrace.scaleout.mailbox import Mailroom
-from headrace.scaleout.policy import StepCost
 from headrace.scaleout.ray_router import ReplicaFacts, metadata_of
 from headrace.server import frames
 from headrace.server.engine_host import EngineHost, open_engine
-from headrace.server.replica_status import ReplicaStatus
-
-_ROW = 0.1
-"""What a prompt row takes, in times of a step with next to nothing in it: replicas of one application are alike, so it is but a ratio."""
+from headrace.server.replica_status import ReplicaStatus, encode_status
 
 
 class UnhealthyError(HeadraceError):
@@ -83,14 +77,13 @@ class Replica:
             restarts=0,
             step_seconds=0.0 if begun is None else monotonic() - begun,
         )
-        return msgspec.msgpack.encode(status)
+        return encode_status(status)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """What routers are told of the replica, once it is ready."""
         engine = self._host.engine
-        kv, config = engine.limits.kv, engine.config
-        cost = StepCost(1.0, _ROW, chunk=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
-        return metadata_of(ReplicaFacts(self._boot, kv.block_size, max(kv.num_blocks), cost))
+        kv = engine.limits.kv
+        return metadata_of(ReplicaFacts(self._boot, kv.block_size, max(kv.num_blocks), engine.config.max_num_seqs))
 
     def check_health(self) -> None:
         """Raise UnhealthyError where Ray is to replace the replica."""

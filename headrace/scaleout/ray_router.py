@@ -12,8 +12,10 @@ import msgspec
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from headrace.errors import HeadraceError
-from headrace.scaleout.policy import PrefixRouter, Routed, StepCost
+from headrace.scaleout.policy import PrefixRouter, Routed
+from headrace.scaleout.step_times import StepTimes
 from headrace.server import frames
+from headrace.server.replica_status import ReplicaStatus
 
 _routers: "WeakValueDictionary[str, PrefixRequestRouter]" = WeakValueDictionary()
 """Those of this process, by the name of the application whose replicas they choose from."""
@@ -26,7 +28,7 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
     """Another each time that its process starts: what was cached before is gone."""
     block_size: int
     num_blocks: int
-    cost: StepCost
+    max_num_seqs: int
 
 
 class _UnderWay(NamedTuple):
@@ -44,21 +46,21 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
         self._policy: PrefixRouter | None = None
         self._under_way: dict[str, _UnderWay] = {}
         """Requests that have not ended, by their ids."""
-        self._boots: dict[str, str] = {}
+        self._facts: dict[str, ReplicaFacts] = {}
+        self._times: dict[str, StepTimes] = {}
         _routers[self._deployment_id.app_name] = self
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """The replicas are these now."""
         super().update_replicas(replicas)
         facts = {_name(replica.replica_id): facts_of(replica.replica_metadata) for replica in replicas}
-        if self._policy is None and facts:
-            self._policy = PrefixRouter(block_size=next(iter(facts.values())).block_size)
-        for gone in self._boots.keys() - facts.keys():
+        for gone in self._facts.keys() - facts.keys():
             self._leave(gone)
         for name, fact in facts.items():
-            assert self._policy
-            self._boots[name] = fact.boot
-            self._policy.join(name, fact.boot, fact.cost, fact.num_blocks)
+            self._policy = self._policy or PrefixRouter(fact.block_size)
+            self._facts[name] = fact
+            self._times.setdefault(name, StepTimes())
+            self._join(name)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """A replica is no more."""
@@ -76,11 +78,12 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
         if asked is None or self._policy is None or not by_name:
             return [list(by_name.values())]
         self.ended(asked.id)  # it was to go elsewhere, and could not
+        known = asked.prompt_token_ids + (asked.output_token_ids[0] if asked.output_token_ids else [])
         try:
-            routed = self._policy.route(asked.prompt_token_ids, (asked.cache_salt, asked.adapter), among=by_name.keys())
+            routed = self._policy.route(known, (asked.cache_salt, asked.adapter), among=by_name.keys())
         except HeadraceError:  # an error here would end Ray's task: the engine says what is wrong with the request
             return [list(by_name.values())]
-        self._under_way[asked.id] = _UnderWay(routed, self._boots[routed.replica])
+        self._under_way[asked.id] = _UnderWay(routed, self._facts[routed.replica].boot)
         return [[by_name[routed.replica]]]
 
     def first_token(self, request_id: str) -> None:
@@ -96,7 +99,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
             self._policy.ended(one.routed, tokens)
 
     def lost(self, request_id: str) -> str:
-        """The replica of a request does not answer: it gets no more unless Ray says that it is there. Returns its boot id, if it had one."""
+        """The replica of a request does not answer: it gets no more unless Ray says that it is there. Returns its boot id, if known."""
         one = self._under_way.get(request_id)
         if one is None:
             return ""
@@ -104,10 +107,22 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
             self.on_replica_actor_died(replica_id)
         return one.boot
 
-    def _leave(self, replica: str) -> None:
-        self._boots.pop(replica, None)
+    def hear(self, status: ReplicaStatus) -> None:
+        """A replica has said how it is, and so what its steps take."""
+        for name in [name for name, fact in self._facts.items() if fact.boot == status.boot]:
+            self._times[name].observe(status.report)
+            self._join(name)
+
+    def _join(self, name: str) -> None:
+        fact = self._facts[name]
+        assert self._policy
+        self._policy.join(name, fact.boot, self._times[name].cost(fact.max_num_seqs), fact.num_blocks)
+
+    def _leave(self, name: str) -> None:
+        self._facts.pop(name, None)
+        self._times.pop(name, None)
         if self._policy:
-            self._policy.leave(replica)
+            self._policy.leave(name)
 
 
 def router_of(app: str) -> PrefixRequestRouter | None:

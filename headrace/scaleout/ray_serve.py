@@ -19,7 +19,9 @@ from headrace.server.serving import Announce, check, serve
 from headrace.server.settings import Settings
 
 
-def serve_replicas(model: str, config: EngineConfig, settings: Settings, adapters: Mapping[str, str], scale: Scale, announce: Announce) -> int:
+def serve_replicas(
+    model: str, config: EngineConfig, settings: Settings, adapters: Mapping[str, str], scale: Scale, announce: Announce
+) -> int:
     """Serve until a signal ends it; returns the exit code. Replicas share the cores of this machine unless `config.threads` says more.
 
     Raises RequestError where Ray is missing or the cluster cannot be joined, and as `serve`.

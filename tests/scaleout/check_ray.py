@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from tests.checkpoint.conftest import write_tiny_gguf
-from tests.scaleout.on_ray import OnRay, command_of, descendants, serving, still_there, text_of
+from tests.scaleout.on_ray import OnRay, command_of, serving, still_there, text_of
 from tests.server.running import until
 
 FLAGS = ("--threads", "1", "--kv-blocks", "1024", "--max-num-seqs", "16")

@@ -66,9 +66,7 @@ async def hear(stream: Stream) -> Heard:
     return heard
 
 
-def within(
-    work: Callable[[Fleet, LocalReplicas], Awaitable[None]], number: int = 2, **options: Any
-) -> None:
+def within(work: Callable[[Fleet, LocalReplicas], Awaitable[None]], number: int = 2, **options: Any) -> None:
     """Do something with a fleet of so many replicas."""
 
     async def run() -> None:
