@@ -93,7 +93,7 @@ def _folder() -> Iterator[str]:
     cluster (`ray_reaper.py`).
     """
     folder = tempfile.mkdtemp(prefix="headrace-ray-")
-    command = [sys.executable, "-P", "-m", "headrace.scaleout.ray_reaper", folder]
+    command = [sys.executable, "-P", "-m", "headrace.scaleout.ray_reaper", folder, str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as reaper:  # which is waited for
         yield folder
         assert reaper.stdin

@@ -24,10 +24,10 @@ def processes_of(folder: str) -> Iterator[int]:
                 yield int(file.parts[2])
 
 
-def reap(folder: str) -> None:
-    """End all processes of a cluster, and remove its folder."""
+def reap(folder: str, starter: int) -> None:
+    """End all processes of a cluster but the one that started it, and remove its folder."""
     for _ in range(_ROUNDS):
-        left = set(processes_of(folder))
+        left = set(processes_of(folder)) - {starter}
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -40,4 +40,4 @@ if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()
-    reap(sys.argv[1])
+    reap(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,186 @@
+"""The files of `deploy/`: valid by the schemas of those who read them, and their flags are ours. `make test-ray` runs this."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from compose_spec import PyCompose
+
+from headrace.cli.main import _Parser
+from headrace.errors import RequestError
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+KUBERNETES = "1.37"
+
+NAME = {"type": "string", "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$"}
+TEMPLATE = {"type": "object", "required": ["spec"], "additionalProperties": False, "properties": {"metadata": {"type": "object"}, "spec": {"type": "object"}}}
+"""Of a pod; what is in its spec is held against the schema of Kubernetes."""
+
+
+def closed(required: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "required": required.split(), "properties": properties}
+
+
+COUNT = {"type": "integer", "minimum": 0}
+STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
+METADATA = closed("name", name=NAME)
+LEADER_WORKER_SET = closed(  # https://lws.sigs.k8s.io/docs/reference/leaderworkerset.v1/
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "leaderworkerset.x-k8s.io/v1"},
+    kind={"const": "LeaderWorkerSet"},
+    metadata=METADATA,
+    spec=closed(
+        "leaderWorkerTemplate",
+        replicas=COUNT,
+        startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+        leaderWorkerTemplate=closed(
+            "size workerTemplate",
+            size={"type": "integer", "minimum": 1},
+            restartPolicy={"enum": ["Default", "RecreateGroupOnPodRestart", "None"]},
+            leaderTemplate=TEMPLATE,
+            workerTemplate=TEMPLATE,
+        ),
+    ),
+)
+RAY_SERVICE = closed(  # https://ray-project.github.io/kuberay/reference/api/
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "ray.io/v1"},
+    kind={"const": "RayService"},
+    metadata=METADATA,
+    spec=closed(
+        "serveConfigV2 rayClusterConfig",
+        serveConfigV2={"type": "string"},
+        rayClusterConfig=closed(
+            "rayVersion headGroupSpec",
+            rayVersion={"type": "string"},
+            authOptions=closed("mode", mode={"enum": ["disabled", "token"]}),
+            enableInTreeAutoscaling={"type": "boolean"},
+            headGroupSpec=closed("rayStartParams template", rayStartParams=STRINGS, template=TEMPLATE),
+            workerGroupSpecs={
+                "type": "array",
+                "items": closed(
+                    "groupName rayStartParams template",
+                    **dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), COUNT),
+                    groupName=NAME,
+                    rayStartParams=STRINGS,
+                    template=TEMPLATE,
+                ),
+            },
+        ),
+    ),
+)
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return [one for one in yaml.safe_load_all((DEPLOY / name).read_text()) if one]
+
+
+def pods(value: Any) -> Iterator[dict[str, Any]]:
+    """All pod templates below a value."""
+    if isinstance(value, dict):
+        if isinstance(value.get("spec"), dict) and "containers" in value["spec"]:
+            yield value
+        for below in value.values():
+            yield from pods(below)
+    elif isinstance(value, list):
+        for below in value:
+            yield from pods(below)
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """A command line as `headrace` reads it. Raises RequestError for one that it does not take."""
+    verb, *rest = map(str, words)
+    module = import_module(f"headrace.cli.{verb}")
+    parser = _Parser(prog=verb, allow_abbrev=False)
+    module.configure(parser)
+    return parser.parse(rest)
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("leaderworkerset.yaml", 3), ("rayservice.yaml", 2)])
+def test_objects_of_kubernetes(name: str, kinds: int) -> None:
+    schemas = {"LeaderWorkerSet": LEADER_WORKER_SET, "RayService": RAY_SERVICE}
+    found = documents(name)
+    assert len(found) == kinds
+    for one in found:
+        if one["kind"] in schemas:
+            jsonschema.validate(one, schemas[one["kind"]])
+            templates = list(pods(one))
+            assert len(templates) == 2
+            for template in templates:
+                pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": template["spec"]}
+                kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+        else:
+            kubernetes_validate.validate(one, KUBERNETES, strict=True)
+
+
+def test_these_schemas_find_what_is_wrong() -> None:
+    (group, *_), (service, *_) = documents("leaderworkerset.yaml"), documents("rayservice.yaml")
+    group["spec"]["leaderWorkerTemplate"]["restartPolicy"] = "Sometimes"
+    service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["replica"] = 1
+    for one, schema in ((group, LEADER_WORKER_SET), (service, RAY_SERVICE)):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(one, schema)
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": next(pods(service))["spec"] | {"container": []}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+
+def test_compose() -> None:
+    text = (DEPLOY / "compose.yaml").read_text()
+    compose = PyCompose.from_yaml(text)
+    assert sorted(compose.service_names()) == ["frontend", "worker-1", "worker-2"]
+    with pytest.raises(ValueError):
+        PyCompose.from_yaml(text.replace("restart: unless-stopped", "restart: seldom"))
+    services = yaml.safe_load(text)["services"]
+    workers = {name: service for name, service in services.items() if name != "frontend"}
+    assert {parse(worker["command"]).worker for worker in workers.values()} == {True}
+    frontend = parse(services["frontend"]["command"])
+    assert frontend.workers == [",".join(f"http://{name}:8000" for name in workers)]
+    assert {parse(service["command"]).model for service in services.values()} == {"smollm2"}
+
+
+def test_commands_of_pods_are_ours() -> None:
+    (group, *_) = documents("leaderworkerset.yaml")
+    asked = [parse(pod["spec"]["containers"][0]["args"]) for pod in pods(group)]
+    assert asked[0] == asked[1], "rank 0 and those that follow it run the same command"
+    assert asked[0].tensor_parallel_size == group["spec"]["leaderWorkerTemplate"]["size"]
+    with pytest.raises(RequestError):
+        parse(["serve", "smollm2", "--tensor-parallel", "2"])
+
+
+def test_what_ray_serve_is_to_deploy() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    from headrace.scaleout.ray_app import build
+
+    (service, *_) = documents("rayservice.yaml")
+    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    described = ServeDeploySchema.model_validate(config)
+    (application,) = described.applications
+    assert application.import_path == f"{build.__module__}:{build.__name__}"
+    assert isinstance(application.args, dict)
+    built = build(application.args)
+    assert built._bound_deployment.name == "ingress"
+    assert service["spec"]["rayClusterConfig"]["rayVersion"] == _pinned()
+    with pytest.raises(RequestError, match="max_num_seq"):
+        build(application.args | {"engine": {"threads": 1, "max_num_seq": 3}})
+    with pytest.raises(RequestError, match="threads"):
+        build(application.args | {"engine": {}})
+    with pytest.raises(RequestError, match="scales"):
+        build(json.loads(json.dumps(application.args)) | {"scales": {}})
+
+
+def _pinned() -> str:
+    """The version of Ray in pyproject.toml."""
+    import tomllib
+
+    (*_, pin) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["ray"]
+    return str(pin.partition("==")[2])
