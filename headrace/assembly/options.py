@@ -41,7 +41,7 @@ _CHOICES = {
     "acceptance_method": get_args(AcceptanceMethod),
     "batching": tuple(SCHEDULERS),
 }
-_FLAGS = ("enable_expert_parallel", "adaptive_speculation", "prefix_cache", "jump_forward")
+_FLAGS = ("enable_expert_parallel", "enable_sequence_parallel", "adaptive_speculation", "prefix_cache", "jump_forward")
 _NAMES = ("draft_model", "medusa_heads")
 
 

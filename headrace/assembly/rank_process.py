@@ -32,7 +32,7 @@ def setup_of(model: str, config: EngineConfig, rank: RankConfig) -> dict[str, An
     """What a process is told to make its rank, fit for JSON."""
     own = {name: getattr(config, name) for name in config.__dataclass_fields__}
     kv = (rank.kv.num_blocks, rank.kv.block_size, rank.kv.dtype)
-    mesh = (rank.mesh.tensor, rank.mesh.pipeline, rank.mesh.shares_experts)
+    mesh = (rank.mesh.tensor, rank.mesh.pipeline, rank.mesh.shares_experts, rank.mesh.sequence)
     return {"model": model, "config": own, "rank": rank.rank, "mesh": mesh, "kv": kv, "threads": rank.threads}
 
 

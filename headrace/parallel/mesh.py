@@ -20,6 +20,8 @@ class Mesh:
     """Stages."""
     shares_experts: bool = True
     """Whether the ranks of a stage have some of its experts each, or all of them."""
+    sequence: bool = False
+    """Whether they split what layers add up by columns, and norm some rows each."""
 
     @property
     def ranks(self) -> int:
@@ -45,7 +47,9 @@ class Mesh:
         Raises UnsupportedModelError where so many ranks cannot share it.
         """
         stage = cut(program, self.pipeline, layer_stages)[self.stage(rank)] if self.pipeline > 1 else program
-        return TensorParallel(stage, rank % self.tensor, self.tensor, self.shares_experts).rewritten() if self.tensor > 1 else stage
+        if self.tensor == 1:
+            return stage
+        return TensorParallel(stage, rank % self.tensor, self.tensor, self.shares_experts, self.sequence).rewritten()
 
     def layer_stages(self, program: Program) -> dict[int, int]:
         """The stage of each layer of a program."""

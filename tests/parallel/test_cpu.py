@@ -24,12 +24,12 @@ from tests.parallel.threads import Threads
 from tests.tiny import Tensors, tiny_model
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("mesh", [Mesh(1, 2), Mesh(2, 1), Mesh(3, 1), Mesh(2, 2), Mesh(2, 1, sequence=True), Mesh(3, 2, sequence=True)])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_bits_of_one_rank(name: str, tensor: int, pipeline: int, tmp_path: Path) -> None:
+def test_the_bits_of_one_rank(name: str, mesh: Mesh, tmp_path: Path) -> None:
     save_model(name, tmp_path / name)
     checkpoint = open_checkpoint(tmp_path / name)
-    program, mesh = trace_model(checkpoint.spec, checkpoint.tensors), Mesh(tensor, pipeline)
+    program = trace_model(checkpoint.spec, checkpoint.tensors)
     groups = len(program.kv_groups)
     kv = KvConfig((4,) * groups)
     for fused in (True, False):
@@ -42,7 +42,7 @@ def test_the_bits_of_one_rank(name: str, tensor: int, pipeline: int, tmp_path: P
             one.run(batch, batch.tokens)
             before = [carrier.received for carrier in many.carriers]
             found = many.logits(batch)
-            assert len(found) == tensor
+            assert len(found) == mesh.tensor
             for logits in found:
                 np.testing.assert_array_equal(logits, one.logits(batch))
             load = Load(tuple((s.computed, chunk) for s in sequences), len(batch.logit_rows), 0)
@@ -54,12 +54,12 @@ def test_the_bits_of_one_rank(name: str, tensor: int, pipeline: int, tmp_path: P
         many.close()
 
 
-@given(model=models(), tensor=st.integers(1, 3), pipeline=st.integers(1, 2), data=st.data())
+@given(model=models(), mesh=st.builds(Mesh, st.integers(1, 3), st.integers(1, 2), sequence=st.booleans()), data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_any_shapes_formats_trees_and_adapters(model: tuple[ModelSpec, Tensors], tensor: int, pipeline: int, data: st.DataObject) -> None:
+def test_any_shapes_formats_trees_and_adapters(model: tuple[ModelSpec, Tensors], mesh: Mesh, data: st.DataObject) -> None:
     spec, tensors = model
-    assume(tensor <= spec.num_heads)
-    program, mesh = trace_model(spec, tensors), Mesh(tensor, pipeline)
+    assume(mesh.tensor <= spec.num_heads)
+    program = trace_model(spec, tensors)
     groups = len(program.kv_groups)
     kv = KvConfig((4,) * groups, dtype=data.draw(st.sampled_from(["bf16", "f32", "int8", "int4"])))
     activations = data.draw(st.sampled_from(["int8", "f32"]))

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -84,8 +83,9 @@ def test_a_rank_that_is_lost(models: dict[str, Path], expected: dict[str, list[A
     with LLM(models["qwen3"], tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **STACK) as llm:
         (follower,) = children()
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(llm.generate, *requests())
-            time.sleep(0.3)
+            running, before = pool.submit(llm.generate, *requests()), llm.stats().steps
+            while llm.stats().steps < before + 5:
+                assert not running.done()
             os.kill(follower, number)
             assert said(running.result()) == expected["qwen3"]
         assert llm.stats().failed_steps == 1
