@@ -1,6 +1,6 @@
 """The process of a rank that is not the first: it opens the same model, compiles its share, and does what rank 0 says.
 
-`headrace.parallel.followers` starts it with a socket that it inherits, over which its setup comes first. It ends when that is closed.
+`headrace.parallel.launch` starts it with a socket that it inherits, over which its setup comes first. It ends when that is closed.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from headrace.errors import HeadraceError
 from headrace.parallel.carrier import GlooCarrier
 from headrace.parallel.exchange import Exchange
 from headrace.parallel.follower import REPLY, Channel, follow
-from headrace.parallel.followers import HOST
+from headrace.parallel.hosts import LOST
 from headrace.parallel.mesh import Mesh
 from headrace.parallel.rank import Rank, RankConfig
 
@@ -66,11 +66,12 @@ def main(descriptor: str, parent: str) -> None:
         setup = json.loads(channel.read(size))
         rank, carrier = make_rank(setup)
     except EOFError:
-        return
+        sys.exit(LOST)
     except HeadraceError as error:
         channel.reply(str(error).encode())
         sys.exit(error.exit_code)
-    follow(channel, rank, carrier, HOST)
+    if not follow(channel, rank, carrier):
+        sys.exit(LOST)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import add_activations, add_kv_dtype, add_model, add_threads
+from headrace.cli.arguments import PARALLEL, add_activations, add_kv_dtype, add_model, add_parallel, add_threads
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
 
@@ -23,6 +23,7 @@ _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
 _ENGINE_OPTIONS = (
     *("threads", "kv_dtype", "activations", "max_model_len", "max_num_seqs", "kv_blocks", "chunked_prefill_size", "queue_timeout"),
     *("proposer", "draft_model"),
+    *PARALLEL,
 )
 _SETTINGS = (
     "host",
@@ -86,6 +87,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add(engine, "chunked_prefill_size", "prompt tokens in a step that also decodes", int)
     _add(engine, "proposer", "what drafts: off, auto, ngram, ...; never changes a token", str)
     _add(engine, "draft_model", "for draft_model: a smaller model with the same vocabulary", str)
+    add_parallel(parser)
 
 
 def _add(group: Any, name: str, text: str, kind: type) -> None:
@@ -95,6 +97,7 @@ def _add(group: Any, name: str, text: str, kind: type) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     check_installed()
+    follow_where_not_first(args)
     from headrace.server.engine_start import starting_engine
 
     with starting_engine() as started:  # before the imports of this process, so that both import at the same time
@@ -113,6 +116,15 @@ def _serve(args: argparse.Namespace, started: "StartedEngine") -> int:
     config = engine_config({name: getattr(args, name) for name in _ENGINE_OPTIONS})
     stderr_log(args.log_format)
     return serve(args.model, config, settings, _adapters(args.lora), started, _announce)
+
+
+def follow_where_not_first(args: argparse.Namespace) -> None:
+    """Before this process serves: it may be another rank than the first (`assembly.ranks.follow_where_not_first`)."""
+    sizes = {name: getattr(args, name) for name in PARALLEL}
+    if sizes != {name: _DEFAULTS[name] for name in PARALLEL}:
+        from headrace.assembly import options, ranks
+
+        ranks.follow_where_not_first(options.engine_config(sizes))
 
 
 def check_installed() -> None:

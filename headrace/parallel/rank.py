@@ -1,7 +1,9 @@
 """What one rank runs: its share of a model, and of what is attached to it."""
 
 from collections.abc import Mapping
+from hashlib import blake2b
 
+from headrace import _native
 from headrace.backend.cpu import CpuExecutable
 from headrace.backend.cpu_lowering import Links
 from headrace.config import Activations, KvConfig
@@ -10,6 +12,8 @@ from headrace.program.adapter import Adapter
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
+
+_HASHED = 256
 
 
 @frozen
@@ -24,6 +28,19 @@ class RankConfig:
     activations: Activations
 
 
+def identity(tensors: Mapping[str, StoredTensor]) -> str:
+    """What ranks have in common that give the same numbers: the instructions that they compute with, and what they know of the model.
+
+    That is a hash of the names, shapes and formats of all tensors, and of the first bytes of each.
+    """
+    hashed = blake2b(digest_size=8)
+    for name, tensor in sorted(tensors.items()):
+        hashed.update(f"{name} {tensor.shape} {tensor.format.name}\n".encode())
+        for part in tensor.parts.values():
+            hashed.update(part[:1].tobytes()[:_HASHED])
+    return f"instructions {_native.isa()}, tensors {hashed.hexdigest()}"
+
+
 class Rank:
     """The executables of a rank by number: that of the model, then those that are attached to it, in the order in which they came."""
 
@@ -31,6 +48,7 @@ class Rank:
         self.config = config
         self._tensors = dict(tensors)
         self._layer_stages = config.mesh.layer_stages(program) if config.mesh.pipeline > 1 else None
+        self.identity = identity(tensors)
         own = config.mesh.program(program, config.rank)
         compiled = CpuExecutable(own, weights_of(own, tensors), config.kv, config.threads, "", activations=config.activations, links=links)
         self.executables = [compiled]

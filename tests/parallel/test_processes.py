@@ -96,11 +96,11 @@ def test_a_rank_that_is_lost(models: dict[str, Path], expected: dict[str, list[A
     assert not children()
 
 
-def children() -> list[int]:
-    """The ranks of this process that are there."""
+def children(parent: int = os.getpid()) -> list[int]:
+    """The ranks that a process has started, and that are there."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
                 found += [int(stat.parent.name)] if "rank_process" in (stat.parent / "cmdline").read_text() else []
     return found
