@@ -16,13 +16,14 @@ from typing import Any
 
 from headrace.assembly.drafts import compile_draft_models, open_draft_checkpoints, target_program
 from headrace.assembly.load import open_model
+from headrace.assembly.options import engine_config
+from headrace.assembly.ranks import mesh_of
 from headrace.config import EngineConfig, KvConfig
 from headrace.errors import HeadraceError
 from headrace.parallel.carrier import GlooCarrier
 from headrace.parallel.exchange import Exchange
 from headrace.parallel.follower import REPLY, Channel, follow
 from headrace.parallel.hosts import LOST
-from headrace.parallel.mesh import Mesh
 from headrace.parallel.rank import Rank, RankConfig
 
 _PR_SET_PDEATHSIG = 1
@@ -32,14 +33,13 @@ def setup_of(model: str, config: EngineConfig, rank: RankConfig) -> dict[str, An
     """What a process is told to make its rank, fit for JSON."""
     own = {name: getattr(config, name) for name in config.__dataclass_fields__}
     kv = (rank.kv.num_blocks, rank.kv.block_size, rank.kv.dtype)
-    mesh = (rank.mesh.tensor, rank.mesh.pipeline, rank.mesh.shares_experts, rank.mesh.sequence)
-    return {"model": model, "config": own, "rank": rank.rank, "mesh": mesh, "kv": kv, "threads": rank.threads}
+    return {"model": model, "config": own, "rank": rank.rank, "kv": kv, "threads": rank.threads}
 
 
 def make_rank(setup: dict[str, Any]) -> tuple[Rank, GlooCarrier]:
     """The rank of a setup, with all that is attached to it. Raises as `load_model`."""
-    config = EngineConfig(**setup["config"])
-    (num_blocks, block_size, dtype), mesh = setup["kv"], Mesh(*setup["mesh"])
+    config = engine_config(setup["config"])
+    (num_blocks, block_size, dtype), mesh = setup["kv"], mesh_of(config)
     kv = KvConfig(tuple(num_blocks), block_size, dtype)
     checkpoint = open_model(setup["model"], config)
     carrier = GlooCarrier(mesh, setup["rank"])

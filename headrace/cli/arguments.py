@@ -37,7 +37,10 @@ def add_activations(parser: Any) -> None:
     parser.add_argument("--activations", choices=get_args(Activations), default=EngineConfig.activations, help=what)
 
 
-PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "enable_sequence_parallel")
+PARALLEL = (
+    *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "enable_sequence_parallel"),
+    "pipeline_layers",
+)
 """The options of `EngineConfig` that `add_parallel` is for."""
 
 
@@ -46,6 +49,9 @@ def add_parallel(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("parallel", "Several processes, on this machine or on those of torchrun; tokens stay the same.")
     for short, name, what in (("-tp", PARALLEL[0], "processes that share each matrix"), ("-pp", PARALLEL[1], "stages of layers")):
         group.add_argument(short, f"--{name.replace('_', '-')}", type=int, default=getattr(EngineConfig, name), metavar="N", help=what)
+    group.add_argument(
+        "--pipeline-layers", type=whole_numbers(1, 1 << 16), default=(), metavar="N,...", help="layers of each stage (default: by bytes)"
+    )
     for flags, name, what in (
         (["-ep"], PARALLEL[2], "share out whole experts"),
         ([], PARALLEL[3], "split what layers add up by columns, and norms by rows"),

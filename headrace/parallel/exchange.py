@@ -1,6 +1,7 @@
 """What collectives do with the rows of a rank, over whatever carries them."""
 
 from collections.abc import Sequence
+from time import monotonic
 from typing import Protocol
 
 import numpy as np
@@ -45,6 +46,8 @@ class Exchange:
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
         self._tokens: Ints = np.empty(0, np.int32)
+        self.waited = 0.0
+        """Seconds for which other stages were waited for."""
 
     def begin(self, tokens: Ints) -> None:
         self._tokens = tokens
@@ -54,7 +57,9 @@ class Exchange:
             case Send():
                 self._carrier.send(inputs[0], op.stage)
             case Receive() if out is not None:
+                begun = monotonic()
                 self._carrier.receive(out, op.stage)
+                self.waited += monotonic() - begun
             case AllGather() if out is not None:
                 gathered = self._gather(inputs[0], [last - first for first, last in op.parts])
                 for (first, last), rows in reversed(list(zip(op.parts, gathered, strict=True))):

@@ -22,6 +22,8 @@ ALIVE = 0.25
 """Seconds between two signs of life."""
 READY = b"\x01"
 """Begins a reply that says what the rank is (`rank.identity`): it has its share."""
+FLIGHTS = b"\x02"
+"""Begins a reply that says when steps ran: float64, [steps, (begin, end)]."""
 REPLY = struct.Struct("<i")
 """The size of a reply; one of no size is a sign of life."""
 
@@ -79,7 +81,10 @@ def follow(channel: Channel, rank: Rank, carrier: GlooCarrier) -> bool:
             if command.kind == Kind.CLOSE:
                 return True
             try:
-                _obey(command, rank, carrier, channel.host)
+                if command.kind == Kind.FLIGHTS:
+                    channel.reply(FLIGHTS + rank.flights().tobytes())
+                else:
+                    _obey(command, rank, carrier, channel.host)
             except Exception as error:
                 channel.reply(f"{type(error).__name__}: {error}".encode())
                 if not isinstance(error, HeadraceError):
@@ -94,8 +99,8 @@ def _obey(command: Command, rank: Rank, carrier: GlooCarrier, host: str) -> None
         case Kind.JOIN if arrays[0] is not None:
             carrier.connect(TCPStore(host, int(arrays[0][0]), config.mesh.ranks, is_master=False, wait_for_workers=False))
         case Kind.RUN:
-            batch, executable = batch_of(arrays), rank.executables[command.program]
-            executable.run(batch, batch.tokens)
+            batch = batch_of(arrays)
+            executable = rank.run(command.program, batch)
             if config.rank == config.mesh.first_of_last_stage:
                 for rows in (executable.logits(batch), executable.hidden(batch), executable.pooled(batch)):
                     if rows is not None and len(rows):

@@ -16,13 +16,15 @@ from dataclasses import dataclass, field
 from threading import Condition, Event, Thread
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.distributed import TCPStore
 
 from headrace.batch import ints
 from headrace.errors import RankLostError
 from headrace.parallel.carrier import GlooCarrier
 from headrace.parallel.commands import Command, Kind, encode
-from headrace.parallel.follower import READY, REPLY
+from headrace.parallel.follower import FLIGHTS, READY, REPLY
 from headrace.parallel.launch import INTERFACE, Launcher, Process
 
 _SILENT = 3.0
@@ -48,6 +50,8 @@ class _Follower:
     alive: float = field(default_factory=time.monotonic)
     """When it was last heard, or found to have run."""
     is_heard: bool = False
+    flights: NDArray[np.float64] | None = None
+    """What it has answered when it was asked for them."""
     ticks: int | None = None
     buffer: bytearray = field(default_factory=bytearray)
 
@@ -116,6 +120,17 @@ class Followers:
         if not self._why:
             with self.at_work():
                 self._send(self._said[-1])
+
+    def flights(self) -> dict[int, NDArray[np.float64]]:
+        """When the last steps ran on each rank, [steps, (begin, end)] in seconds by the clock of its machine, and are done."""
+        for one in self._followers:
+            one.flights = None
+        self.send(Command(Kind.FLIGHTS))
+        with self._changed:
+            self._changed.wait_for(lambda: self._why or all(one.flights is not None for one in self._followers))
+            if self._why:
+                raise RankLostError(self._why)
+        return {one.rank: one.flights for one in self._followers if one.flights is not None}
 
     def close(self) -> None:
         """End all processes."""
@@ -217,6 +232,10 @@ class Followers:
                     return f"rank {one.rank} is not like rank 0, so their numbers could differ: {other}, and {self._alike}"
                 with self._changed:
                     one.is_ready = True
+                    self._changed.notify_all()
+            elif said.startswith(FLIGHTS):
+                with self._changed:
+                    one.flights = np.frombuffer(said[len(FLIGHTS) :]).reshape(-1, 2)
                     self._changed.notify_all()
             elif said:
                 return f"rank {one.rank}: {said.decode(errors='replace')}"

@@ -20,6 +20,7 @@ from headrace.program import collective, ops
 from headrace.program.op import Op, Weight
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
+from headrace.stats import Flight
 
 Floats = NDArray[np.float64]
 
@@ -40,6 +41,22 @@ class LockStep:
             return ReferenceExecutable(program, {name: share_of(tensors, w) for name, w in program.weights.items()}, kv)
 
         self.stages = [[executable(program) for program in programs] for programs in stages]
+
+    def flights(self, batches: Sequence[RaggedBatch], seconds: Callable[[Program, RaggedBatch], float]) -> list[Flight]:
+        """Forwards one behind the other, by a clock for each rank that moves by the `seconds` which its program takes for a batch.
+
+        A rank begins a step once it is through with the one before and has what the stage before sends. Ranks of a stage go abreast.
+        """
+        free = [0.0] * len(self.stages)
+        flights: list[Flight] = []
+        for number, batch in enumerate(batches):
+            self.logits(batch)
+            sent = 0.0
+            for stage, ranks in enumerate(self.stages):
+                begin = max(free[stage], sent)
+                sent = free[stage] = begin + max(seconds(rank.program, batch) for rank in ranks)
+                flights += [Flight(stage * len(ranks) + share, number, begin, sent) for share in range(len(ranks))]
+        return flights
 
     def logits(self, batch: RaggedBatch) -> list[Floats]:
         """One forward; the logits on each rank of the last stage."""

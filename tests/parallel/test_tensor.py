@@ -82,6 +82,17 @@ def test_meshes_have_the_bits_of_one_rank(name: str, mesh: Mesh, saved: Path) ->
     check_bits(program, stages, checkpoint)
 
 
+def test_layers_of_stages_that_are_given(saved: Path) -> None:
+    checkpoint = checkpoint_of("qwen3", saved)
+    program, mesh = trace_model(checkpoint.spec, checkpoint.tensors), Mesh(1, 2, layers=(1, 2))
+    stages = [mesh.program(program, rank) for rank in range(2)]
+    assert [sum(len(group.layers) for group in stage.kv_groups) for stage in stages] == [1, 2]
+    check_bits(program, [[stage] for stage in stages], checkpoint)
+    for layers in ((1, 1), (3,), (1, 1, 1)):
+        with pytest.raises(UnsupportedModelError, match="are not 3 layers in 2 stages"):
+            Mesh(1, 2, layers=layers).program(program, 0)
+
+
 def test_what_layers_add_up_is_split_by_columns(saved: Path) -> None:
     checkpoint = checkpoint_of("qwen3", saved)
     program = trace_model(checkpoint.spec, checkpoint.tensors)
