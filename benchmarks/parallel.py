@@ -138,9 +138,8 @@ def bubble(args: argparse.Namespace) -> None:
     executable: Any = engine._loop.executable
     machine, load = hardware.this_machine(1), Load(((0, 1),) * rows, rows, 2)
     predicted = [1000 * step_seconds(program, load, machine) for program in programs_of(args.model, mesh)]
-    print(
-        f"{rows} rows in a step; stages of {mesh.layers[0]} and {mesh.layers[1]} layers are predicted to take {predicted[0]:.1f} and {predicted[1]:.1f} ms at least"
-    )
+    of = f"stages of {mesh.layers[0]} and {mesh.layers[1]} layers"
+    print(f"{rows} rows in a step; {of} are predicted to take {predicted[0]:.1f} and {predicted[1]:.1f} ms at least")
     batches = [
         batch_of([Slots([number * rows + i], 32) for i in range(rows)], [[100 + number + i] for i in range(rows)], [([], [])] * rows, False)
         for number in range(max(STEPS))
