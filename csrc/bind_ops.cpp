@@ -137,7 +137,7 @@ void input(Plan& p, int out) {
 }
 
 // Of gathered rows a norm may take those that have logits, or those that are pooled.
-void norm(Plan& p, int out, int x, int w, int bias, const std::string& kind, int size, float eps) {
+void norm(Plan& p, int out, int x, int w, int bias, const std::string& kind, int size, float eps, int rank, int ranks) {
   const bool takes_some = floats(p, x).rows == RowKind::kGathered && buffer(p, out).rows >= RowKind::kLogit;
   require(buffer(p, out).width == p.buffer(x).width && (takes_some || p.buffer(out).rows == p.buffer(x).rows),
           "a norm works on buffers of one width, with the same rows of a step, or some of the gathered ones");
@@ -146,7 +146,8 @@ void norm(Plan& p, int out, int x, int w, int bias, const std::string& kind, int
   check_column_vector(p, w, size, width);
   if (bias != -1) check_column_vector(p, bias, size, width);
   require(std::isfinite(eps) && eps >= 0, "the epsilon of a norm is a number, not below 0");
-  p.add_op(make_norm({out, x, w, bias, norm_kind(kind), size, eps}));
+  require(ranks > 0 && rank >= 0 && rank < ranks && (ranks == 1 || !p.buffer(out).packed), "a rank norms a part of the rows of floats");
+  p.add_op(make_norm({out, x, w, bias, norm_kind(kind), size, eps, rank, ranks}));
 }
 
 int rope_angles(Plan& p, std::vector<double> inverse_frequencies, double scale, int head_dim) {
@@ -435,7 +436,8 @@ void bind_ops(nb::class_<Plan>& c) {
         "The embeddings of `vocab` tokens, of which the weight has those from `first` on; 0: it has all.")
       .def("embed_position", &embed_position)
       .def("input", &input)
-      .def("norm", &norm)
+      .def("norm", &norm, nb::arg("out"), nb::arg("x"), nb::arg("weight"), nb::arg("bias"), nb::arg("kind"), nb::arg("size"),
+           nb::arg("eps"), nb::arg("rank") = 0, nb::arg("ranks") = 1, "Of several ranks each does a part of the rows.")
       .def("rope_angles", &rope_angles, "The angles of one head for each row, in a buffer of their own.")
       .def("rope", &rope)
       .def("pack", &pack_rows, nb::arg("out"), nb::arg("x"), nb::arg("order") = std::vector<int32_t>(),

@@ -134,6 +134,16 @@ class Norm : public RowWriter {
  public:
   explicit Norm(const NormArgs& args) : RowWriter("norm", args.out), a_(args) {}
 
+  int items(const Plan& plan, const Step& step) override {
+    if (a_.ranks == 1) return RowWriter::items(plan, step);
+    const int64_t rows = Plan::rows_of(plan.buffer(out_), step);
+    first_ = static_cast<int>(rows * a_.rank / a_.ranks);
+    return static_cast<int>(rows * (a_.rank + 1) / a_.ranks) - first_;
+  }
+  void run(const Plan& plan, const Step& step, int begin, int end, int thread) override {
+    RowWriter::run(plan, step, first_ + begin, first_ + end, thread);
+  }
+
  private:
   void compute(const Plan& plan, const Step& step, int row, float* y) override {
     const Buffer& x = plan.buffer(a_.x);
@@ -146,6 +156,7 @@ class Norm : public RowWriter {
   }
 
   const NormArgs a_;
+  int first_ = 0;
 };
 
 class Pack : public RowOp {

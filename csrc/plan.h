@@ -272,6 +272,7 @@ struct NormArgs {
   NormKind kind;
   int size;  // columns that are taken together
   float eps;
+  int rank = 0, ranks = 1;  // the op does a part of the rows, as even as can be
 };
 std::unique_ptr<Op> make_norm(const NormArgs& args);
 std::unique_ptr<Op> make_pack(int out, int x, std::vector<int32_t> order);

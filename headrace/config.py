@@ -37,8 +37,13 @@ class EngineConfig:
     """Processes that share each matrix of the model, and its KV heads. Never changes a token."""
     pipeline_parallel_size: int = 1
     """Stages that the layers are cut into, each of `tensor_parallel_size` processes. Never changes a token."""
+    pipeline_layers: tuple[int, ...] = ()
+    """Layers of each stage, for machines that are not alike; none: stages that read as much as each other in a step of one row."""
     enable_expert_parallel: bool = True
     """Whether each of the processes that share a layer has some of its experts, or all of them."""
+    enable_sequence_parallel: bool = False
+    """Whether the processes that share a layer split what layers add up by columns and norm some of the rows each, which takes less work
+    and memory of each and one exchange more. Never changes a token."""
     kv_dtype: KvDtype = "bf16"
     """Number format of keys and values."""
     activations: Activations = "int8"

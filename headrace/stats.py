@@ -36,6 +36,16 @@ class KvStats(NamedTuple):
         return self.block_bytes / self.block_size
 
 
+class Flight(NamedTuple):
+    """A step in one stage of a pipeline, on one rank: from when it had what it reads to its end. Seconds by a clock that ranks share."""
+
+    rank: int
+    number: int
+    """Steps of that rank before it."""
+    begin: float
+    end: float
+
+
 class Stats(NamedTuple):
     """What the engine does now, and what it has done since it was made. Times are seconds, rates are of the last few seconds."""
 

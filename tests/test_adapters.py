@@ -1,7 +1,7 @@
 """Adapters through the faces, `LLM` and the command line, over the default model."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +16,17 @@ PROMPT = "A water wheel turns because"
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=0)
 
 
-def write_adapter(folder: Path, rank: int) -> Path:
-    """A random adapter of the queries and outputs of two layers of SmolLM2-135M, strong enough to change its text."""
-    rng, modules = np.random.default_rng(rank), [f"layers.{layer}.self_attn.{part}_proj" for layer in (3, 20) for part in "qo"]
-    shapes = {"A": (rank, 576), "B": (576, rank)}
+def write_adapter(folder: Path, rank: int, layers: Sequence[int] = (3, 20), heads: int = 576, dim: int = 576) -> Path:
+    """A random adapter of the queries and outputs of some layers, here of SmolLM2-135M, strong enough to change its text.
+
+    `heads`: columns of all heads together.
+    """
+    rng, shapes = np.random.default_rng(rank), {"q": (heads, dim), "o": (dim, heads)}
     tensors = {
-        f"base_model.model.model.{module}.lora_{half}.weight": rng.standard_normal(shape, np.float32)
-        for module in modules
-        for half, shape in shapes.items()
+        f"base_model.model.model.layers.{layer}.self_attn.{part}_proj.lora_{half}.weight": rng.standard_normal(shape, np.float32)
+        for layer in layers
+        for part, (rows, cols) in shapes.items()
+        for half, shape in (("A", (rank, cols)), ("B", (rows, rank)))
     }
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")

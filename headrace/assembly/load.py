@@ -1,11 +1,11 @@
 """From the name of a model to an engine that runs it: opened, checked against the options, sized, compiled."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.assembly.drafts import DraftCheckpoints, compile_draft_models, open_draft_checkpoints, own_program, target_program
 from headrace.assembly.kv_size import KvUse, size_kv
-from headrace.assembly.ranks import compile_ranks, mesh_of, threads_of
+from headrace.assembly.ranks import compile_ranks, follow_where_not_first, is_spread, mesh_of, threads_of
 from headrace.backend import compile_program, lower_program
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
@@ -20,6 +20,9 @@ from headrace.program.trace import Program
 from headrace.prompts import PromptReader
 from headrace.propose import make_proposers
 from headrace.propose.draft_model import max_rows
+
+if TYPE_CHECKING:
+    from headrace.parallel.launch import Launcher
 
 _LOGIT_BYTES = 64 << 20
 _LEAST_LOGIT_ROWS = 64
@@ -37,8 +40,10 @@ class LoadedModel(NamedTuple):
 def load_model(model: str, config: EngineConfig) -> LoadedModel:
     """Find a model, download it if need be, and make an engine of it, and a reader of its prompts.
 
+    In a process that the environment makes another rank than the first it does not return: see `ranks.follow_where_not_first`.
     Raises ModelError (missing, malformed, unknown), RequestError (an option the model cannot have) or MemoryLimitError.
     """
+    follow_where_not_first(config)
     checkpoint = open_model(model, config)
     renderer = _renderer(checkpoint)  # in a process of its own, beside all that follows
     try:
@@ -76,14 +81,18 @@ def _reader(model: str, checkpoint: Checkpoint, tokenizer: Tokenizer, renderer: 
     return PromptReader(model, tokenizer, checkpoint.chat_template, renderer, checkpoint.spec.context, checkpoint.tool_template)
 
 
-def load_engine(model: str, config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> Engine:
-    """The engine of an opened model, which messages and `headrace top` call `model`. Raises as `load_model`."""
+def load_engine(
+    model: str, config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer, launcher: "Launcher | None" = None
+) -> Engine:
+    """The engine of an opened model, which messages and `headrace top` call `model`. `launcher`: see `compile_ranks`. Raises as
+    `load_model`.
+    """
     spec, max_model_len, mesh = checkpoint.spec, checkpoint.spec.context, mesh_of(config)
     draft_checkpoints = open_draft_checkpoints(config, checkpoint, tokenizer)
     program = target_program(config, checkpoint)
     kv, draft_kv = fit_memory(config, checkpoint, program, draft_checkpoints, max_model_len)
     threads = threads_of(config, mesh)
-    ranks = compile_ranks(model, config, mesh, checkpoint, program, kv) if mesh.ranks > 1 else None
+    ranks = compile_ranks(model, config, mesh, checkpoint, program, kv, launcher) if mesh.ranks > 1 else None
     executable = ranks or compile_program(config.backend, program, checkpoint.tensors, kv, threads, config.activations)
     draft_models = compile_draft_models(config, draft_checkpoints, checkpoint, executable, draft_kv)
     if ranks:
@@ -103,14 +112,18 @@ def fit_memory(
 ) -> tuple[KvConfig, KvConfig | None]:
     """The KV of a model, which runs this program, and of its draft model, beside the weights of all that runs, as the backend holds them.
 
-    No weight is read. Raises MemoryLimitError where they do not fit in the memory that is available.
+    Ranks on this machine share its memory; of those that are spread over several, this one is to hold the largest. No weight is read.
+    Raises MemoryLimitError where they do not fit in the memory that is available.
     """
     mesh = mesh_of(config)
     programs = [mesh.program(program, rank) for rank in range(mesh.ranks)]
     lowered = [lower_program(config.backend, own, weights_of(own, checkpoint.tensors)) for own in programs]
-    weights = sum(own.weight_bytes for own in lowered) + draft_checkpoints.weight_bytes(config.backend, checkpoint.spec)
-    models = [KvUse(program.kv_groups, config.max_num_batched_tokens)]
+    shares = [own.weight_bytes for own in lowered]
+    weights = (max(shares) if is_spread(mesh) else sum(shares)) + draft_checkpoints.weight_bytes(config.backend, checkpoint.spec)
+    uses = [KvUse(own.kv_groups, config.max_num_batched_tokens) for own in programs]
+    if is_spread(mesh):
+        uses = [max(uses, key=lambda use: sum(group.block_bytes(config.kv_dtype, KvConfig.block_size) for group in use.groups))]
     if draft := draft_checkpoints.draft:
-        models.append(KvUse(own_program(config, draft).kv_groups, max_rows(config.draft_depth)))
-    kv, *draft_kv = size_kv(models, config, max_model_len, weights, available_memory())
-    return kv, draft_kv[0] if draft_kv else None
+        uses.append(KvUse(own_program(config, draft).kv_groups, max_rows(config.draft_depth)))
+    kv, *others = size_kv(uses, config, max_model_len, weights, available_memory())
+    return kv, others[-1] if draft else None

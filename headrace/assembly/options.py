@@ -1,6 +1,6 @@
 """The options of an engine as a caller gives them, checked: names, types, bounds, choices, and what goes together."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, get_args
 
@@ -41,7 +41,7 @@ _CHOICES = {
     "acceptance_method": get_args(AcceptanceMethod),
     "batching": tuple(SCHEDULERS),
 }
-_FLAGS = ("enable_expert_parallel", "adaptive_speculation", "prefix_cache", "jump_forward")
+_FLAGS = ("enable_expert_parallel", "enable_sequence_parallel", "adaptive_speculation", "prefix_cache", "jump_forward")
 _NAMES = ("draft_model", "medusa_heads")
 
 
@@ -63,6 +63,10 @@ def _checked(name: str, value: Any) -> Any:
         return number(name, value, 0.0, _TIMES[name])
     if name in _CHOICES and value not in _CHOICES[name]:
         raise RequestError(f"{name} must be one of {', '.join(_CHOICES[name])}, not {value!r}")
+    if name == "pipeline_layers":
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise RequestError(f"{name} must be a list of whole numbers, not {value!r}")
+        return tuple(integer(name, layers, 1, 2**16) for layers in value)
     if name in _FLAGS and not isinstance(value, bool):
         raise RequestError(f"{name} must be true or false, not {value!r}")
     if name in _NAMES and not isinstance(value, str):

@@ -1,6 +1,6 @@
 """The process of a rank that is not the first: it opens the same model, compiles its share, and does what rank 0 says.
 
-`headrace.parallel.followers` starts it with a socket that it inherits, over which its setup comes first. It ends when that is closed.
+`headrace.parallel.launch` starts it with a socket that it inherits, over which its setup comes first. It ends when that is closed.
 """
 
 import ctypes
@@ -16,13 +16,14 @@ from typing import Any
 
 from headrace.assembly.drafts import compile_draft_models, open_draft_checkpoints, target_program
 from headrace.assembly.load import open_model
+from headrace.assembly.options import engine_config
+from headrace.assembly.ranks import mesh_of
 from headrace.config import EngineConfig, KvConfig
 from headrace.errors import HeadraceError
 from headrace.parallel.carrier import GlooCarrier
 from headrace.parallel.exchange import Exchange
 from headrace.parallel.follower import REPLY, Channel, follow
-from headrace.parallel.followers import HOST
-from headrace.parallel.mesh import Mesh
+from headrace.parallel.hosts import LOST
 from headrace.parallel.rank import Rank, RankConfig
 
 _PR_SET_PDEATHSIG = 1
@@ -32,14 +33,13 @@ def setup_of(model: str, config: EngineConfig, rank: RankConfig) -> dict[str, An
     """What a process is told to make its rank, fit for JSON."""
     own = {name: getattr(config, name) for name in config.__dataclass_fields__}
     kv = (rank.kv.num_blocks, rank.kv.block_size, rank.kv.dtype)
-    mesh = (rank.mesh.tensor, rank.mesh.pipeline, rank.mesh.shares_experts)
-    return {"model": model, "config": own, "rank": rank.rank, "mesh": mesh, "kv": kv, "threads": rank.threads}
+    return {"model": model, "config": own, "rank": rank.rank, "kv": kv, "threads": rank.threads}
 
 
 def make_rank(setup: dict[str, Any]) -> tuple[Rank, GlooCarrier]:
     """The rank of a setup, with all that is attached to it. Raises as `load_model`."""
-    config = EngineConfig(**setup["config"])
-    (num_blocks, block_size, dtype), mesh = setup["kv"], Mesh(*setup["mesh"])
+    config = engine_config(setup["config"])
+    (num_blocks, block_size, dtype), mesh = setup["kv"], mesh_of(config)
     kv = KvConfig(tuple(num_blocks), block_size, dtype)
     checkpoint = open_model(setup["model"], config)
     carrier = GlooCarrier(mesh, setup["rank"])
@@ -66,11 +66,12 @@ def main(descriptor: str, parent: str) -> None:
         setup = json.loads(channel.read(size))
         rank, carrier = make_rank(setup)
     except EOFError:
-        return
+        sys.exit(LOST)
     except HeadraceError as error:
         channel.reply(str(error).encode())
         sys.exit(error.exit_code)
-    follow(channel, rank, carrier, HOST)
+    if not follow(channel, rank, carrier):
+        sys.exit(LOST)
 
 
 if __name__ == "__main__":

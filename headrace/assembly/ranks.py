@@ -1,4 +1,4 @@
-"""A model on several ranks: their processes are started beside this one, which is rank 0."""
+"""A model on several ranks: their processes are started beside this one, which is rank 0, or come from other hosts."""
 
 import sys
 from importlib.util import find_spec
@@ -13,13 +13,15 @@ from headrace.program.trace import Program
 
 if TYPE_CHECKING:
     from headrace.parallel.executable import ParallelExecutable
+    from headrace.parallel.launch import Launcher
 
 _PROCESS = (sys.executable, "-P", "-m", "headrace.assembly.rank_process")
 
 
 def mesh_of(config: EngineConfig) -> Mesh:
     """The mesh that a configuration asks for. Raises RequestError for a backend, or an installation, that cannot have several ranks."""
-    mesh = Mesh(config.tensor_parallel_size, config.pipeline_parallel_size, config.enable_expert_parallel)
+    sizes = config.tensor_parallel_size, config.pipeline_parallel_size
+    mesh = Mesh(*sizes, config.enable_expert_parallel, config.enable_sequence_parallel, config.pipeline_layers)
     if mesh.ranks > 1 and config.backend != "cpu":
         raise RequestError(f"the {config.backend} backend has one rank: choose backend 'cpu', or a parallel size of 1")
     if mesh.ranks > 1 and find_spec("torch") is None:
@@ -32,23 +34,59 @@ def threads_of(config: EngineConfig, mesh: Mesh) -> int:
     return config.threads or max(1, usable_cores() // mesh.ranks)
 
 
+def is_spread(mesh: Mesh) -> bool:
+    """Whether the environment has a process for each rank, on whichever host. Raises RequestError where they are not as many."""
+    if mesh.ranks == 1:
+        return False
+    from headrace.parallel.hosts import placement
+
+    place = placement()
+    if place and place.size not in (1, mesh.ranks):
+        sizes = f"tensor_parallel_size {mesh.tensor} x pipeline_parallel_size {mesh.pipeline}"
+        raise RequestError(f"the environment has {place.size} ranks, and {sizes} makes {mesh.ranks}")
+    return bool(place and place.size > 1)
+
+
+def follow_where_not_first(config: EngineConfig) -> None:
+    """In a process that the environment makes another rank than the first: follow that one to its end, and end this process with it."""
+    mesh = mesh_of(config)
+    if is_spread(mesh):
+        from headrace.parallel.hosts import follow_rank_0, placement
+
+        place = placement()
+        if place and place.rank:
+            sys.exit(follow_rank_0(place, _PROCESS))
+
+
 def compile_ranks(
-    model: str, config: EngineConfig, mesh: Mesh, checkpoint: Checkpoint, program: Program, kv: KvConfig
+    model: str,
+    config: EngineConfig,
+    mesh: Mesh,
+    checkpoint: Checkpoint,
+    program: Program,
+    kv: KvConfig,
+    launcher: "Launcher | None" = None,
 ) -> "ParallelExecutable":
     """Compile each rank's share, the first here and the others in processes that open the model by its name.
 
-    They are waited for when the executable is connected.
+    A `launcher` gives these processes; None: this machine, or the hosts that the environment names. They are waited for when the
+    executable is connected.
     """
     from headrace.assembly.rank_process import setup_of  # which imports torch
     from headrace.parallel.carrier import GlooCarrier
     from headrace.parallel.exchange import Exchange
     from headrace.parallel.executable import ParallelExecutable
     from headrace.parallel.followers import Followers
-    from headrace.parallel.rank import Rank, RankConfig
+    from headrace.parallel.hosts import HostLauncher, placement
+    from headrace.parallel.launch import LocalLauncher
+    from headrace.parallel.rank import Rank, RankConfig, identity
 
     own, *others = (RankConfig(mesh, rank, kv, threads_of(config, mesh), config.activations) for rank in range(mesh.ranks))
     carrier = GlooCarrier(mesh, 0)
-    followers = Followers(_PROCESS, [setup_of(model, config, one) for one in others], carrier)
+    if launcher is None:
+        place = placement() if is_spread(mesh) else None
+        launcher = HostLauncher(place) if place else LocalLauncher(_PROCESS)
+    followers = Followers(launcher, [setup_of(model, config, one) for one in others], carrier, identity(checkpoint.tensors))
     try:
         rank = Rank(own, program, checkpoint.tensors, Exchange(carrier))
         return ParallelExecutable(rank, program, carrier, followers)

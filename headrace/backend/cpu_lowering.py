@@ -17,7 +17,10 @@ from headrace.program.op import Op, Value, Weight
 from headrace.program.trace import Program
 from headrace.quant.formats import Format, StoredTensor
 
-_KEEPS_PRODUCTS = (ops.Norm, ops.Rope, ops.Scale, ops.SoftCap, ops.ConcatHeads, collective.AllGather, collective.TakeColumns)
+_KEEPS_PRODUCTS = (
+    *(ops.Norm, ops.Rope, ops.Scale, ops.SoftCap, ops.ConcatHeads),
+    *(collective.AllGather, collective.TakeColumns, collective.ColumnsToRows, collective.GatherShares),
+)
 _Readers = frozenset[tuple[Format, bool]]
 Floats = NDArray[np.float32]
 _Shape = tuple[int, str, bool, _Readers]
@@ -200,7 +203,8 @@ def _rope_angles(lo: Lowering, op: ops.RopeAngles) -> None:
 
 
 def _norm(lo: Lowering, op: ops.Norm) -> None:
-    lo.plan.norm(lo.buffer(op.out), lo.buffer(op.x), lo.vector(op.weight), lo.vector(op.bias), op.kind, op.size, op.eps)
+    share = (op.rank, op.ranks) if isinstance(op, collective.NormShare) else ()
+    lo.plan.norm(lo.buffer(op.out), lo.buffer(op.x), lo.vector(op.weight), lo.vector(op.bias), op.kind, op.size, op.eps, *share)
 
 
 def _linear(lo: Lowering, op: ops.Linear) -> None:
@@ -332,7 +336,6 @@ LOWER: dict[type[Op], Callable[[Lowering, Any], None]] = {
     collective.Combine: _combine,
     collective.EmbedPart: _embed_part,
     collective.TakeColumns: _take_columns,
-    **dict.fromkeys(
-        (collective.AllGather, collective.OwnedRows, collective.OwnedExperts, collective.Send, collective.Receive), _collective
-    ),
+    collective.NormShare: _norm,
+    **dict.fromkeys(collective.Collective.__subclasses__(), _collective),
 }

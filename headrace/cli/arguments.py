@@ -37,6 +37,29 @@ def add_activations(parser: Any) -> None:
     parser.add_argument("--activations", choices=get_args(Activations), default=EngineConfig.activations, help=what)
 
 
+PARALLEL = (
+    *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "enable_sequence_parallel"),
+    "pipeline_layers",
+)
+"""The options of `EngineConfig` that `add_parallel` is for."""
+
+
+def add_parallel(parser: argparse.ArgumentParser) -> None:
+    """Flags on every verb that may run a model on several ranks, which have the names that they have in vLLM."""
+    group = parser.add_argument_group("parallel", "Several processes, on this machine or on those of torchrun; tokens stay the same.")
+    for short, name, what in (("-tp", PARALLEL[0], "processes that share each matrix"), ("-pp", PARALLEL[1], "stages of layers")):
+        group.add_argument(short, f"--{name.replace('_', '-')}", type=int, default=getattr(EngineConfig, name), metavar="N", help=what)
+    group.add_argument(
+        "--pipeline-layers", type=whole_numbers(1, 1 << 16), default=(), metavar="N,...", help="layers of each stage (default: by bytes)"
+    )
+    for flags, name, what in (
+        (["-ep"], PARALLEL[2], "share out whole experts"),
+        ([], PARALLEL[3], "split what layers add up by columns, and norms by rows"),
+    ):
+        switch = argparse.BooleanOptionalAction
+        group.add_argument(*flags, f"--{name.replace('_', '-')}", action=switch, default=getattr(EngineConfig, name), help=what)
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """`--json`, on every verb that prints a table."""
     parser.add_argument("--json", action="store_true", help="print JSON, with raw numbers")

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from headrace.cli.arguments import DEFAULT_MODEL, add_activations, add_kv_dtype, add_threads
+from headrace.cli.arguments import DEFAULT_MODEL, PARALLEL, add_activations, add_kv_dtype, add_parallel, add_threads
 from headrace.config import OFFLINE, EngineConfig
 
 
@@ -24,6 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_threads(parser)
     add_kv_dtype(parser)
     add_activations(parser)
+    add_parallel(parser)
     parser.add_argument(
         "--max-model-len", type=int, default=0, metavar="N", help="longest sequence, in tokens; 0: the model's whole context"
     )
@@ -32,9 +33,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer what is left; the exit code is 1 where an answer is an error."""
+    from headrace.cli.serve import follow_where_not_first
     from headrace.cli.server_flags import check_installed, model_name
 
     check_installed()
+    follow_where_not_first(args)
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -42,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from headrace.server.batch import run_batch
     from headrace.server.settings import Settings
 
-    options = {name: getattr(args, name) for name in ("threads", "kv_dtype", "activations", "max_model_len", "max_num_seqs")}
+    options = {name: getattr(args, name) for name in ("threads", "kv_dtype", "activations", "max_model_len", "max_num_seqs", *PARALLEL)}
     settings = Settings(
         model_name=model_name(args.model),
         ignore_advised_sampling=args.ignore_advised_sampling,

@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import add_activations, add_kv_dtype, add_model, add_threads, whole_number, whole_numbers
+from headrace.cli.arguments import (
+    PARALLEL,
+    add_activations,
+    add_kv_dtype,
+    add_model,
+    add_parallel,
+    add_threads,
+    whole_number,
+    whole_numbers,
+)
 from headrace.cli.output_file import check_writable, write
 from headrace.cli.terminal import show_status
 from headrace.config import OFFLINE
@@ -52,6 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_kv_dtype(both)
     add_activations(both)
     both.add_argument("--json", action="store_true", help="print JSON lines, with raw samples, in place of the table")
+    add_parallel(parser)
     both.add_argument("--output", type=Path, metavar="FILE", help="append the JSON lines to this file, too")
 
 
@@ -109,6 +119,7 @@ def _measure(args: argparse.Namespace, settings: dict[str, Any]) -> "Iterator[Ro
         "activations": args.activations,
         "max_model_len": longest,
         "max_num_seqs": most,
+        **{name: getattr(args, name) for name in PARALLEL},
     }
     config = engine_config(options, OFFLINE)
     checkpoint = open_checkpoint(resolve(args.model))

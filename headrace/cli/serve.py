@@ -9,7 +9,7 @@ import os
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import add_activations, add_kv_dtype, add_threads
+from headrace.cli.arguments import PARALLEL, add_activations, add_kv_dtype, add_parallel, add_threads
 from headrace.cli.server_flags import add_server, announce, check_installed, settings_of
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
@@ -22,6 +22,7 @@ _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
 _ENGINE_OPTIONS = (
     *("threads", "kv_dtype", "activations", "max_model_len", "max_num_seqs", "kv_blocks", "chunked_prefill_size", "queue_timeout"),
     *("proposer", "draft_model"),
+    *PARALLEL,
 )
 
 
@@ -49,6 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add(engine, "chunked_prefill_size", "prompt tokens in a step that also decodes", int)
     _add(engine, "proposer", "what drafts: off, auto, ngram, ...; never changes a token", str)
     _add(engine, "draft_model", "for draft_model: a smaller model with the same vocabulary", str)
+    add_parallel(parser)
 
 
 def _add(group: Any, name: str, text: str, kind: type) -> None:
@@ -60,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     check_installed()
     if args.replicas or args.max_replicas:
         return _serve_replicas(args)
+    follow_where_not_first(args)
     from headrace.server.engine_start import starting_engine
 
     with starting_engine() as started:  # before the imports of this process, so that both import at the same time
@@ -91,6 +94,15 @@ def _serve_replicas(args: argparse.Namespace) -> int:
     return serve_replicas(
         args.model, _options(args), _settings(args), _adapters(args.lora), scale, lambda served, port: announce(served, port, said)
     )
+
+
+def follow_where_not_first(args: argparse.Namespace) -> None:
+    """Before this process serves: it may be another rank than the first (`assembly.ranks.follow_where_not_first`)."""
+    sizes = {name: getattr(args, name) for name in PARALLEL}
+    if sizes != {name: _DEFAULTS[name] for name in PARALLEL}:
+        from headrace.assembly import options, ranks
+
+        ranks.follow_where_not_first(options.engine_config(sizes))
 
 
 def _options(args: argparse.Namespace) -> EngineConfig:

@@ -48,16 +48,23 @@ class GlooCarrier:
         if distributed.is_initialized():
             distributed.destroy_process_group()
 
-    def all_gather(self, rows: Floats, widths: Sequence[int]) -> list[Floats]:
-        width = max(widths)  # gloo gathers what is equally long
-        padded = np.zeros((len(rows), width), np.float32)
-        padded[:, : rows.shape[1]] = rows
-        found = [torch.empty(padded.shape) for _ in widths]
-        if len(rows):
+    def all_gather(self, numbers: Floats, sizes: Sequence[int]) -> list[Floats]:
+        padded = np.zeros(max(sizes), np.float32)  # gloo gathers what is equally long
+        padded[: len(numbers)] = numbers
+        found = [torch.empty(len(padded)) for _ in sizes]
+        if len(padded):
             with _lost():
                 distributed.all_gather(found, torch.from_numpy(padded), self._group)
-        self.received += 4 * len(rows) * sum(width for share, width in enumerate(widths) if share != self._share)
-        return [one.numpy()[:, :width] for one, width in zip(found, widths, strict=True)]
+        self.received += 4 * (sum(sizes) - sizes[self._share])
+        return [one.numpy()[:size] for one, size in zip(found, sizes, strict=True)]
+
+    def all_to_all(self, pieces: Sequence[Floats], sizes: Sequence[int]) -> list[Floats]:
+        out = torch.empty(sum(sizes))
+        with _lost():
+            whole = torch.from_numpy(np.concatenate(pieces))
+            distributed.all_to_all_single(out, whole, list(sizes), [len(piece) for piece in pieces], group=self._group)
+        self.received += 4 * (sum(sizes) - sizes[self._share])
+        return np.split(out.numpy(), np.cumsum(sizes)[:-1])
 
     def send(self, rows: Floats, stage: int) -> None:
         self.send_to(rows, stage * self._mesh.tensor + self._share)

@@ -35,6 +35,8 @@ class Kind(IntEnum):
     ADD_ADAPTER = 4
     REMOVE_ADAPTER = 5
     CLOSE = 6
+    FLIGHTS = 7
+    """Say when steps ran."""
 
 
 class Command(NamedTuple):

@@ -19,6 +19,7 @@ from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.sampling.host import run_logit_ops, tokens_of
+from headrace.stats import Flight
 
 Floats = NDArray[np.float32]
 
@@ -72,7 +73,7 @@ class ParallelExecutable:
         batch = batch._replace(tokens=tokens_of(batch, values), token_source=None)
         with self._followers.at_work():
             self._followers.send(Command(Kind.RUN, self._number, batch_arrays(batch)))
-            self._local.run(batch, batch.tokens)
+            self._rank.run(self._number, batch)
         generation = self._followers.generation
 
         def wait() -> StepResult:
@@ -126,6 +127,12 @@ class ParallelExecutable:
             times = self._local.profile(batch)
             self._results_of(batch)
         return times
+
+    def flights(self) -> list[Flight]:
+        """The last steps of all ranks, of which none is under way; their times can be compared where ranks are on one machine."""
+        with self._followers.at_work():
+            ranks = {0: self._rank.flights()} | self._followers.flights()
+        return [Flight(rank, number, *map(float, times)) for rank, steps in ranks.items() for number, times in enumerate(steps)]
 
     def expert_loads(self) -> NDArray[np.int64]:
         """Those of the experts in the stage of rank 0."""

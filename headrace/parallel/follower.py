@@ -15,11 +15,15 @@ from torch.distributed import TCPStore
 from headrace.errors import HeadraceError
 from headrace.parallel.carrier import GlooCarrier
 from headrace.parallel.commands import HEAD, Command, Kind, adapter_of, batch_of, body_size, decode
+from headrace.parallel.launch import LOOPBACK
 from headrace.parallel.rank import Rank
 
 ALIVE = 0.25
 """Seconds between two signs of life."""
 READY = b"\x01"
+"""Begins a reply that says what the rank is (`rank.identity`): it has its share."""
+FLIGHTS = b"\x02"
+"""Begins a reply that says when steps ran: float64, [steps, (begin, end)]."""
 REPLY = struct.Struct("<i")
 """The size of a reply; one of no size is a sign of life."""
 
@@ -32,6 +36,11 @@ class Channel:
         self._lock = Lock()
         self._over = Event()
         Thread(target=self._live, daemon=True).start()
+
+    @property
+    def host(self) -> str:
+        """Where rank 0 is."""
+        return LOOPBACK if self._connection.family == socket.AF_UNIX else str(self._connection.getpeername()[0])
 
     def reply(self, body: bytes) -> None:
         """Say something to rank 0."""
@@ -60,22 +69,28 @@ class Channel:
                 os._exit(1)
 
 
-def follow(channel: Channel, rank: Rank, carrier: GlooCarrier, host: str) -> None:
-    """Carry out commands to the end of the socket. An error is told, and ends the process: rank 0 starts another."""
+def follow(channel: Channel, rank: Rank, carrier: GlooCarrier) -> bool:
+    """Carry out commands to the end of the socket; whether it was told to end. An error is told, and ends the process: rank 0 starts
+    another.
+    """
     with suppress(EOFError, ConnectionError):
-        channel.reply(READY)
+        channel.reply(READY + rank.identity.encode())
         while True:
             head = channel.read(HEAD.size)
             command = decode(head, channel.read(body_size(head)))
             if command.kind == Kind.CLOSE:
-                return
+                return True
             try:
-                _obey(command, rank, carrier, host)
+                if command.kind == Kind.FLIGHTS:
+                    channel.reply(FLIGHTS + rank.flights().tobytes())
+                else:
+                    _obey(command, rank, carrier, channel.host)
             except Exception as error:
                 channel.reply(f"{type(error).__name__}: {error}".encode())
                 if not isinstance(error, HeadraceError):
                     traceback.print_exc()
                 os._exit(1)
+    return False
 
 
 def _obey(command: Command, rank: Rank, carrier: GlooCarrier, host: str) -> None:
@@ -84,8 +99,8 @@ def _obey(command: Command, rank: Rank, carrier: GlooCarrier, host: str) -> None
         case Kind.JOIN if arrays[0] is not None:
             carrier.connect(TCPStore(host, int(arrays[0][0]), config.mesh.ranks, is_master=False, wait_for_workers=False))
         case Kind.RUN:
-            batch, executable = batch_of(arrays), rank.executables[command.program]
-            executable.run(batch, batch.tokens)
+            batch = batch_of(arrays)
+            executable = rank.run(command.program, batch)
             if config.rank == config.mesh.first_of_last_stage:
                 for rows in (executable.logits(batch), executable.hidden(batch), executable.pooled(batch)):
                     if rows is not None and len(rows):

@@ -9,26 +9,24 @@ import logging
 import os
 import selectors
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from threading import Condition, Event, Thread
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.distributed import TCPStore
 
 from headrace.batch import ints
 from headrace.errors import RankLostError
 from headrace.parallel.carrier import GlooCarrier
 from headrace.parallel.commands import Command, Kind, encode
-from headrace.parallel.follower import READY, REPLY
+from headrace.parallel.follower import FLIGHTS, READY, REPLY
+from headrace.parallel.launch import INTERFACE, Launcher, Process
 
-HOST = "127.0.0.1"
-_INTERFACE = "GLOO_SOCKET_IFNAME"
 _SILENT = 3.0
 """Seconds without a sign of life, and without having run, after which a process is taken to be stopped."""
 _TICK = 0.25
@@ -47,23 +45,23 @@ class _Follower:
     """A process, and what it has said."""
 
     rank: int
-    process: "subprocess.Popen[bytes]"
-    connection: socket.socket
+    process: Process
     is_ready: bool = False
     alive: float = field(default_factory=time.monotonic)
     """When it was last heard, or found to have run."""
-    ticks: int = 0
+    is_heard: bool = False
+    flights: NDArray[np.float64] | None = None
+    """What it has answered when it was asked for them."""
+    ticks: int | None = None
     buffer: bytearray = field(default_factory=bytearray)
 
 
 class Followers:
     """The other ranks of a mesh. Used by one thread; another watches."""
 
-    def __init__(self, command: Sequence[str], setups: Sequence[Mapping[str, Any]], carrier: GlooCarrier) -> None:
-        """`command` starts a process, which is given the descriptor of its socket and the id of this process; its setup is the first that
-        comes over the socket, as JSON.
-        """
-        self._command, self._setups, self._carrier = command, setups, carrier
+    def __init__(self, launcher: Launcher, setups: Sequence[Mapping[str, Any]], carrier: GlooCarrier, alike: str) -> None:
+        """A process is told its setup first, as JSON. `alike`: what each must say of itself, since this one is so (`rank.identity`)."""
+        self._launcher, self._setups, self._carrier, self._alike = launcher, setups, carrier, alike
         self._said: list[bytes] = []
         """Commands that change what a rank has, which one that is started again is told."""
         self._changed = Condition()
@@ -102,9 +100,12 @@ class Followers:
             self._changed.wait_for(lambda: self._why or all(one.is_ready for one in self._followers), _LOADED)
             if self._why:
                 raise RankLostError(self._why)
-        self._store = TCPStore(HOST, 0, len(self._setups) + 1, is_master=True, wait_for_workers=False)
-        self.send(Command(Kind.JOIN, 0, [ints([self._store.port])]))
-        with _loopback():
+        host = self._launcher.host
+        listener = socket.create_server((host, 0))  # and not on all interfaces, as the store would
+        port = listener.getsockname()[1]
+        self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        self.send(Command(Kind.JOIN, 0, [ints([port])]))
+        with _over(self._launcher.interface):
             self._carrier.connect(self._store)
         for said in self._said:
             self._send(said)
@@ -120,6 +121,17 @@ class Followers:
             with self.at_work():
                 self._send(self._said[-1])
 
+    def flights(self) -> dict[int, NDArray[np.float64]]:
+        """When the last steps ran on each rank, [steps, (begin, end)] in seconds by the clock of its machine, and are done."""
+        for one in self._followers:
+            one.flights = None
+        self.send(Command(Kind.FLIGHTS))
+        with self._changed:
+            self._changed.wait_for(lambda: self._why or all(one.flights is not None for one in self._followers))
+            if self._why:
+                raise RankLostError(self._why)
+        return {one.rank: one.flights for one in self._followers if one.flights is not None}
+
     def close(self) -> None:
         """End all processes."""
         with suppress(OSError):
@@ -127,9 +139,9 @@ class Followers:
                 self.send(Command(Kind.CLOSE))
         deadline = time.monotonic() + _GRACE
         for one in self._followers:
-            with suppress(subprocess.TimeoutExpired):
-                one.process.wait(max(0.0, deadline - time.monotonic()))
+            one.process.ended(max(0.0, deadline - time.monotonic()))
         self._break("closed")
+        self._launcher.close()
         self._carrier.disconnect()
 
     def _begin(self) -> None:
@@ -139,27 +151,20 @@ class Followers:
         started.wait()
 
     def _run(self, started: Event) -> None:
+        self._followers = []
         try:
-            self._followers = [self._start(setup) for setup in self._setups]
+            for setup in self._setups:
+                self._followers.append(self._start(setup))
         except OSError as error:
-            self._followers, self._why = [], f"a process could not be started: {error}"
+            self._break(f"a process could not be started: {error}")
         finally:
             started.set()
         self._watch(self._followers)
 
     def _start(self, setup: Mapping[str, Any]) -> _Follower:
-        ours, theirs = socket.socketpair()
-        process = subprocess.Popen(
-            [*self._command, str(theirs.fileno()), str(os.getpid())],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), _INTERFACE: "lo"},
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in the terminal is for this process
-        )
-        theirs.close()
-        body = json.dumps(setup).encode()
-        ours.sendall(REPLY.pack(len(body)) + body)
-        return _Follower(setup["rank"], process, ours)
+        process, body = self._launcher.start(setup["rank"]), json.dumps(setup).encode()
+        process.connection.sendall(REPLY.pack(len(body)) + body)
+        return _Follower(setup["rank"], process)
 
     def _restart(self) -> None:
         """Start all ranks again. Raises RankLostError where that has been done too often, or one ends again."""
@@ -181,7 +186,7 @@ class Followers:
 
     def _send(self, data: bytes) -> None:
         for one in self._followers:
-            one.connection.sendall(data)
+            one.process.connection.sendall(data)
 
     def _break(self, why: str) -> None:
         """End all processes: the group is broken."""
@@ -189,15 +194,13 @@ class Followers:
             self._why = self._why or why
             for one in self._followers:
                 one.process.kill()
-            for one in self._followers:
-                one.process.wait()
             self._changed.notify_all()
 
     def _watch(self, followers: list[_Follower]) -> None:
         """Hear what the ranks say until the group is broken."""
         with selectors.DefaultSelector() as selector:
             for one in followers:
-                selector.register(one.connection, selectors.EVENT_READ, one)
+                selector.register(one.process.connection, selectors.EVENT_READ, one)
             while not self._why:
                 for key, _ in selector.select(_TICK):
                     if why := self._hear(key.data):
@@ -206,18 +209,17 @@ class Followers:
                     if self._is_stopped(one):
                         self._break(f"rank {one.rank} stood still for {_SILENT:.0f} s")
         for one in followers:
-            one.connection.close()
+            one.process.connection.close()
 
     def _hear(self, one: _Follower) -> str:
         """Read what a rank says; why the group is broken by it, or nothing."""
         try:
-            chunk = one.connection.recv(1 << 16)
+            chunk = one.process.connection.recv(1 << 16)
         except OSError:
             chunk = b""
         if not chunk:
-            code = one.process.wait()
-            return f"rank {one.rank} ended by {f'signal {-code}' if code < 0 else f'exit code {code}'}"
-        one.alive = time.monotonic()
+            return f"rank {one.rank} {one.process.ended(_GRACE) or 'closed its connection'}"
+        one.alive, one.is_heard = time.monotonic(), True
         one.buffer += chunk
         while len(one.buffer) >= REPLY.size:
             end = REPLY.size + REPLY.unpack_from(one.buffer)[0]
@@ -225,39 +227,38 @@ class Followers:
                 break
             said = bytes(one.buffer[REPLY.size : end])
             del one.buffer[:end]
-            if said == READY:
+            if said.startswith(READY):
+                if (other := said[len(READY) :].decode()) != self._alike:
+                    return f"rank {one.rank} is not like rank 0, so their numbers could differ: {other}, and {self._alike}"
                 with self._changed:
                     one.is_ready = True
+                    self._changed.notify_all()
+            elif said.startswith(FLIGHTS):
+                with self._changed:
+                    one.flights = np.frombuffer(said[len(FLIGHTS) :]).reshape(-1, 2)
                     self._changed.notify_all()
             elif said:
                 return f"rank {one.rank}: {said.decode(errors='replace')}"
         return ""
 
     def _is_stopped(self, one: _Follower) -> bool:
-        """Whether nothing is heard of a process that does not run either, as one does that is only kept busy."""
-        if time.monotonic() - one.alive > _SILENT and (ticks := _ticks(one.process.pid)) != one.ticks:
+        """Whether nothing is heard of a process that does not run either, as one does that is only kept busy, or begins."""
+        if not one.is_heard and one.process.ticks() is None:
+            return False
+        if time.monotonic() - one.alive > _SILENT and (ticks := one.process.ticks()) != one.ticks:
             one.alive, one.ticks = time.monotonic() - _SILENT / 2, ticks
         return time.monotonic() - one.alive > _SILENT
 
 
 @contextmanager
-def _loopback() -> Iterator[None]:
-    """The environment says that gloo is to use this machine's own interface."""
-    before = os.environ.get(_INTERFACE)
-    os.environ[_INTERFACE] = "lo"
+def _over(interface: str) -> Iterator[None]:
+    """The environment says that gloo is to use this interface."""
+    before = os.environ.get(INTERFACE)
+    if interface:
+        os.environ[INTERFACE] = interface
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_INTERFACE]
-        else:
-            os.environ[_INTERFACE] = before
-
-
-def _ticks(pid: int) -> int:
-    """What a process has used of the processor, in ticks of the system's clock; 0 where that cannot be known."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return int(fields[11]) + int(fields[12])
+        os.environ.pop(INTERFACE, None)
+        if before is not None:
+            os.environ[INTERFACE] = before

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend.reference import ReferenceExecutable, _Step
+from headrace.backend.reference import _norm as reference_norm
 from headrace.backend.reference_activations import gated
 from headrace.batch import RaggedBatch
 from headrace.config import KvConfig
@@ -19,6 +20,7 @@ from headrace.program import collective, ops
 from headrace.program.op import Op, Weight
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
+from headrace.stats import Flight
 
 Floats = NDArray[np.float64]
 
@@ -39,6 +41,22 @@ class LockStep:
             return ReferenceExecutable(program, {name: share_of(tensors, w) for name, w in program.weights.items()}, kv)
 
         self.stages = [[executable(program) for program in programs] for programs in stages]
+
+    def flights(self, batches: Sequence[RaggedBatch], seconds: Callable[[Program, RaggedBatch], float]) -> list[Flight]:
+        """Forwards one behind the other, by a clock for each rank that moves by the `seconds` which its program takes for a batch.
+
+        A rank begins a step once it is through with the one before and has what the stage before sends. Ranks of a stage go abreast.
+        """
+        free = [0.0] * len(self.stages)
+        flights: list[Flight] = []
+        for number, batch in enumerate(batches):
+            self.logits(batch)
+            sent = 0.0
+            for stage, ranks in enumerate(self.stages):
+                begin = max(free[stage], sent)
+                sent = free[stage] = begin + max(seconds(rank.program, batch) for rank in ranks)
+                flights += [Flight(stage * len(ranks) + share, number, begin, sent) for share in range(len(ranks))]
+        return flights
 
     def logits(self, batch: RaggedBatch) -> list[Floats]:
         """One forward; the logits on each rank of the last stage."""
@@ -82,6 +100,16 @@ def _run(step: _Step, op: Op) -> None:
 def _embed_part(s: _Step, op: collective.EmbedPart) -> Floats:
     here = (s.batch.tokens >= op.first) & (s.batch.tokens < op.first + op.weight.rows)
     return np.where(here[:, None], s.w(op.weight)[np.where(here, s.batch.tokens - op.first, 0)], 0.0)
+
+
+def _norm_share(s: _Step, op: collective.NormShare) -> Floats:
+    x = s.x(op.x)
+    first, last = collective.row_share(len(x), op.rank, op.ranks)
+    whole = np.full(x.shape, np.nan)
+    s.rows[op.x.id] = x[first:last]
+    whole[first:last] = reference_norm(s, op)
+    s.rows[op.x.id] = x
+    return whole
 
 
 def _take_columns(s: _Step, op: collective.TakeColumns) -> Floats:
@@ -137,6 +165,21 @@ def _all_gather(steps: Sequence[_Step], abreast: Sequence[collective.AllGather])
     return [whole] * len(steps)
 
 
+def _columns_to_rows(steps: Sequence[_Step], abreast: Sequence[collective.ColumnsToRows]) -> list[Floats]:
+    whole = np.concatenate([step.x(op.x) for step, op in zip(steps, abreast, strict=True)], axis=1)
+    found = []
+    for op in abreast:
+        first, last = collective.row_share(len(whole), op.rank, len(op.parts))
+        found.append(np.full_like(whole, np.nan))
+        found[-1][first:last] = whole[first:last]
+    return found
+
+
+def _gather_shares(steps: Sequence[_Step], abreast: Sequence[collective.GatherShares]) -> list[Floats]:
+    shares = [collective.row_share(len(step.x(op.x)), op.rank, op.ranks) for step, op in zip(steps, abreast, strict=True)]
+    return [np.concatenate([step.x(op.x)[slice(*share)] for step, op, share in zip(steps, abreast, shares, strict=True)])] * len(steps)
+
+
 def _owned_rows(steps: Sequence[_Step], abreast: Sequence[collective.OwnedRows]) -> list[Floats]:
     owner = owners(abreast[0].parts, steps[0].batch.tokens)
     found = np.stack([step.x(op.x) for step, op in zip(steps, abreast, strict=True)])
@@ -156,11 +199,14 @@ _ALONE: dict[type[Op], Callable[[_Step, Any], Floats]] = {
     ops.Attention: _attention,
     collective.EmbedPart: _embed_part,
     collective.TakeColumns: _take_columns,
+    collective.NormShare: _norm_share,
     collective.ExpertPart: _expert_part,
     collective.Combine: _combine,
 }
 _TOGETHER: dict[type[Op], Callable[[Sequence[_Step], Any], list[Floats]]] = {
     collective.AllGather: _all_gather,
+    collective.ColumnsToRows: _columns_to_rows,
+    collective.GatherShares: _gather_shares,
     collective.OwnedRows: _owned_rows,
     collective.OwnedExperts: _owned_experts,
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from headrace.errors import UnsupportedModelError
 from headrace.parallel.pipeline import cut
 from headrace.parallel.tensor import TensorParallel, share_of
 from headrace.program.adapter import Adapter, LowRank
@@ -20,6 +21,10 @@ class Mesh:
     """Stages."""
     shares_experts: bool = True
     """Whether the ranks of a stage have some of its experts each, or all of them."""
+    sequence: bool = False
+    """Whether they split what layers add up by columns, and norm some rows each."""
+    layers: tuple[int, ...] = ()
+    """Layers of each stage; none: as `pipeline.cut` finds best."""
 
     @property
     def ranks(self) -> int:
@@ -44,13 +49,24 @@ class Mesh:
 
         Raises UnsupportedModelError where so many ranks cannot share it.
         """
-        stage = cut(program, self.pipeline, layer_stages)[self.stage(rank)] if self.pipeline > 1 else program
-        return TensorParallel(stage, rank % self.tensor, self.tensor, self.shares_experts).rewritten() if self.tensor > 1 else stage
+        stage = self._stages(program, layer_stages)[self.stage(rank)] if self.pipeline > 1 else program
+        if self.tensor == 1:
+            return stage
+        return TensorParallel(stage, rank % self.tensor, self.tensor, self.shares_experts, self.sequence).rewritten()
 
     def layer_stages(self, program: Program) -> dict[int, int]:
         """The stage of each layer of a program."""
-        stages = cut(program, self.pipeline)
+        stages = self._stages(program)
         return {layer: number for number, stage in enumerate(stages) for group in stage.kv_groups for layer in group.layers}
+
+    def _stages(self, program: Program, layer_stages: Mapping[int, int] | None = None) -> list[Program]:
+        if self.layers and layer_stages is None:
+            layers = sorted(layer for group in program.kv_groups for layer in group.layers)
+            if (len(self.layers), sum(self.layers)) != (self.pipeline, len(layers)):
+                raise UnsupportedModelError(f"layers {self.layers} of stages are not {len(layers)} layers in {self.pipeline} stages")
+            stage_of = (stage for stage, count in enumerate(self.layers) for _ in range(count))
+            layer_stages = dict(zip(layers, stage_of, strict=True))
+        return cut(program, self.pipeline, layer_stages)
 
 
 def weights_of(program: Program, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -1,15 +1,27 @@
 """What one rank runs: its share of a model, and of what is attached to it."""
 
+from collections import deque
 from collections.abc import Mapping
+from hashlib import blake2b
+from time import monotonic
 
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace import _native
 from headrace.backend.cpu import CpuExecutable
-from headrace.backend.cpu_lowering import Links
+from headrace.batch import RaggedBatch
 from headrace.config import Activations, KvConfig
+from headrace.parallel.exchange import Exchange
 from headrace.parallel.mesh import Mesh, adapter_of, weights_of
 from headrace.program.adapter import Adapter
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
+
+_HASHED = 256
+"""Bytes."""
+_MOST_FLIGHTS = 4096
 
 
 @frozen
@@ -24,16 +36,47 @@ class RankConfig:
     activations: Activations
 
 
+def identity(tensors: Mapping[str, StoredTensor]) -> str:
+    """What ranks have in common that give the same numbers: the instructions that they compute with, and what they know of the model.
+
+    That is a hash of the names, shapes and formats of all tensors, and of the first bytes of each.
+    """
+    hashed = blake2b(digest_size=8)
+    for name, tensor in sorted(tensors.items()):
+        hashed.update(f"{name} {tensor.shape} {tensor.format.name}\n".encode())
+        for part in tensor.parts.values():
+            hashed.update(part[:1].tobytes()[:_HASHED])
+    return f"instructions {_native.isa()}, tensors {hashed.hexdigest()}"
+
+
 class Rank:
     """The executables of a rank by number: that of the model, then those that are attached to it, in the order in which they came."""
 
-    def __init__(self, config: RankConfig, program: Program, tensors: Mapping[str, StoredTensor], links: Links) -> None:
+    def __init__(self, config: RankConfig, program: Program, tensors: Mapping[str, StoredTensor], exchange: Exchange) -> None:
         self.config = config
+        self._exchange = exchange
+        self._flights: deque[tuple[float, float]] = deque(maxlen=_MOST_FLIGHTS)
         self._tensors = dict(tensors)
         self._layer_stages = config.mesh.layer_stages(program) if config.mesh.pipeline > 1 else None
+        self.identity = identity(tensors)
         own = config.mesh.program(program, config.rank)
-        compiled = CpuExecutable(own, weights_of(own, tensors), config.kv, config.threads, "", activations=config.activations, links=links)
+        compiled = CpuExecutable(
+            own, weights_of(own, tensors), config.kv, config.threads, "", activations=config.activations, links=exchange
+        )
         self.executables = [compiled]
+
+    def run(self, number: int, batch: RaggedBatch) -> CpuExecutable:
+        """Run a batch, whose tokens are known, through the executable of this number; returns that."""
+        executable, begun, waited = self.executables[number], monotonic(), self._exchange.waited
+        executable.run(batch, batch.tokens)
+        self._flights.append((begun + self._exchange.waited - waited, monotonic()))
+        return executable
+
+    def flights(self) -> NDArray[np.float64]:  # [steps, (begin, end)]
+        """When the last steps ran here, up to 4,096 since this was asked before."""
+        flights = np.array(self._flights, np.float64).reshape(-1, 2)
+        self._flights.clear()
+        return flights
 
     def attach(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None) -> CpuExecutable:
         """Compile another program, over the same KV, with layers in the stages of those of the model; or one that runs here alone, over

@@ -8,7 +8,9 @@ ROWS = 16
 
 
 def even(total: int, ranks: int, unit: int = 1) -> tuple[Columns, ...]:
-    """Adjacent shares of `total` things as equal as units allow, larger ones first; a last unit may be short."""
+    """Adjacent shares of `total` things as equal as units allow; a last unit may be short. Rank 0, which draws tokens as well, has
+    none of the larger ones.
+    """
     units = -(-total // unit)
     ends = [min(total, unit * (units * (rank + 1) // ranks)) for rank in range(ranks)]
     return tuple(zip([0, *ends[:-1]], ends, strict=True))

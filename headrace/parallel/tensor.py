@@ -13,7 +13,19 @@ import numpy as np
 
 from headrace.parallel.shares import ROWS, even, kv_heads, query_heads, times
 from headrace.program import ops
-from headrace.program.collective import AllGather, Columns, Combine, EmbedPart, ExpertPart, OwnedExperts, OwnedRows, TakeColumns
+from headrace.program.collective import (
+    AllGather,
+    Columns,
+    ColumnsToRows,
+    Combine,
+    EmbedPart,
+    ExpertPart,
+    GatherShares,
+    NormShare,
+    OwnedExperts,
+    OwnedRows,
+    TakeColumns,
+)
 from headrace.program.kv import KvGroup
 from headrace.program.mixture import Experts, GateRows, Route
 from headrace.program.op import Op, Value, Weight
@@ -49,9 +61,11 @@ def share_of(tensors: Mapping[str, StoredTensor], weight: Weight) -> StoredTenso
 class TensorParallel:
     """Rewrites a program for one rank of several. Ids of values that are in both are the same."""
 
-    def __init__(self, program: Program, rank: int, ranks: int, shares_experts: bool = True) -> None:
-        """`shares_experts`: whether each rank has some of the experts, or all of them."""
-        self.rank, self.ranks, self._shares_experts = rank, ranks, shares_experts
+    def __init__(self, program: Program, rank: int, ranks: int, shares_experts: bool = True, sequence: bool = False) -> None:
+        """`shares_experts`: whether each rank has some of the experts, or all of them; `sequence`: whether what layers add up is split by
+        columns, and each rank norms some of the rows.
+        """
+        self.rank, self.ranks, self._shares_experts, self._sequence = rank, ranks, shares_experts, sequence
         self._program = program
         self._ids = count(1 + max(out.id for op in program.ops if (out := op.output())))
         self._writers = {out.id: op for op in program.ops if (out := op.output())}
@@ -137,6 +151,12 @@ class TensorParallel:
                 self._follow(op, op.x)
             case ops.Norm() if op.size < op.x.width and op.x.id in self._parts:
                 self._norm(op)
+            case ops.Add() if self._sequence and (op.x.id in self._parts or op.y.id in self._parts):
+                self._add(op)
+            case ops.GatherRows() if self._sequence:
+                self._follow(op, op.x)
+            case ops.Norm() if self._sequence and op.x.id in self._parts and op.x.rows == "step":
+                self._norm_rows(op)
             case _:
                 self._ops.append(self._with_whole_inputs(op))
 
@@ -215,6 +235,20 @@ class TensorParallel:
         weight = vector(op.weight)
         assert weight
         self._ops.append(replace(op, out=self._split(op.out, parts), x=self._values[op.x.id], weight=weight, bias=vector(op.bias)))
+
+    def _add(self, op: ops.Add) -> None:
+        """The columns of both that are here of one of them."""
+        parts = self._parts.get(op.y.id) or self._parts[op.x.id]
+        x, y = self._part(op.x, parts), self._part(op.y, parts)
+        self._ops.append(ops.Add(self._split(op.out, parts), x, y))
+
+    def _norm_rows(self, op: ops.Norm) -> None:
+        """Whole rows, some on each rank."""
+        parts = self._parts[op.x.id]
+        rows, normed = self._new(op.x.width, op.x), self._new(op.x.width, op.x)
+        self._ops.append(ColumnsToRows(rows, self._values[op.x.id], self.rank, parts))
+        self._ops.append(NormShare(normed, rows, op.weight, op.eps, op.kind, op.size, op.bias, self.rank, self.ranks))
+        self._ops.append(GatherShares(op.out, normed, self.rank, self.ranks))
 
     def _follow(self, op: Op, x: Value) -> None:
         """An op that computes number by number: it does so with the columns that are here."""

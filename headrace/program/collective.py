@@ -2,6 +2,7 @@
 
 from headrace.program.mixture import Experts
 from headrace.program.op import Load, Op, Value, Weight
+from headrace.program.ops import Norm
 from headrace.record import frozen
 
 Columns = tuple[int, int]
@@ -67,6 +68,52 @@ class TakeColumns(Op):
     out: Value
     x: Value
     first: int
+
+
+@frozen
+class ColumnsToRows(Collective):
+    """out[t] = the columns of x[t] of all ranks, for the rows t that are this rank's (`row_share`); other rows mean nothing."""
+
+    out: Value
+    x: Value
+    rank: int
+    parts: tuple[Columns, ...]
+
+    def link_bytes(self, load: Load) -> int:
+        first, last = row_share(self.out.num_rows(load), self.rank, len(self.parts))
+        return LINK_BYTES * (last - first) * (self.out.width - self.x.width)
+
+
+@frozen
+class NormShare(Norm):
+    """A norm of the rows that are this rank's."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    def flops(self, load: Load) -> int:
+        first, last = row_share(self.out.num_rows(load), self.rank, self.ranks)
+        return super().flops(load) * (last - first) // max(1, self.out.num_rows(load))
+
+
+@frozen
+class GatherShares(Collective):
+    """out[t] = x[t] of the rank whose row t is."""
+
+    out: Value
+    x: Value
+    rank: int
+    ranks: int
+
+    def link_bytes(self, load: Load) -> int:
+        rows = self.out.num_rows(load)
+        first, last = row_share(rows, self.rank, self.ranks)
+        return LINK_BYTES * (rows - (last - first)) * self.out.width
+
+
+def row_share(rows: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The first of so many rows that are a rank's, and the one behind its last: as many as others have, or one more."""
+    return rows * rank // ranks, rows * (rank + 1) // ranks
 
 
 @frozen

@@ -2,7 +2,10 @@
 
 from hypothesis import strategies as st
 
+from headrace.batch import RaggedBatch
 from headrace.model.spec import ModelSpec, RopeSpec
+from headrace.program.op import Load
+from headrace.program.trace import Program
 from tests.tiny import Tensors, tiny_model
 
 
@@ -17,3 +20,10 @@ def models(draw: st.DrawFn) -> tuple[ModelSpec, Tensors]:
     constants = {"head_dim": head_dim, "rope": RopeSpec(head_dim), "tied_embeddings": draw(st.booleans())}
     sizes = {"dim": dim, "heads": heads, "kv_heads": kv_heads, "ffn": 32 * draw(st.integers(1, 3)), "vocab": draw(st.integers(17, 70))}
     return tiny_model(draw(st.integers(0, 9)), window=draw(st.sampled_from([0, 3, (0, 4)])), format=stored, **sizes, **constants)
+
+
+def predicted_seconds(program: Program, batch: RaggedBatch) -> float:
+    """By a memory that reads a byte in a second."""
+    rows = zip(batch.context_len, batch.row_start[1:] - batch.row_start[:-1], strict=True)
+    load = Load(tuple((int(context), int(count)) for context, count in rows), len(batch.logit_rows), 4)
+    return float(sum(op.bytes(load) for op in program.ops))

@@ -1,5 +1,6 @@
 """Ranks on the cpu backend have the bits of one rank, fused or op by op; what they exchange is as much as is said."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,16 @@ from hypothesis import strategies as st
 from headrace.backend.cpu import CpuExecutable, lower, sized
 from headrace.batch import ints
 from headrace.checkpoint.load import open_checkpoint
+from headrace.checkpoint.source import resolve
 from headrace.config import KvConfig
 from headrace.model import linear_weights, trace_model
 from headrace.model.spec import ModelSpec
 from headrace.parallel.mesh import Mesh, adapter_of
 from headrace.program.adapter import LowRank
 from headrace.program.collective import Collective
-from headrace.program.op import Load
+from headrace.program.op import Load, Op
+from headrace.program.ops import Attention, KvWrite, Linear
+from headrace.program.trace import Program
 from tests.backend.batches import Sequence, batch_of
 from tests.families import VARIANTS, save_model
 from tests.parallel.models import models
@@ -24,12 +28,12 @@ from tests.parallel.threads import Threads
 from tests.tiny import Tensors, tiny_model
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("mesh", [Mesh(1, 2), Mesh(2, 1), Mesh(3, 1), Mesh(2, 2), Mesh(2, 1, sequence=True), Mesh(3, 2, sequence=True)])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_bits_of_one_rank(name: str, tensor: int, pipeline: int, tmp_path: Path) -> None:
+def test_the_bits_of_one_rank(name: str, mesh: Mesh, tmp_path: Path) -> None:
     save_model(name, tmp_path / name)
     checkpoint = open_checkpoint(tmp_path / name)
-    program, mesh = trace_model(checkpoint.spec, checkpoint.tensors), Mesh(tensor, pipeline)
+    program = trace_model(checkpoint.spec, checkpoint.tensors)
     groups = len(program.kv_groups)
     kv = KvConfig((4,) * groups)
     for fused in (True, False):
@@ -42,7 +46,7 @@ def test_the_bits_of_one_rank(name: str, tensor: int, pipeline: int, tmp_path: P
             one.run(batch, batch.tokens)
             before = [carrier.received for carrier in many.carriers]
             found = many.logits(batch)
-            assert len(found) == tensor
+            assert len(found) == mesh.tensor
             for logits in found:
                 np.testing.assert_array_equal(logits, one.logits(batch))
             load = Load(tuple((s.computed, chunk) for s in sequences), len(batch.logit_rows), 0)
@@ -54,12 +58,12 @@ def test_the_bits_of_one_rank(name: str, tensor: int, pipeline: int, tmp_path: P
         many.close()
 
 
-@given(model=models(), tensor=st.integers(1, 3), pipeline=st.integers(1, 2), data=st.data())
+@given(model=models(), mesh=st.builds(Mesh, st.integers(1, 3), st.integers(1, 2), sequence=st.booleans()), data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_any_shapes_formats_trees_and_adapters(model: tuple[ModelSpec, Tensors], tensor: int, pipeline: int, data: st.DataObject) -> None:
+def test_any_shapes_formats_trees_and_adapters(model: tuple[ModelSpec, Tensors], mesh: Mesh, data: st.DataObject) -> None:
     spec, tensors = model
-    assume(tensor <= spec.num_heads)
-    program, mesh = trace_model(spec, tensors), Mesh(tensor, pipeline)
+    assume(mesh.tensor <= spec.num_heads)
+    program = trace_model(spec, tensors)
     groups = len(program.kv_groups)
     kv = KvConfig((4,) * groups, dtype=data.draw(st.sampled_from(["bf16", "f32", "int8", "int4"])))
     activations = data.draw(st.sampled_from(["int8", "f32"]))
@@ -109,3 +113,42 @@ def test_bytes_of_even_shapes(mesh: Mesh, tied: bool) -> None:
     if mesh.pipeline == 1:
         assert max(rank.plan.weight_bytes for rank in many.ranks) <= (1 / mesh.ranks + 0.05) * whole.plan.weight_bytes
     many.close()
+
+
+KV_HEADS = {1: [3], 2: [1, 2], 3: [1, 1, 1]}
+"""Of the default model on each rank."""
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2), Mesh(3), Mesh(1, 2), Mesh(2, 2), Mesh(2, sequence=True)])
+def test_bytes_of_the_default_model(mesh: Mesh) -> None:
+    """By its uneven heads, 9 on 3 KV heads: a matrix is split by its rows, and each row is on one rank of a stage."""
+    checkpoint = open_checkpoint(resolve("smollm2"))
+    spec, program, kv = checkpoint.spec, trace_model(checkpoint.spec, checkpoint.tensors), KvConfig((2,))
+    whole = CpuExecutable(program, checkpoint.tensors, kv, 1, "")
+    many = Threads(mesh, program, checkpoint.tensors, kv)
+    layers = mesh.layer_stages(program) if mesh.pipeline > 1 else dict.fromkeys(range(spec.num_layers), 0)
+    by_heads = {name for op in program.ops if isinstance(op, KvWrite | Attention) for name in projections(program, op)}
+    assert len(by_heads) == 3 * spec.num_layers
+    for number, rank in enumerate(many.ranks):
+        stage, heads = mesh.stage(number), KV_HEADS[mesh.tensor][number % mesh.tensor]
+        mine = {f"layers.{layer}" for layer, at in layers.items() if at == stage}
+        expected = 0
+        for name, weight in whole.program.weights.items():
+            if name.rpartition(".")[0] in mine or (not name.startswith("layers.") and stage in ends(name, mesh)):
+                rows = weight.rows * heads // 3 if name in by_heads else weight.rows // mesh.tensor if weight.rows > 1 else 1
+                expected += weight.nbytes // weight.rows * rows
+        assert rank.plan.weight_bytes == rank.program.weight_bytes == expected
+        assert sum(rank.plan.kv_bytes) * 3 * spec.num_layers == sum(whole.plan.kv_bytes) * heads * len(mine)
+    many.close()
+
+
+def projections(program: Program, op: Op) -> Iterator[str]:
+    """The matrices that make the inputs of an op, with rotations between."""
+    writers = {out.id: one for one in program.ops if (out := one.output())}
+    for writer in (writers[value.id] for value in op.inputs()):
+        yield from (weight.name for weight in writer.matrices()) if isinstance(writer, Linear) else projections(program, writer)
+
+
+def ends(name: str, mesh: Mesh) -> set[int]:
+    """The stages that have what is no layer's: the last norm, and the embedding, which is tied to the head, in both."""
+    return {mesh.pipeline - 1} if "norm" in name else {0, mesh.pipeline - 1}

@@ -3,9 +3,9 @@
 import json
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ import pytest
 from headrace import LLM, SamplingParams
 from headrace.request import RequestOutput
 from tests.families import save_model
+from tests.test_adapters import write_adapter
 
+ADAPTERS = [None, "other", None, None, "other"]
 STACK = {"kv_dtype": "int8", "kv_blocks": 6, "proposer": "ngram", "max_num_seqs": 4, "threads": 1, "chunked_prefill_size": 8}
 
 
@@ -34,7 +36,15 @@ def said(outputs: list[RequestOutput]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: saved(name, tmp_path_factory.mktemp("models") / name) for name in ("qwen3", "mixtral")}
+    """Each with an adapter beside it."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, heads in (("qwen3", 128), ("mixtral", 64)):
+        write_adapter(folder / f"{name}-adapter", 4, layers=(0, 1), heads=heads, dim=64)
+    return {name: saved(name, folder / name) for name in ("qwen3", "mixtral")}
+
+
+def load_adapter(llm: LLM, model: Path) -> None:
+    llm.load_adapter("other", model.with_name(f"{model.name}-adapter"))
 
 
 def saved(name: str, folder: Path) -> Path:
@@ -50,57 +60,65 @@ def expected(models: dict[str, Path]) -> dict[str, list[Any]]:
     found = {}
     for name, model in models.items():
         with LLM(model, **STACK) as llm:
-            found[name] = said(llm.generate(*requests()))
+            load_adapter(llm, model)
+            found[name] = said(llm.generate(*requests(), adapter=ADAPTERS))
+            assert found[name][1] != said(llm.generate(*requests()))[1]
     return found
 
 
 @pytest.mark.parametrize(("name", "tensor", "pipeline"), [("qwen3", 3, 1), ("qwen3", 1, 2), ("mixtral", 2, 1), ("mixtral", 2, 2)])
 def test_all_at_once(models: dict[str, Path], expected: dict[str, list[Any]], name: str, tensor: int, pipeline: int) -> None:
-    """Quantised KV in few blocks, drafts, chunks, a prefix cache and preemption, with requests that join and leave."""
+    """Quantised KV in few blocks, drafts, chunks, a prefix cache, adapters and preemption, with requests that join and leave."""
     with LLM(models[name], tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **STACK) as llm:
         prompts, params = requests()
-        assert said(llm.generate(prompts, params)) == expected[name]
+        load_adapter(llm, models[name])
+        assert said(llm.generate(prompts, params, adapter=ADAPTERS)) == expected[name]
         for _ in range(2):
             assert said(llm.generate(prompts[0], params[0])) == expected[name][:1]
         stats = llm.stats()
     assert stats.preemptions and stats.cached_tokens and stats.drafted
 
 
-def test_the_stack_over_the_default_model() -> None:
-    """Quantised weights, stages of two ranks, paged KV in int8, drafts and in-flight batching at once."""
+def test_the_stack_over_the_default_model(tmp_path: Path) -> None:
+    """Quantised weights, stages of two ranks, paged KV in int8, drafts, adapters and in-flight batching at once."""
     prompts = ["The water wheel turns, the water wheel turns, the water", "How does a water wheel work?", "1, 2, 3, 4, 5, 6,"]
     params = [SamplingParams(max_tokens=24, temperature=0.7 * (i % 2), seed=i, logprobs=1) for i in range(3)]
     options = {"max_model_len": 256, "threads": 1, "kv_dtype": "int8", "proposer": "ngram", "max_num_seqs": 2}
-    with LLM(**options) as llm:
-        expected = said(llm.generate(prompts, params))
-    with LLM(tensor_parallel_size=2, pipeline_parallel_size=2, **options) as llm:
-        assert said(llm.generate(prompts, params)) == expected
-        assert llm.stats().drafted
+    adapter, found = write_adapter(tmp_path / "adapter", 4), []
+    for tensor, pipeline, sequence in ((1, 1, False), (2, 1, True), (3, 1, False), (1, 2, False), (2, 2, False)):
+        sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, "enable_sequence_parallel": sequence}
+        with LLM(**options, **sizes) as llm:
+            llm.load_adapter("other", adapter)
+            found.append(said(llm.generate(prompts, params, adapter=[None, None, "other"])))
+            assert llm.stats().drafted
+        assert found[-1] == found[0], sizes
 
 
 @pytest.mark.parametrize(("number", "tensor", "pipeline"), [(signal.SIGKILL, 2, 1), (signal.SIGSTOP, 1, 2)])
 def test_a_rank_that_is_lost(models: dict[str, Path], expected: dict[str, list[Any]], number: int, tensor: int, pipeline: int) -> None:
     """It is found, all ranks are started again, and the requests go on with the same tokens; nothing is left over."""
     with LLM(models["qwen3"], tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **STACK) as llm:
+        load_adapter(llm, models["qwen3"])
         (follower,) = children()
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(llm.generate, *requests())
-            time.sleep(0.3)
+            running, before = pool.submit(partial(llm.generate, *requests(), adapter=ADAPTERS)), llm.stats().steps
+            while llm.stats().steps < before + 5:
+                assert not running.done()
             os.kill(follower, number)
             assert said(running.result()) == expected["qwen3"]
         assert llm.stats().failed_steps == 1
         (again,) = children()
         assert again != follower
         os.kill(again, signal.SIGKILL)  # while nothing runs
-        assert said(llm.generate(*requests())) == expected["qwen3"]
+        assert said(llm.generate(*requests(), adapter=ADAPTERS)) == expected["qwen3"]
     assert not children()
 
 
-def children() -> list[int]:
-    """The ranks of this process that are there."""
+def children(parent: int = os.getpid()) -> list[int]:
+    """The ranks that a process has started, and that are there."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
                 found += [int(stat.parent.name)] if "rank_process" in (stat.parent / "cmdline").read_text() else []
     return found

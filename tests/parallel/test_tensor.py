@@ -15,6 +15,8 @@ from headrace.model.spec import ModelSpec
 from headrace.parallel.lockstep import LockStep
 from headrace.parallel.mesh import Mesh
 from headrace.parallel.tensor import TensorParallel
+from headrace.program.collective import ColumnsToRows, GatherShares, NormShare
+from headrace.program.ops import Add
 from headrace.program.trace import Program
 from tests.backend.batches import Sequence, batch_of
 from tests.families import VARIANTS, save_model
@@ -64,25 +66,51 @@ def check_bits(program: Program, stages: list[list[Program]], checkpoint: Checkp
             sequence.computed += chunk
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (3, 2)])
+STAGES = [Mesh(tensor, pipeline) for tensor, pipeline in [(1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (3, 2)]]
+BY_COLUMNS = [Mesh(tensor, pipeline, sequence=True) for tensor, pipeline in [(2, 1), (3, 1), (2, 2)]]
+
+
+@pytest.mark.parametrize("mesh", [*STAGES, *BY_COLUMNS])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_stages_have_the_bits_of_one_rank(name: str, tensor: int, pipeline: int, saved: Path) -> None:
-    """One after the other, with the matrices of each split or not."""
+def test_meshes_have_the_bits_of_one_rank(name: str, mesh: Mesh, saved: Path) -> None:
+    """Stages one after the other, with the matrices of each split or not; and what layers add up split by columns."""
     checkpoint = checkpoint_of(name, saved)
-    program, mesh = trace_model(checkpoint.spec, checkpoint.tensors), Mesh(tensor, pipeline)
-    stages = [[mesh.program(program, rank) for rank in mesh.group(stage)] for stage in range(pipeline)]
+    program = trace_model(checkpoint.spec, checkpoint.tensors)
+    stages = [[mesh.program(program, rank) for rank in mesh.group(stage)] for stage in range(mesh.pipeline)]
     layers = [layer for (first, *_) in stages for group in first.kv_groups for layer in group.layers]
     assert sorted(layers) == sorted(layer for group in program.kv_groups for layer in group.layers)
     check_bits(program, stages, checkpoint)
 
 
-@given(model=models(), ranks=st.integers(1, 4), data=st.data())
+def test_layers_of_stages_that_are_given(saved: Path) -> None:
+    checkpoint = checkpoint_of("qwen3", saved)
+    program, mesh = trace_model(checkpoint.spec, checkpoint.tensors), Mesh(1, 2, layers=(1, 2))
+    stages = [mesh.program(program, rank) for rank in range(2)]
+    assert [sum(len(group.layers) for group in stage.kv_groups) for stage in stages] == [1, 2]
+    check_bits(program, [[stage] for stage in stages], checkpoint)
+    for layers in ((1, 1), (3,), (1, 1, 1)):
+        with pytest.raises(UnsupportedModelError, match="are not 3 layers in 2 stages"):
+            Mesh(1, 2, layers=layers).program(program, 0)
+
+
+def test_what_layers_add_up_is_split_by_columns(saved: Path) -> None:
+    checkpoint = checkpoint_of("qwen3", saved)
+    program = trace_model(checkpoint.spec, checkpoint.tensors)
+    rank = TensorParallel(program, 1, 2, sequence=True).rewritten()
+    sums = [op for op in program.ops if isinstance(op, Add)]
+    assert [op.out.width for op in rank.ops if isinstance(op, Add)] == [op.out.width // 2 for op in sums]
+    norms = [op for op in rank.ops if isinstance(op, NormShare)]
+    assert len(norms) == sum(isinstance(op, ColumnsToRows) for op in rank.ops) == sum(isinstance(op, GatherShares) for op in rank.ops)
+    assert len(norms) == sum(op.out.rows == "step" for op in sums)  # those behind take the rows alone that have logits
+
+
+@given(model=models(), ranks=st.integers(1, 4), sequence=st.booleans(), data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_any_shapes_formats_and_trees(model: tuple[ModelSpec, Tensors], ranks: int, data: st.DataObject) -> None:
+def test_any_shapes_formats_and_trees(model: tuple[ModelSpec, Tensors], ranks: int, sequence: bool, data: st.DataObject) -> None:
     spec, tensors = model
     assume(ranks <= spec.num_heads)
     program = trace_model(spec, tensors)
-    programs = [TensorParallel(program, rank, ranks).rewritten() for rank in range(ranks)]
+    programs = [TensorParallel(program, rank, ranks, sequence=sequence).rewritten() for rank in range(ranks)]
     groups = len(program.kv_groups)
     kv = KvConfig((4,) * groups, 16, data.draw(st.sampled_from(["f32", "bf16"])))
     one, many = LockStep([[program]], tensors, kv), LockStep([programs], tensors, kv)

@@ -29,14 +29,24 @@ class _Carrier:
     def __init__(self, stages: list[_Stage], queues: dict[tuple[int, int], queue.Queue[Floats]], stage: int, share: int) -> None:
         self.stage, self.stages, self.queues, self.share, self.received = stage, stages, queues, share, 0
 
-    def all_gather(self, rows: Floats, widths: Sequence[int]) -> list[Floats]:
+    def all_gather(self, numbers: Floats, sizes: Sequence[int]) -> list[Floats]:
+        found = [each[self.share] for each in self._all([numbers] * len(sizes))]
+        assert [len(one) for one in found] == list(sizes)
+        return found
+
+    def all_to_all(self, pieces: Sequence[Floats], sizes: Sequence[int]) -> list[Floats]:
+        found = [each[self.share] for each in self._all(pieces)]
+        assert [len(one) for one in found] == list(sizes)
+        return found
+
+    def _all(self, pieces: Sequence[Floats]) -> list[list[Floats]]:
+        """What each rank has for each."""
         stage = self.stages[self.stage]
-        stage.rows[self.share] = rows
+        stage.rows[self.share] = pieces
         stage.barrier.wait(SECONDS)
-        found = [one.copy() for one in stage.rows]
+        found = [[piece.copy() for piece in each] for each in stage.rows]
         stage.barrier.wait(SECONDS)
-        assert [one.shape[1] for one in found] == list(widths)
-        self.received += sum(one.nbytes for share, one in enumerate(found) if share != self.share)
+        self.received += sum(each[self.share].nbytes for share, each in enumerate(found) if share != self.share)
         return found
 
     def send(self, rows: Floats, stage: int) -> None:

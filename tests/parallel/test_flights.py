@@ -1,0 +1,68 @@
+"""Steps in flight through the stages of a pipeline: how long they take by a clock that is moved by hand, and the idle time of ranks."""
+
+import numpy as np
+import pytest
+
+from headrace.batch import RaggedBatch
+from headrace.config import KvConfig
+from headrace.model import trace_model
+from headrace.parallel.lockstep import LockStep
+from headrace.parallel.mesh import Mesh
+from headrace.planner.flight_picture import flights_svg, idle_share
+from headrace.program.op import Load
+from headrace.program.trace import Program
+from tests.backend.batches import Sequence, batch_of
+from tests.parallel.models import predicted_seconds
+from tests.tiny import tiny_model
+
+ROWS = 2
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 8])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_the_bubble(stages: int, steps: int) -> None:
+    """Stages that are cut by what they read, the head among it, are idle as much as those of equal length, within 0.05."""
+    sizes = {"layers": 22, "dim": 64, "heads": 2, "kv_heads": 2, "ffn": 96, "vocab": 80}
+    spec, tensors = tiny_model(1, format="Q8_0", tied_embeddings=False, **sizes)
+    program, mesh = trace_model(spec, tensors), Mesh(1, stages)
+    ranks = [[mesh.program(program, rank) for rank in mesh.group(stage)] for stage in range(stages)]
+    kv = KvConfig((16,), 16, "f32")
+    many, one = LockStep(ranks, tensors, kv), LockStep([[program]], tensors, kv)
+    batches = [
+        batch_of([Sequence([2 * number, 2 * number + 1], 16)], [[number + i for i in range(ROWS)]], [([], [])], False)
+        for number in range(steps)
+    ]
+    flights = many.flights(batches, predicted_seconds)
+    assert [(one.rank, one.number) for one in flights] == [(rank, number) for number in range(steps) for rank in range(stages)]
+    assert idle_share(flights) == pytest.approx((stages - 1) / (steps + stages - 1), abs=0.05)
+    total = one.flights(batches, predicted_seconds)
+    assert sum(f.end - f.begin for f in flights) == pytest.approx(total[-1].end, rel=0.01)
+    for found, alone in zip(many.logits(batches[-1]), one.logits(batches[-1]), strict=True):
+        np.testing.assert_array_equal(found, alone)
+
+
+def test_a_rank_waits_for_the_stage_before() -> None:
+    spec, tensors = tiny_model(1, layers=2)
+    program, mesh = trace_model(spec, tensors), Mesh(1, 2)
+    stages = [[mesh.program(program, 0)], [mesh.program(program, 1)]]
+    batch = batch_of([Sequence([0], 32)], [[1, 2]], [([], [])], False)
+
+    def seconds(stage: Program, _: RaggedBatch) -> float:
+        return 3.0 if stage.logits else 1.0
+
+    flights = LockStep(stages, tensors, KvConfig((1,), 32, "f32")).flights([batch] * 2, seconds)
+    assert [tuple(flight) for flight in flights] == [(0, 0, 0.0, 1.0), (1, 0, 1.0, 4.0), (0, 1, 1.0, 2.0), (1, 1, 4.0, 7.0)]
+    assert idle_share(flights) == pytest.approx(1 - 8 / 14)
+    picture = flights_svg("Two <stages>", flights)
+    assert picture.count("<title>step") == 4 and "Two &lt;stages&gt;" in picture and "43 %" in picture
+    assert "step 1 on rank 1: 3000.0 ms" in picture
+
+
+def test_predicted_seconds_count_the_head() -> None:
+    spec, tensors = tiny_model(1, vocab=512, layers=1)
+    program = trace_model(spec, tensors)
+    batch = batch_of([Sequence([0], 32)], [[1, 2]], [([], [])], False)
+    load = Load(((0, 2),), 2, 4)
+    head = next(op for op in program.ops if op.output() == program.logits)
+    assert head.bytes(load) > sum(op.bytes(load) for op in program.ops) / 2
+    assert predicted_seconds(program, batch) == pytest.approx(sum(op.bytes(load) for op in program.ops))
