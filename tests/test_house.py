@@ -140,7 +140,8 @@ class TestImports:
         known = modules([*PROJECT["dependencies"], *extras["hub"], *extras["structured"]]) | set(sys.stdlib_module_names) | {"headrace"}
         for file in FILES:
             serves = part_of(file) in ("server", "scaleout") or name_of(file) == "headrace/cli/serve.py"
-            own = modules([*extras["server"], *extras["otel"], *(extras["route"] if part_of(file) == "scaleout" else ())])
+            own = modules([*extras["server"], *extras["otel"], *(extras["route"] + extras["ray"] if part_of(file) == "scaleout" else ())])
+            own |= {"grpc"} if "ray" in own else set()  # whose errors Ray passes on
             links = modules(extras["distributed"]) if part_of(file) == "parallel" else set()
             assert not {name.partition(".")[0] for name in imports(file)} - known - links - (own if serves else set()), name_of(file)
 

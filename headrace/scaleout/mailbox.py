@@ -34,7 +34,7 @@ class Mailroom:
         self._arrived.put(event)
         if not self._is_called:
             self._is_called = True
-            with suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            with suppress(RuntimeError):  # the loop is closed, and nothing is read any more
                 self._loop.call_soon_threadsafe(self._hand_out)
 
     def open(self, request_id: str) -> None:

@@ -1,6 +1,6 @@
 """Ray on this machine for as long as a command runs, or a cluster that runs already.
 
-Whoever can speak to a Ray cluster can run code in it. So a cluster of our own listens on the loopback interface, takes a token that only
+A process that can speak to a Ray cluster can run code in it. So a cluster of our own listens on the loopback interface, takes a token that only
 its processes know, has no dashboard and sends no statistics; its files are in a folder that goes with it.
 """
 

@@ -10,7 +10,6 @@ from typing import Any
 from headrace.assembly.load import open_model
 from headrace.assembly.ranks import mesh_of, threads_of
 from headrace.config import EngineConfig
-from headrace.planner.host import usable_cores
 from headrace.scaleout.fleet import Fleet
 from headrace.scaleout.ray_cluster import Scale, ray_cluster
 from headrace.server import frames
@@ -29,8 +28,8 @@ def serve_replicas(
     check(settings)
     open_model(model, config)  # what is wrong with it is said before Ray is started; and no two replicas fetch it
     mesh, most = mesh_of(config), max(scale.replicas, scale.max_replicas)
-    config = replace(config, threads=config.threads or max(1, usable_cores() // (most * mesh.ranks)))
-    with ray_cluster(most * threads_of(config, mesh) * mesh.ranks) as is_ours:
+    config = replace(config, threads=config.threads or max(1, threads_of(config, mesh) // most))
+    with ray_cluster(most * config.threads * mesh.ranks) as is_ours:
         from headrace.scaleout.ray_app import replicas
         from headrace.scaleout.ray_dispatcher import RayDispatcher
 

@@ -1,4 +1,4 @@
-"""The files of `deploy/`: valid by the schemas of those who read them, and their flags are ours. `make test-ray` runs this."""
+"""The files of `deploy/`: valid by the schemas of the tools that read them, and their flags are ours. `make test-ray` runs this."""
 
 import argparse
 import json
@@ -21,7 +21,12 @@ DEPLOY = ROOT / "deploy"
 KUBERNETES = "1.37"
 
 NAME = {"type": "string", "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$"}
-TEMPLATE = {"type": "object", "required": ["spec"], "additionalProperties": False, "properties": {"metadata": {"type": "object"}, "spec": {"type": "object"}}}
+TEMPLATE = {
+    "type": "object",
+    "required": ["spec"],
+    "additionalProperties": False,
+    "properties": {"metadata": {"type": "object"}, "spec": {"type": "object"}},
+}
 """Of a pod; what is in its spec is held against the schema of Kubernetes."""
 
 
@@ -29,6 +34,8 @@ def closed(required: str, **properties: Any) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": False, "required": required.split(), "properties": properties}
 
 
+TEMPLATE = closed("spec", metadata={"type": "object"}, spec={"type": "object"})
+"""Of a pod; what is in its spec is held against the schema of Kubernetes."""
 COUNT = {"type": "integer", "minimum": 0}
 STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
 METADATA = closed("name", name=NAME)
@@ -122,13 +129,13 @@ def test_objects_of_kubernetes(name: str, kinds: int) -> None:
 
 
 def test_these_schemas_find_what_is_wrong() -> None:
-    (group, *_), (service, *_) = documents("leaderworkerset.yaml"), documents("rayservice.yaml")
+    (group, *_), (on_ray, *_) = documents("leaderworkerset.yaml"), documents("rayservice.yaml")
     group["spec"]["leaderWorkerTemplate"]["restartPolicy"] = "Sometimes"
-    service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["replica"] = 1
-    for one, schema in ((group, LEADER_WORKER_SET), (service, RAY_SERVICE)):
+    on_ray["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["replica"] = 1
+    for one, schema in ((group, LEADER_WORKER_SET), (on_ray, RAY_SERVICE)):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(one, schema)
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": next(pods(service))["spec"] | {"container": []}}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": next(pods(on_ray))["spec"] | {"container": []}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(pod, KUBERNETES, strict=True)
 
@@ -140,11 +147,11 @@ def test_compose() -> None:
     with pytest.raises(ValueError):
         PyCompose.from_yaml(text.replace("restart: unless-stopped", "restart: seldom"))
     services = yaml.safe_load(text)["services"]
-    workers = {name: service for name, service in services.items() if name != "frontend"}
+    workers = {name: one for name, one in services.items() if name != "frontend"}
     assert {parse(worker["command"]).worker for worker in workers.values()} == {True}
     frontend = parse(services["frontend"]["command"])
     assert frontend.workers == [",".join(f"http://{name}:8000" for name in workers)]
-    assert {parse(service["command"]).model for service in services.values()} == {"smollm2"}
+    assert {parse(one["command"]).model for one in services.values()} == {"smollm2"}
 
 
 def test_commands_of_pods_are_ours() -> None:
@@ -161,15 +168,15 @@ def test_what_ray_serve_is_to_deploy() -> None:
 
     from headrace.scaleout.ray_app import build
 
-    (service, *_) = documents("rayservice.yaml")
-    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    (on_ray, *_) = documents("rayservice.yaml")
+    config = yaml.safe_load(on_ray["spec"]["serveConfigV2"])
     described = ServeDeploySchema.model_validate(config)
     (application,) = described.applications
     assert application.import_path == f"{build.__module__}:{build.__name__}"
     assert isinstance(application.args, dict)
     built = build(application.args)
     assert built._bound_deployment.name == "ingress"
-    assert service["spec"]["rayClusterConfig"]["rayVersion"] == _pinned()
+    assert on_ray["spec"]["rayClusterConfig"]["rayVersion"] == _pinned()
     with pytest.raises(RequestError, match="max_num_seq"):
         build(application.args | {"engine": {"threads": 1, "max_num_seq": 3}})
     with pytest.raises(RequestError, match="threads"):
