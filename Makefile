@@ -15,7 +15,7 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test test-api test-arm test-clients test-page soak soak-server cli fuzz gguf sanitize mutate lint format bench micro clean
+.PHONY: help run test test-api test-arm test-clients test-page test-ray soak soak-server cli fuzz gguf sanitize mutate lint format bench micro clean
 
 help:
 	@echo 'make run     a real model answers a prompt (MODEL=$(MODEL), PROMPT="...")'
@@ -24,6 +24,7 @@ help:
 	@echo 'make test-arm the kernels compiled for aarch64, under qemu: Debian, with g++-aarch64-linux-gnu and qemu-user'
 	@echo 'make test-clients clients of others against running servers: openai, anthropic, litellm, langchain, llm'
 	@echo 'make test-page the page of the server in headless Chromium, with pictures in $(PICTURES)'
+	@echo 'make test-ray replicas on Ray, and what deploy/ has: needs the extra test-ray, 800 MB in .venv'
 	@echo 'make soak    2,000 rounds of interrupts, closes, forks, failures'
 	@echo 'make soak-server the server under load and faults, in an hour; `python benchmarks/soak SCENARIO`: one of them'
 	@echo 'make fuzz    hostile files, templates, batches and native calls, for SECONDS=$(SECONDS)'
@@ -59,6 +60,9 @@ test-clients: .venv/.test
 # Needs a browser: Debian's package is `chromium`; HEADRACE_BROWSER names another.
 test-page: .venv/.test
 	HEADRACE_PICTURES=$(PICTURES) $(BIN)/python -m pytest tests/server/check_page.py
+
+test-ray: .venv/.ray
+	$(BIN)/python -m pytest tests/scaleout/check_deploy.py tests/scaleout/check_ray.py
 
 soak: export SOAK_ROUNDS ?= 2000
 # Each new thread may begin an area of its own in glibc's heap: what is resident would be a matter of chance.
@@ -127,6 +131,11 @@ clean:
 	@echo '[set-up] test dependencies'
 	@$(PIP) torch==2.13.0 # by itself and first, so that nothing pulls a larger build of it
 	@$(INSTALL) '.[oracle,test]'
+	@touch $@
+
+.venv/.ray: pyproject.toml | .venv/.test
+	@echo '[set-up] Ray, and what its tests need'
+	@$(INSTALL) '.[test-ray]'
 	@touch $@
 
 .venv/.lint: pyproject.toml | .venv/.core

@@ -85,7 +85,7 @@ async def stream(port: int, number: int, tokens: int) -> int:
     """One request, read to its end; returns the events that brought text."""
     body = json.dumps(
         {
-            "prompt": f"Write down what the number {number} means.",
+            "messages": [{"role": "user", "content": f"Write a long story of {number} children who find a water mill."}],
             "max_tokens": tokens,
             "stream": True,
             "ignore_eos": True,
@@ -94,7 +94,7 @@ async def stream(port: int, number: int, tokens: int) -> int:
         }
     )
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body.encode())
     read = b""
     while b"data: [DONE]" not in read[-64:] and (chunk := await reader.read(1 << 16)):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headrace.parallel.executable import ParallelExecutable
     from headrace.parallel.launch import Launcher
 
-_PROCESS = (sys.executable, "-P", "-m", "headrace.assembly.rank_process")
+PROCESS = (sys.executable, "-P", "-m", "headrace.assembly.rank_process")
 
 
 def mesh_of(config: EngineConfig) -> Mesh:
@@ -55,7 +55,7 @@ def follow_where_not_first(config: EngineConfig) -> None:
 
         place = placement()
         if place and place.rank:
-            sys.exit(follow_rank_0(place, _PROCESS))
+            sys.exit(follow_rank_0(place, PROCESS))
 
 
 def compile_ranks(
@@ -85,7 +85,7 @@ def compile_ranks(
     carrier = GlooCarrier(mesh, 0)
     if launcher is None:
         place = placement() if is_spread(mesh) else None
-        launcher = HostLauncher(place) if place else LocalLauncher(_PROCESS)
+        launcher = HostLauncher(place) if place else LocalLauncher(PROCESS)
     followers = Followers(launcher, [setup_of(model, config, one) for one in others], carrier, identity(checkpoint.tensors))
     try:
         rank = Rank(own, program, checkpoint.tensors, Exchange(carrier))

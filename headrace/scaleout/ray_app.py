@@ -9,6 +9,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from headrace.assembly.options import engine_config
+from headrace.assembly.ranks import mesh_of
 from headrace.errors import RequestError
 from headrace.request import check_names
 from headrace.scaleout.ray_cluster import Scale
@@ -71,7 +72,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def replicas(setup: frames.Setup, settings: Settings, scale: Scale) -> Application:
-    """The replicas of a model. Each has as many cores as threads, which the configuration says."""
+    """The replicas of a model. Each of their ranks has as many cores as threads, which the configuration says."""
     running = setup.config.max_num_seqs
     scaling: dict[str, Any] = {"num_replicas": scale.replicas}
     if scale.max_replicas > scale.replicas:
@@ -84,6 +85,9 @@ def replicas(setup: frames.Setup, settings: Settings, scale: Scale) -> Applicati
             downscale_delay_s=scale.down_seconds,
         )
         scaling = {"autoscaling_config": config}
+    mesh = mesh_of(setup.config)
+    if mesh.ranks > 1:  # a bundle for each rank, on one node if there is room
+        scaling |= {"placement_group_bundles": [{"CPU": setup.config.threads}] * mesh.ranks, "placement_group_strategy": "PACK"}
     deployment = serve.deployment(
         name="replica",
         ray_actor_options={"num_cpus": setup.config.threads},

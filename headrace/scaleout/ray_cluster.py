@@ -21,10 +21,12 @@ from headrace.errors import RequestError
 _LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 80 << 20
 """The least that Ray takes: nothing of ours goes through its object store."""
-_LOOPS = {
+_SERVE = {
     # A replica and a handle are called in the event loop that they have, and not through the queue of another thread.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    # What scaling goes by: how many requests a handle has under way.
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
 }
 _OWN = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -61,7 +63,7 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
     Nothing may have imported Ray before. Raises RequestError where it is missing, or there is no such cluster.
     """
     check_installed()
-    os.environ.update(_LOOPS)
+    os.environ.update(_SERVE)
     if os.environ.get("RAY_ADDRESS"):
         with _joined():
             yield False

@@ -4,14 +4,19 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from headrace.assembly.ranks import mesh_of
+from headrace.config import EngineConfig
 from headrace.errors import HeadraceError
 from headrace.scaleout.mailbox import Mailroom
 from headrace.scaleout.ray_router import ReplicaFacts, metadata_of
 from headrace.server import frames
 from headrace.server.engine_host import EngineHost, open_engine
 from headrace.server.replica_status import ReplicaStatus, encode_status
+
+if TYPE_CHECKING:
+    from headrace.scaleout.ray_ranks import RayRanks
 
 
 class UnhealthyError(HeadraceError):
@@ -24,7 +29,8 @@ class Replica:
     async def __init__(self, setup: bytes, stall_seconds: float) -> None:
         """`setup`: a `frames.Setup`; `stall_seconds`: for how long a step may run before Ray is to replace the replica."""
         asked = _setup_of(setup)
-        engine, spec = await asyncio.to_thread(open_engine, asked)
+        self._ranks = await asyncio.to_thread(_ranks_of, asked.config)
+        engine, spec = await asyncio.to_thread(open_engine, asked, self._ranks and self._ranks.launcher)
         self._mail = Mailroom()
         self._host = EngineHost(engine, spec, self._mail.put)
         self._stall_seconds = stall_seconds
@@ -93,6 +99,16 @@ class Replica:
         begun = thread.step_begun
         if begun is not None and monotonic() - begun > self._stall_seconds:
             raise UnhealthyError(f"a step has run for {monotonic() - begun:.0f} s")
+
+
+def _ranks_of(config: EngineConfig) -> "RayRanks | None":
+    """The other ranks, in the bundles of this replica; None where there is but one."""
+    mesh = mesh_of(config)
+    if mesh.ranks == 1:
+        return None
+    from headrace.scaleout.ray_ranks import RayRanks
+
+    return RayRanks(mesh.ranks, config.threads)
 
 
 def _setup_of(data: bytes) -> frames.Setup:

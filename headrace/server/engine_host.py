@@ -4,6 +4,7 @@ In the engine process of a server that is a socket (`engine_process.py`), in a r
 """
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,14 +19,20 @@ from headrace.request import RequestOutput, Update
 from headrace.server import frames
 from headrace.stats import BlockMap, Holding, Stats
 
+if TYPE_CHECKING:
+    from headrace.parallel.launch import Launcher
+
 Put = Callable[[frames.Event], None]
 """Takes an event, in any thread: must not block, and raises nothing."""
 
 
-def open_engine(setup: frames.Setup) -> tuple[Engine, ModelSpec]:
-    """The engine that is asked for, with its adapters, and what its model is. Raises as `load_model`."""
+def open_engine(setup: frames.Setup, launcher: "Launcher | None" = None) -> tuple[Engine, ModelSpec]:
+    """The engine that is asked for, with its adapters, and what its model is; `launcher`: of its ranks, see `compile_ranks`.
+
+    Raises as `load_model`.
+    """
     checkpoint = open_model(setup.model, setup.config)
-    engine = load_engine(setup.model, setup.config, checkpoint, checkpoint.load_tokenizer())
+    engine = load_engine(setup.model, setup.config, checkpoint, checkpoint.load_tokenizer(), launcher)
     for name, path in setup.adapters.items():
         engine.load_adapter(name, read_adapter(resolve(path), checkpoint.spec))
     return engine, checkpoint.spec

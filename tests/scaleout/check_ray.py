@@ -1,7 +1,10 @@
 """Replicas on Ray. `make test-ray` runs this: it needs the extra `ray`, without which everything else is tested."""
 
+import http.client
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -9,14 +12,14 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from headrace import LLM, SamplingParams
 from tests.checkpoint.conftest import write_tiny_gguf
-from tests.scaleout.on_ray import OnRay, command_of, serving, still_there, text_of
-from tests.server.running import until
+from tests.scaleout.on_ray import OnRay, command_of, descendants, serving, still_there, text_of
+from tests.server.running import Reply, until
 
 FLAGS = ("--threads", "1", "--kv-blocks", "1024", "--max-num-seqs", "16")
 STREAMS = 20
@@ -59,13 +62,15 @@ def test_a_replica_dies_under_twenty_streams_and_no_text_changes(server: OnRay, 
     def stream(number: int) -> str:
         connection = server.connect()
         try:
-            connection.request("POST", "/v1/completions", _json(asked(number) | {"stream": True}), {"content-type": "application/json"})
+            connection.request(
+                "POST", "/v1/completions", json.dumps(asked(number) | {"stream": True}).encode(), {"content-type": "application/json"}
+            )
             response = connection.getresponse()
             assert response.status == 200
             first = response.readline()
             begun.wait(30)
             killed.wait(30)  # what has come meanwhile is kept for this reader, and is not all that it asked for
-            return text_of(_events(first + response.read()))
+            return text_of(Reply(200, {}, first + response.read()).events)
         finally:
             connection.close()
 
@@ -149,6 +154,68 @@ def test_more_replicas_come_and_go_under_load_and_nothing_is_dropped(model: str)
             assert all(lane.result() > 0 for lane in lanes)
 
 
+def test_ranks_of_a_replica_are_actors_and_one_that_dies_changes_no_text(model: str) -> None:
+    expected = alone(model, range(4))
+    with serving(model, "--replicas", "1", "-tp", "2", *FLAGS) as server:
+        followers = [pid for pid, command in server.below().items() if command.startswith("ray::Follower.follow")]
+        assert len(followers) == 1
+        ranks = [pid for pid, command in descendants(followers[0]).items() if "rank_process" in command]
+        assert len(ranks) == 1
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(server.post, "/v1/completions", asked(number)) for number in range(4)]
+            until(lambda: server.figures()["headrace_steps"] > 20)
+            os.kill(followers[0], signal.SIGKILL)
+            replies = [answer.result() for answer in answers]
+        assert [reply.json["choices"][0]["text"] for reply in replies] == expected
+        assert followers[0] not in server.below()
+
+
+class Cluster(NamedTuple):
+    """A cluster that runs already, with an application of its own."""
+
+    port: int
+    environment: dict[str, str]
+
+    def post(self, body: Any, key: str = "secret") -> Reply:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+        connection.request("POST", "/v1/completions", json.dumps(body).encode(), headers)
+        response = connection.getresponse()
+        return Reply(response.status, dict(response.getheaders()), response.read())
+
+
+@pytest.fixture(scope="module")
+def cluster(model: str) -> Iterator[Cluster]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    engine = {"threads": 1, "kv_blocks": 1024, "max_num_seqs": 16}
+    command = [sys.executable, "-m", "tests.scaleout.a_cluster", str(port), json.dumps({"model": model, "engine": engine})]
+    env = os.environ | {"HEADRACE_API_KEY": "secret"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as running:
+        assert running.stdin and running.stdout
+        address, token = json.loads(running.stdout.readline())
+        names = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+        yield Cluster(port, names)
+        running.stdin.close()
+
+
+def test_the_whole_application_of_a_cluster_answers_at_its_proxy(cluster: Cluster, model: str) -> None:
+    expected = alone(model, range(3), 100)
+    for number in range(3):
+        assert cluster.post(asked(number, 100)).json["choices"][0]["text"] == expected[number]
+        assert text_of(cluster.post(asked(number, 100) | {"stream": True}).events) == expected[number]
+    assert cluster.post(asked(0, 100), key="guessed").status == 401
+
+
+def test_a_cluster_that_runs_already_is_joined_and_left_as_it_was(cluster: Cluster, model: str) -> None:
+    server = OnRay(model, "--replicas", "1", *FLAGS, env=cluster.environment)
+    assert server.post("/v1/completions", asked(1, 100)).json["choices"][0]["text"] == alone(model, range(1, 2), 100)[0]
+    below = server.below()
+    assert not any("raylet" in command for command in below.values())
+    assert server.stop() == 0 and not still_there(below)
+    assert cluster.post(asked(0, 10)).status == 200
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_however_it_ends(model: str, number: int) -> None:
     before = set(Path(tempfile.gettempdir()).glob("headrace-ray-*"))
@@ -168,15 +235,3 @@ def _answered(server: OnRay) -> int:
 
 def _failed(lanes: list[Any]) -> bool:
     return any(lane.done() and lane.exception() for lane in lanes)
-
-
-def _json(value: Any) -> bytes:
-    import json
-
-    return json.dumps(value).encode()
-
-
-def _events(body: bytes) -> list[Any]:
-    from tests.server.running import Reply
-
-    return Reply(200, {}, body).events
