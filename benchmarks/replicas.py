@@ -112,7 +112,8 @@ async def load(port: int, streams: int, requests: int, tokens: int) -> tuple[flo
     async def lane() -> None:
         nonlocal events
         for number in left:
-            events += await stream(port, number, tokens)
+            came = await stream(port, number, tokens)
+            events += came
 
     begun = time.monotonic()
     await asyncio.gather(*(lane() for _ in range(streams)))

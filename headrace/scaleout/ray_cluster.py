@@ -1,7 +1,7 @@
 """Ray on this machine for as long as a command runs, or a cluster that runs already.
 
-A process that can speak to a Ray cluster can run code in it. So a cluster of our own listens on the loopback interface, takes a token that only
-its processes know, has no dashboard and sends no statistics; its files are in a folder that goes with it.
+A process that can speak to a Ray cluster can run code in it. So a cluster of our own listens on the loopback interface, takes a token that
+only its processes know, has no dashboard and sends no statistics; its files are in a folder that goes with it.
 """
 
 import logging
