@@ -163,7 +163,7 @@ def test_ranks_of_a_replica_are_actors_and_one_that_dies_changes_no_text(model: 
         assert len(ranks) == 1
         with ThreadPoolExecutor(4) as pool:
             answers = [pool.submit(server.post, "/v1/completions", asked(number)) for number in range(4)]
-            until(lambda: server.figures()["headrace_steps"] > 20)
+            until(lambda: server.figures()["headrace_steps_total"] > 20)
             os.kill(followers[0], signal.SIGKILL)
             replies = [answer.result() for answer in answers]
         assert [reply.json["choices"][0]["text"] for reply in replies] == expected
