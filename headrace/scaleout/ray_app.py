@@ -24,6 +24,8 @@ _HEALTH = 2.0
 _HEALTH_ANSWER = 10.0
 _LOAD = 0.7
 """Share of the sequences that a replica can run at once at which there are enough replicas."""
+_LEAST_LOOK_BACK = 1.0
+"""Seconds over which the mean of requests under way is taken, at least."""
 _MOST_AT_INGRESS = 10_000
 """Requests: how many are taken on is for the app to say, which answers one too many."""
 _ROUTER = f"{__name__}.PrefixRequestRouter"
@@ -80,7 +82,8 @@ def replicas(setup: frames.Setup, settings: Settings, scale: Scale) -> Applicati
             min_replicas=scale.replicas,
             max_replicas=scale.max_replicas,
             target_ongoing_requests=max(1.0, _LOAD * running),
-            look_back_period_s=max(1.0, scale.up_seconds / 2),
+            metrics_interval_s=_LEAST_LOOK_BACK / 2,
+            look_back_period_s=max(_LEAST_LOOK_BACK, scale.up_seconds / 2),
             upscale_delay_s=scale.up_seconds,
             downscale_delay_s=scale.down_seconds,
         )

@@ -18,7 +18,7 @@ from headrace.server.serving import check
 from headrace.server.settings import Settings
 
 
-@serve.ingress()  # type: ignore[untyped-decorator] # Ray has no types
+@serve.ingress()
 class Ingress:
     """Ray Serve makes one in each process that takes requests, and asks it for the app."""
 

@@ -26,11 +26,14 @@ class UnhealthyError(HeadraceError):
 class Replica:
     """Ray Serve makes one in each process, and calls its methods by their names."""
 
-    async def __init__(self, setup: bytes, stall_seconds: float) -> None:
-        """`setup`: a `frames.Setup`; `stall_seconds`: for how long a step may run before Ray is to replace the replica."""
+    def __init__(self, setup: bytes, stall_seconds: float) -> None:
+        """`setup`: a `frames.Setup`; `stall_seconds`: for how long a step may run before Ray is to replace the replica.
+
+        Ray calls it in the event loop that calls all else, and nothing else before its end.
+        """
         asked = _setup_of(setup)
-        self._ranks = await asyncio.to_thread(_ranks_of, asked.config)
-        engine, spec = await asyncio.to_thread(open_engine, asked, self._ranks and self._ranks.launcher)
+        self._ranks = _ranks_of(asked.config)
+        engine, spec = open_engine(asked, self._ranks.launcher if self._ranks else None)
         self._mail = Mailroom()
         self._host = EngineHost(engine, spec, self._mail.put)
         self._stall_seconds = stall_seconds

@@ -4,7 +4,7 @@ In the engine process of a server that is a socket (`engine_process.py`), in a r
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -104,9 +104,14 @@ class EngineHost:
             self._put(refused(command.id, error))
 
     def _add(self, command: frames.Add) -> None:
-        terms = {"priority": command.priority, "timeout": command.timeout, "cache_salt": command.cache_salt, "adapter": command.adapter}
+        terms: dict[str, Any] = {
+            "priority": command.priority,
+            "timeout": command.timeout,
+            "cache_salt": command.cache_salt,
+            "adapter": command.adapter,
+        }
         terms |= {"pooling": command.pooling, "output_token_ids": command.output_token_ids}
-        request = self.engine.check(command.prompt_token_ids, command.params, **terms)  # type: ignore[arg-type]
+        request = self.engine.check(command.prompt_token_ids, command.params, **terms)
         self._put(frames.Accepted(command.id))
         self.thread.add([request], [command.id], _Sink(command.id, self._put))
 

@@ -121,8 +121,9 @@ def test_only_who_has_the_token_gets_into_the_cluster(server: OnRay) -> None:
         return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
 
     assert address.startswith("127.0.0.1:")
-    assert ask(variables["RAY_AUTH_TOKEN"]).stdout.strip() == "1"
-    refused = ask("0" * 64)
+    with ThreadPoolExecutor(2) as pool:
+        admitted, refused = pool.map(ask, (variables["RAY_AUTH_TOKEN"], "0" * 64))
+    assert admitted.stdout.strip() == "1", admitted.stderr
     assert refused.returncode != 0 and not refused.stdout.strip()
 
 
@@ -155,14 +156,14 @@ def test_more_replicas_come_and_go_under_load_and_nothing_is_dropped(model: str)
 
 
 def test_ranks_of_a_replica_are_actors_and_one_that_dies_changes_no_text(model: str) -> None:
-    expected = alone(model, range(4))
+    expected = alone(model, range(4), 250)
     with serving(model, "--replicas", "1", "-tp", "2", *FLAGS) as server:
         followers = [pid for pid, command in server.below().items() if command.startswith("ray::Follower.follow")]
         assert len(followers) == 1
         ranks = [pid for pid, command in descendants(followers[0]).items() if "rank_process" in command]
         assert len(ranks) == 1
         with ThreadPoolExecutor(4) as pool:
-            answers = [pool.submit(server.post, "/v1/completions", asked(number)) for number in range(4)]
+            answers = [pool.submit(server.post, "/v1/completions", asked(number, 250)) for number in range(4)]
             until(lambda: server.figures()["headrace_steps_total"] > 20)
             os.kill(followers[0], signal.SIGKILL)
             replies = [answer.result() for answer in answers]
