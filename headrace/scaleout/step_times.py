@@ -6,7 +6,7 @@ from headrace.server import frames
 _RATE = 0.2
 """Share of a new figure in a mean."""
 _CHUNK = 512
-_GUESS = StepCost(step_seconds=0.02, row_seconds=0.001)
+_FIRST = StepCost(step_seconds=0.02, row_seconds=0.001)
 """Before there has been a step."""
 
 
@@ -34,6 +34,6 @@ class StepTimes:
 
     def cost(self, max_num_seqs: int) -> StepCost:
         """What a step takes."""
-        step = _GUESS.step_seconds if self._step is None else self._step
-        row = min(_GUESS.row_seconds, step / 4) if self._row is None else self._row
+        step = _FIRST.step_seconds if self._step is None else self._step
+        row = min(_FIRST.row_seconds, step / 4) if self._row is None else self._row
         return StepCost(step, row, chunk=_CHUNK, max_num_seqs=max_num_seqs)
