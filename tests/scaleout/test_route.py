@@ -15,7 +15,7 @@ import pytest
 from headrace.request import SamplingParams
 from headrace.server import frames
 from tests.checkpoint.conftest import write_tiny_gguf
-from tests.scaleout.cluster import LONG, STREAMS, WORKER, Cluster, bodies, cluster, descendants, free_port, running_in, streaming, told
+from tests.scaleout.cluster import LONG, WORKER, Cluster, bodies, cluster, descendants, free_port, streaming, told
 from tests.server.running import SECONDS, Running, engine_of, until
 from tests.server.test_faults import alive
 
@@ -128,66 +128,67 @@ def test_a_client_that_leaves_ends_its_request(pair: Cluster) -> None:
 
 
 class TestWorkersThatGo:
-    def test_killed(self, model: str) -> None:
+    def test_killed(self, slow: str) -> None:
         """And started again at its place: another process, which is used as the one before it was."""
-        with cluster(model) as two:
+        with cluster(slow) as two:
             with streaming(two.frontend) as streams:
                 worker = two.busy()
                 left = descendants(worker)
                 worker.stop(signal.SIGKILL)
-            assert [told(stream.result()) for stream in streams] == undisturbed(model)
+            assert [told(stream.result()) for stream in streams] == undisturbed(slow)
             until(lambda: not any(map(alive, left)))
             until(lambda: two.num_workers() == 1)
-            again = Running(model, *WORKER, "--port", str(worker.port))
+            again = Running(slow, *WORKER, "--port", str(worker.port))
             try:
                 until(lambda: two.num_workers() == 2)
                 with streaming(two.frontend) as streams:
-                    until(lambda: running_in(again) > 0)
-                assert [told(stream.result()) for stream in streams] == undisturbed(model)
+                    pass
+                assert [told(stream.result()) for stream in streams] == undisturbed(slow)
+                assert again.figures()["headrace_generated_tokens_total"] > 0
             finally:
                 again.stop()
 
-    def test_its_engine_killed(self, model: str) -> None:
-        with cluster(model) as two:
+    def test_its_engine_killed(self, slow: str) -> None:
+        with cluster(slow) as two:
             with streaming(two.frontend) as streams:
                 subprocess.run(["kill", "-9", str(engine_of(two.busy().process.pid))], check=True)
-            assert [told(stream.result()) for stream in streams] == undisturbed(model)
+            assert [told(stream.result()) for stream in streams] == undisturbed(slow)
             until(lambda: two.frontend.get("/health").json["restarts"] == 1)
 
-    def test_stopped_and_going_on(self, model: str) -> None:
+    def test_stopped_and_going_on(self, slow: str) -> None:
         """It is lost after some seconds; when it goes on, it is there again."""
-        with cluster(model) as two:
+        with cluster(slow) as two:
             with streaming(two.frontend) as streams:
                 worker = two.busy()
                 worker.process.send_signal(signal.SIGSTOP)
-            assert [told(stream.result()) for stream in streams] == undisturbed(model)
+            assert [told(stream.result()) for stream in streams] == undisturbed(slow)
             assert two.num_workers() == 1
             worker.process.send_signal(signal.SIGCONT)
             until(lambda: two.num_workers() == 2)
             until(worker.at_rest)
 
     @pytest.mark.parametrize("seconds", [30, 0])
-    def test_asked_to_end(self, model: str, seconds: int) -> None:
+    def test_asked_to_end(self, slow: str, seconds: int) -> None:
         """With time for what it runs, and without: then that goes on elsewhere."""
-        with cluster(model, flags=("--drain-seconds", str(seconds))) as two:
+        with cluster(slow, flags=("--drain-seconds", str(seconds))) as two:
             with streaming(two.frontend) as streams, ThreadPoolExecutor(1) as pool:
                 worker = two.busy()
                 ending = pool.submit(worker.stop)
                 later = [two.frontend.post("/v1/completions", {"prompt": "more", **SHORT}) for _ in range(5)]
-            assert [told(stream.result()) for stream in streams] == undisturbed(model)
+            assert [told(stream.result()) for stream in streams] == undisturbed(slow)
             assert [reply.status for reply in later] == [200] * 5
             assert ending.result() == 0
 
-    def test_all_of_them(self, model: str) -> None:
+    def test_all_of_them(self, slow: str) -> None:
         """Requests wait for a while, then they are refused; a worker that comes back has those that wait."""
-        with cluster(model, 1, route=("--worker-wait", "1")) as one:
+        with cluster(slow, 1, route=("--worker-wait", "1")) as one:
             one.workers[0].stop(signal.SIGKILL)
             refused = one.frontend.post("/v1/completions", {"prompt": "hello", **SHORT})
             assert (refused.status, refused.json["error"]["code"]) == (503, "no_replica") and "retry-after" in refused.headers
             health = one.frontend.get("/health")
             assert (health.status, health.json["status"]) == (503, "stalled")
             assert one.frontend.get("/health/live").status == 200
-            again = Running(model, *WORKER, "--port", str(one.workers[0].port))
+            again = Running(slow, *WORKER, "--port", str(one.workers[0].port))
             try:
                 until(lambda: one.frontend.get("/health").status == 200)
                 assert one.frontend.post("/v1/completions", {"prompt": "hello", **SHORT}).status == 200
@@ -301,9 +302,10 @@ def _tokens() -> list[str]:
     return tokens
 
 
-def test_many_streams_leave_nothing(pair: Cluster, model: str) -> None:
-    with streaming(pair.frontend) as streams:
-        until(lambda: sum(map(running_in, pair.workers)) == STREAMS)
-        assert min(map(running_in, pair.workers)) > 0, "both have work"
-    assert [told(stream.result()) for stream in streams] == undisturbed(model)
-    until(lambda: all(worker.at_rest() for worker in pair.workers))
+def test_many_streams_leave_nothing(slow: str) -> None:
+    with cluster(slow) as pair:
+        with streaming(pair.frontend) as streams:
+            pass
+        assert all(worker.figures()["headrace_generated_tokens_total"] > 0 for worker in pair.workers)
+        assert [told(stream.result()) for stream in streams] == undisturbed(slow)
+        until(lambda: all(worker.at_rest() for worker in pair.workers))
