@@ -121,7 +121,7 @@ class HttpWorker:
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Connections of its own, which are all closed with the context, whoever reads from them."""
+        """Connections of its own, which are all closed with the context, also those that are read from."""
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_OPEN)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers, auto_decompress=False) as session:

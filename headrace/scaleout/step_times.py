@@ -3,19 +3,20 @@
 from headrace.scaleout.policy import StepCost
 from headrace.server import frames
 
-_RATE = 0.2
-"""Share of a new figure in a mean."""
+_MEMORY = 0.95
+"""Weight of what was learnt before, for each step that is heard of."""
 _CHUNK = 512
-_GUESS = StepCost(step_seconds=0.02, row_seconds=0.001)
+_FIRST = StepCost(step_seconds=0.02, row_seconds=0.001, sequence_seconds=0.001)
 """Before there has been a step."""
+_LEAST_STEP, _LEAST_ROW = 0.2, 0.01
+"""Shares of the mean step that reading the weights, and a row, take at least: a line through few steps may say anything."""
 
 
 class StepTimes:
-    """Running means of a step with next to no prompt rows in it, and of what a prompt row takes beyond that."""
+    """Seconds of a step over its rows, as a line: least squares over the last steps. A row of a prompt and one that decodes are alike."""
 
     def __init__(self) -> None:
-        self._step: float | None = None
-        self._row: float | None = None
+        self._sums = [0.0] * 5  # of the weights, rows, seconds, rows x rows, rows x seconds
         self._last = -1.0
 
     def observe(self, report: frames.Report) -> None:
@@ -25,15 +26,16 @@ class StepTimes:
         if steps == self._last or not rows or seconds <= 0:
             return
         self._last = steps
-        more = rows - max(figures.get("running", 0.0), 1.0)
-        if more <= 1:
-            self._step = seconds if self._step is None else self._step + _RATE * (seconds - self._step)
-        elif more >= 8:
-            row = max(0.0, seconds - (self._step or 0.0)) / rows
-            self._row = row if self._row is None else self._row + _RATE * (row - self._row)
+        new = (1.0, rows, seconds, rows * rows, rows * seconds)
+        self._sums = [_MEMORY * old + one for old, one in zip(self._sums, new, strict=True)]
 
     def cost(self, max_num_seqs: int) -> StepCost:
         """What a step takes."""
-        step = _GUESS.step_seconds if self._step is None else self._step
-        row = min(_GUESS.row_seconds, step / 4) if self._row is None else self._row
-        return StepCost(step, row, chunk=_CHUNK, max_num_seqs=max_num_seqs)
+        weight, *sums = self._sums
+        if not weight:
+            return StepCost(_FIRST.step_seconds, _FIRST.row_seconds, _FIRST.sequence_seconds, _CHUNK, max_num_seqs)
+        rows, seconds, squares, products = (one / weight for one in sums)
+        spread = squares - rows * rows
+        slope = (products - rows * seconds) / spread if spread > 1e-6 * squares else 0.0
+        row = min(max(slope, _LEAST_ROW * seconds / rows), (1 - _LEAST_STEP) * seconds / rows)
+        return StepCost(seconds - row * rows, row, row, _CHUNK, max_num_seqs)

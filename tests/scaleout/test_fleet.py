@@ -84,7 +84,7 @@ def within(work: Callable[[Fleet, LocalReplicas], Awaitable[None]], number: int 
 
 
 def kill_at_random(replicas: LocalReplicas, seed: int, share: float, most: int) -> None:
-    """Let replicas die as they say something, so that nobody hears it, with this probability, and no more than so often."""
+    """Let replicas die as they say something, so that it is not heard, with this probability, and no more than so often."""
     random, left = Random(seed), [most]
 
     def on_event(replica: Replica, event: Any) -> None:

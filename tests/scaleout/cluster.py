@@ -1,0 +1,96 @@
+"""Workers and their frontend, each in processes of its own."""
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.server.running import Reply, Running, until
+
+WORKER = ("--worker", "--threads", "1", "--kv-blocks", "1024", "--max-num-seqs", "16")
+STREAMS = 10
+LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
+
+
+class Cluster(NamedTuple):
+    """Two workers, or more, behind a frontend."""
+
+    workers: list[Running]
+    frontend: Running
+
+    def num_workers(self) -> int:
+        """How many of them the frontend has now."""
+        return int(self.frontend.figures()["headrace_kv_blocks"]) // 1024
+
+    def busy(self) -> Running:
+        """A worker that runs most of the requests, once many are under way."""
+        until(lambda: sum(map(running_in, self.workers)) >= STREAMS // 2)
+        return max(self.workers, key=running_in)
+
+
+def running_in(worker: Running) -> int:
+    return int(worker.figures()["headrace_sequences_running"])
+
+
+@contextmanager
+def cluster(model: str, number: int = 2, flags: tuple[str, ...] = (), route: tuple[str, ...] = ()) -> Iterator[Cluster]:
+    """Workers and a frontend, all of which end, and leave no process behind."""
+    started: list[Running] = []
+    try:
+        started += [Running(model, *WORKER, *flags) for _ in range(number)]
+        urls = ",".join(f"http://127.0.0.1:{worker.port}" for worker in started)
+        started.append(Running(model, "--workers", urls, *route, verb="route"))
+        yield Cluster(started[:-1], started[-1])
+    finally:
+        for server in reversed(started):
+            server.stop()
+
+
+def free_port() -> int:
+    """A port at which nothing listens."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def bodies() -> list[dict[str, Any]]:
+    """Requests for long streams, no two of which are alike, greedy ones and others."""
+    options = [{"temperature": (0, 1, 1.3)[i % 3], "logprobs": i % 2 or None} for i in range(STREAMS)]
+    return [LONG | {"prompt": f"hello {i}", "seed": i} | more for i, more in enumerate(options)]
+
+
+@contextmanager
+def streaming(server: Running) -> Iterator[list[Future[Reply]]]:
+    """Many streams at once, each read to its end by a thread."""
+    with ThreadPoolExecutor(STREAMS) as pool:
+        yield [pool.submit(server.post, "/v1/completions", body) for body in bodies()]
+
+
+def told(reply: Reply) -> list[tuple[str, Any, Any]]:
+    """What a stream said: text, log-probabilities and the end, without the borders between its events."""
+    assert reply.status == 200 and reply.events[-1] == "[DONE]", reply.body[-500:]
+    choices = [choice for event in reply.events[:-1] for choice in event["choices"]]
+    text = "".join(choice["text"] for choice in choices)
+    scores = [one for choice in choices if choice["logprobs"] for one in choice["logprobs"]["token_logprobs"]]
+    return [(text, scores, [choice["finish_reason"] for choice in choices if choice["finish_reason"]])]
+
+
+def descendants(server: Running) -> list[int]:
+    """The processes of a server."""
+    found, todo = [], [server.process.pid]
+    parents = {int(stat.parent.name): _parent(stat) for stat in Path("/proc").glob("[0-9]*/stat")}
+    while todo:
+        pid = todo.pop()
+        found.append(pid)
+        todo += [child for child, parent in parents.items() if parent == pid]
+    return found
+
+
+def _parent(stat: Path) -> int:
+    try:
+        return int(stat.read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0

@@ -1,0 +1,311 @@
+"""`headrace route` before two workers, all in real processes: it answers as one server, whatever becomes of the workers."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.request import SamplingParams
+from headrace.server import frames
+from tests.checkpoint.conftest import write_tiny_gguf
+from tests.scaleout.cluster import LONG, WORKER, Cluster, bodies, cluster, descendants, free_port, streaming, told
+from tests.server.running import SECONDS, Running, engine_of, until
+from tests.server.test_faults import alive
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+SHORT: dict[str, Any] = {"seed": 3, "max_tokens": 12}
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "hello", "temperature": 0, **SHORT}),
+    ("/v1/completions", {"prompt": ["hello", "you"], "n": 2, "logprobs": 2, **SHORT}),
+    ("/v1/completions", {"prompt": "hello", "echo": True, "logprobs": 1, "prompt_logprobs": 1, **SHORT}),
+    ("/v1/completions", {"prompt": "hello", "use_beam_search": True, "n": 3, "max_tokens": 6}),
+    ("/v1/completions", {"prompt": "hello", "stop": ["a", "e"], "ignore_eos": True, "min_tokens": 4, **SHORT}),
+    ("/v1/completions", {"prompt": "hello", "structured_outputs": {"regex": "[0-9]{3}"}, **SHORT}),
+    ("/v1/completions", {"prompt": "hello", "stream": True, "stream_options": {"include_usage": True}, **SHORT}),
+    ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2, **SHORT}),
+    ("/v1/chat/completions", CHAT | {"stream": True, "n": 2, **SHORT}),
+    ("/v1/messages", CHAT | {"max_tokens": 8, "temperature": 0}),
+    ("/v1/messages/count_tokens", CHAT),
+    ("/v1/responses", {"input": "hello", "max_output_tokens": 8, "temperature": 0}),
+    ("/v1/embeddings", {"input": ["hello", "you"]}),
+    ("/tokenize", {"prompt": "hello"}),
+    ("/detokenize", {"tokens": [5, 6, 7]}),
+    ("/v1/completions", {"prompt": "hello", "max_tokens": 10**9}),
+    ("/v1/completions", {"prompt": "hello", "temperature": -1}),
+    ("/v1/completions", {"prompt": [10**6], "max_tokens": 4}),
+    ("/v1/completions", {"prompt": "hello", "model": "other"}),
+    ("/v1/completions", {"prompt": "hello", "logit_bias": {"100000": 1}}),
+    ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}}),
+]
+_OWN = ("id", "created", "timing", "created_at", "completed_at", "system_fingerprint", "usage")
+"""What no two answers have in common; `usage` says what was cached."""
+
+
+@pytest.fixture(scope="module")
+def pair(model: str) -> Iterator[Cluster]:
+    """For tests that leave it as it is."""
+    with cluster(model) as pair:
+        yield pair
+
+
+@cache
+def undisturbed(model: str) -> list[Any]:
+    """What one server says to all the long streams."""
+    server = Running(model, "--threads", "1", "--kv-blocks", "1024", "--max-num-seqs", "16")
+    try:
+        return [told(server.post("/v1/completions", body)) for body in bodies()]
+    finally:
+        server.stop()
+
+
+def without_own(value: Any) -> Any:
+    """An answer without what is its own."""
+    if isinstance(value, dict):
+        return {name: without_own(one) for name, one in value.items() if name not in _OWN}
+    return [without_own(one) for one in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED, ids=lambda value: value if isinstance(value, str) else "")
+def test_it_answers_as_one_server(pair: Cluster, path: str, body: dict[str, Any]) -> None:
+    ours, theirs = pair.frontend.post(path, body), pair.workers[0].post(path, body)
+    assert ours.status == theirs.status
+    if body.get("stream"):
+        assert pieces(ours.events) == pieces(theirs.events)
+    else:
+        assert without_own(ours.json) == without_own(theirs.json)
+
+
+def pieces(events: list[Any]) -> Any:
+    """What a stream says, by choice."""
+    said: dict[int, Any] = {}
+    assert events[-1] == "[DONE]"
+    for choice in [choice for event in events[:-1] for choice in event["choices"]]:
+        text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+        before, ends = said.get(choice["index"], ("", []))
+        said[choice["index"]] = before + text, [*ends, *filter(None, [choice["finish_reason"]])]
+    return said
+
+
+def test_the_routes_that_say_how_it_is(pair: Cluster) -> None:
+    for path in ("/health", "/health/live", "/version", "/metrics", "/openapi.json", "/v1/models", "/stats", "/stats/blocks", "/"):
+        assert pair.frontend.get(path).status == 200, path
+    assert pair.num_workers() == 2
+    assert len(pair.frontend.get("/stats/blocks").json["groups"]) == 2
+    assert "/worker/generate" not in pair.frontend.get("/openapi.json").json["paths"]
+    assert pair.frontend.post("/worker/generate", {}).status == 404, "a frontend is no worker"
+
+
+def test_requests_without_a_seed_draw_as_those_of_one_server(model: str) -> None:
+    """Each by its number."""
+    body = {"prompt": "hello", "max_tokens": 8, "temperature": 1}
+    one = Running(model, "--threads", "1", "--kv-blocks", "64")
+    try:
+        expected = [one.post("/v1/completions", body).json["choices"] for _ in range(3)]
+    finally:
+        one.stop()
+    with cluster(model) as pair:
+        assert [pair.frontend.post("/v1/completions", body).json["choices"] for _ in range(3)] == expected
+
+
+def test_a_common_prompt_goes_where_it_is_cached(pair: Cluster) -> None:
+    body = {"prompt": "the same long beginning " * 40, "max_tokens": 2, "temperature": 0}
+    cached = [pair.frontend.post("/v1/completions", body).json["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(4)]
+    assert cached[0] == 0 and min(cached[1:]) > 0
+
+
+def test_a_client_that_leaves_ends_its_request(pair: Cluster) -> None:
+    connection = pair.frontend.open_stream("/v1/completions", LONG | {"max_tokens": 4000})
+    assert connection.recv(1000)
+    connection.close()
+    until(lambda: all(worker.at_rest() for worker in pair.workers))
+
+
+class TestWorkersThatGo:
+    def test_killed(self, slow: str) -> None:
+        """And started again at its place: another process, which is used as the one before it was."""
+        with cluster(slow) as two:
+            with streaming(two.frontend) as streams:
+                worker = two.busy()
+                left = descendants(worker)
+                worker.stop(signal.SIGKILL)
+            assert [told(stream.result()) for stream in streams] == undisturbed(slow)
+            until(lambda: not any(map(alive, left)))
+            until(lambda: two.num_workers() == 1)
+            again = Running(slow, *WORKER, "--port", str(worker.port))
+            try:
+                until(lambda: two.num_workers() == 2)
+                with streaming(two.frontend) as streams:
+                    pass
+                assert [told(stream.result()) for stream in streams] == undisturbed(slow)
+                assert again.figures()["headrace_generated_tokens_total"] > 0
+            finally:
+                again.stop()
+
+    def test_its_engine_killed(self, slow: str) -> None:
+        with cluster(slow) as two:
+            with streaming(two.frontend) as streams:
+                subprocess.run(["kill", "-9", str(engine_of(two.busy().process.pid))], check=True)
+            assert [told(stream.result()) for stream in streams] == undisturbed(slow)
+            until(lambda: two.frontend.get("/health").json["restarts"] == 1)
+
+    def test_stopped_and_going_on(self, slow: str) -> None:
+        """It is lost after some seconds; when it goes on, it is there again."""
+        with cluster(slow) as two:
+            with streaming(two.frontend) as streams:
+                worker = two.busy()
+                worker.process.send_signal(signal.SIGSTOP)
+            assert [told(stream.result()) for stream in streams] == undisturbed(slow)
+            assert two.num_workers() == 1
+            worker.process.send_signal(signal.SIGCONT)
+            until(lambda: two.num_workers() == 2)
+            until(worker.at_rest)
+
+    @pytest.mark.parametrize("seconds", [30, 0])
+    def test_asked_to_end(self, slow: str, seconds: int) -> None:
+        """With time for what it runs, and without: then that goes on elsewhere."""
+        with cluster(slow, flags=("--drain-seconds", str(seconds))) as two:
+            with streaming(two.frontend) as streams, ThreadPoolExecutor(1) as pool:
+                worker = two.busy()
+                ending = pool.submit(worker.stop)
+                later = [two.frontend.post("/v1/completions", {"prompt": "more", **SHORT}) for _ in range(5)]
+            assert [told(stream.result()) for stream in streams] == undisturbed(slow)
+            assert [reply.status for reply in later] == [200] * 5
+            assert ending.result() == 0
+
+    def test_all_of_them(self, slow: str) -> None:
+        """Requests wait for a while, then they are refused; a worker that comes back has those that wait."""
+        with cluster(slow, 1, route=("--worker-wait", "1")) as one:
+            one.workers[0].stop(signal.SIGKILL)
+            refused = one.frontend.post("/v1/completions", {"prompt": "hello", **SHORT})
+            assert (refused.status, refused.json["error"]["code"]) == (503, "no_replica") and "retry-after" in refused.headers
+            health = one.frontend.get("/health")
+            assert (health.status, health.json["status"]) == (503, "stalled")
+            assert one.frontend.get("/health/live").status == 200
+            again = Running(slow, *WORKER, "--port", str(one.workers[0].port))
+            try:
+                until(lambda: one.frontend.get("/health").status == 200)
+                assert one.frontend.post("/v1/completions", {"prompt": "hello", **SHORT}).status == 200
+            finally:
+                again.stop()
+
+
+class TestWorkersThatDoNotFit:
+    def fails(self, model: str, *flags: str) -> tuple[int, str]:
+        """Exit code and last words of a frontend that cannot start."""
+        command = [sys.executable, "-m", "headrace", "route", model, "--port", "0", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stderr.splitlines()[-1]
+
+    def test_another_model(self, pair: Cluster, tmp_path: Path) -> None:
+        """It has the same shapes and the same vocabulary."""
+        import numpy as np
+
+        from tests.checkpoint.conftest import tensors
+
+        weights = {name: tensor + np.float32(0.01) for name, tensor in tensors(len(_tokens())).items() if name == "output_norm.weight"}
+        other = write_tiny_gguf(tmp_path / "tiny.gguf", {"llama.context_length": 4096}, weights)
+        code, said = self.fails(str(other), "--workers", f"http://127.0.0.1:{pair.workers[0].port}")
+        assert code == 1 and "serves another model or tokenizer: start it with the same MODEL" in said
+
+    def test_one_of_two_computes_otherwise(self, model: str) -> None:
+        workers = [Running(model, *WORKER, *flags) for flags in ((), ("--kv-dtype", "f32"))]
+        urls = ",".join(f"127.0.0.1:{worker.port}" for worker in workers)
+        try:
+            frontend = Running(model, "--workers", urls, verb="route")
+            try:
+                until(lambda: any("computes otherwise than the first worker" in line and "kv_dtype" in line for line in frontend.log))
+                assert frontend.post("/v1/completions", {"prompt": "hello", **SHORT}).status == 200
+                assert sum("computes otherwise" in line for line in frontend.log) == 1
+            finally:
+                frontend.stop()
+        finally:
+            for worker in workers:
+                worker.stop()
+
+    def test_no_worker_and_no_key(self, model: str) -> None:
+        plain = Running(model, "--threads", "1", "--kv-blocks", "64", "--api-key", "secret")
+        try:
+            url = f"http://127.0.0.1:{plain.port}"
+            code, said = self.fails(model, "--workers", url)
+            assert code == 1 and "give --worker-key one of its API keys" in said
+            code, said = self.fails(model, "--workers", url, "--worker-key", "secret")
+            assert code == 1 and "is no worker: start it with `headrace serve --worker`" in said
+            assert plain.request("POST", "/worker/generate", b"", {"authorization": "Bearer secret"}).status == 404
+        finally:
+            plain.stop()
+
+    def test_a_key_that_fits_and_one_that_comes_later(self, model: str) -> None:
+        first = Running(model, *WORKER, "--api-key", "secret")
+        port = free_port()
+        try:
+            urls = f"http://127.0.0.1:{first.port},http://127.0.0.1:{port}"
+            frontend = Running(model, "--workers", urls, env={"HEADRACE_WORKER_KEY": "secret"}, verb="route")
+            try:
+                assert first.request("POST", "/worker/generate", b"", {"content-type": "application/msgpack"}).status == 401
+                assert first.get("/worker/status").status == 401
+                two = Cluster([first], frontend)
+                assert two.num_workers() == 1
+                second = Running(model, *WORKER, "--api-key", "secret", "--port", str(port))
+                try:
+                    until(lambda: two.num_workers() == 2)
+                finally:
+                    second.stop()
+                until(lambda: two.num_workers() == 1)
+            finally:
+                frontend.stop()
+        finally:
+            first.stop()
+
+
+class TestTheRouteOfAWorker:
+    ASKED = frames.Add("7", [5, 6, 7], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True), None, 0, None, "salt", None)
+
+    def post(self, pair: Cluster, body: bytes, content_type: str = "application/msgpack") -> tuple[int, list[frames.Event]]:
+        reply = pair.workers[0].request("POST", "/worker/generate", body, {"content-type": content_type})
+        whole = bytearray(reply.body)
+        return reply.status, [frames.read_event(body) for body in frames.bodies(whole)] if reply.status == 200 else []
+
+    def test_what_comes_of_a_request(self, pair: Cluster) -> None:
+        status, (first, *news, last) = self.post(pair, msgspec.msgpack.encode(self.ASKED))
+        assert status == 200 and isinstance(first, frames.Accepted) and isinstance(last, frames.Ended)
+        tokens = [token for one in news if isinstance(one, frames.News) for token in one.token_ids]
+        assert len(tokens) == 4
+        begun = msgspec.structs.replace(self.ASKED, output_token_ids=[tokens[:3]])
+        _, (_, *rest, _) = self.post(pair, msgspec.msgpack.encode(begun))
+        assert [token for one in rest if isinstance(one, frames.News) for token in one.token_ids] == tokens[3:]
+
+    def test_what_it_refuses(self, pair: Cluster) -> None:
+        past = msgspec.structs.replace(self.ASKED, output_token_ids=[[1, 2, 3, 4, 5]])
+        status, events = self.post(pair, msgspec.msgpack.encode(past))
+        assert status == 200 and [type(event) for event in events] == [frames.Refused]
+        assert isinstance(events[0], frames.Refused) and "no more than 4 may follow" in events[0].message
+        for body in (b"", b"\xff" * 100, b"\x91" * 5000, msgspec.msgpack.encode(frames.Abort("7")), msgspec.msgpack.encode({"id": 3})):
+            assert self.post(pair, body)[0] == 400
+        assert self.post(pair, msgspec.msgpack.encode(self.ASKED), "application/json")[0] == 415
+        wrong = msgspec.msgpack.encode(["Add", "7", [1], {"temperature": -1}, None, 0, None, None, None])
+        assert self.post(pair, wrong)[0] == 400
+        assert pair.workers[0].at_rest()
+
+
+def _tokens() -> list[str]:
+    from tests.checkpoint.conftest import metadata
+
+    tokens: list[str] = metadata("llama")["tokenizer.ggml.tokens"]
+    return tokens
+
+
+def test_many_streams_leave_nothing(slow: str) -> None:
+    with cluster(slow) as pair:
+        with streaming(pair.frontend) as streams:
+            pass
+        assert all(worker.figures()["headrace_generated_tokens_total"] > 0 for worker in pair.workers)
+        assert [told(stream.result()) for stream in streams] == undisturbed(slow)
+        until(lambda: all(worker.at_rest() for worker in pair.workers))
