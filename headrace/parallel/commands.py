@@ -35,7 +35,7 @@ class Kind(IntEnum):
     ADD_ADAPTER = 4
     REMOVE_ADAPTER = 5
     CLOSE = 6
-    FLIGHTS = 7
+    STAGE_STEPS = 7
     """Say when steps ran."""
 
 
