@@ -30,7 +30,7 @@ from headrace.engine.engine import Engine
 from headrace.model import trace_model
 from headrace.parallel.mesh import Mesh, weights_of
 from headrace.planner import hardware
-from headrace.planner.flight_picture import flights_svg, idle_share
+from headrace.planner.pipeline_picture import idle_share, pipeline_svg
 from headrace.planner.roofline import op_seconds, step_seconds
 from headrace.program.collective import Collective
 from headrace.program.op import Load
@@ -146,24 +146,24 @@ def bubble(args: argparse.Namespace) -> None:
     ]
     table = []
     for steps in STEPS:
-        shares, flights = [], []
+        shares, stage_steps = [], []
         for _ in range(args.rounds + 1):
-            executable.flights()
+            executable.stage_steps()
             tickets = [executable.launch(batch) for batch in batches[:steps]]
             for ticket in tickets:
                 ticket.wait()
-            flights = executable.flights()
-            shares.append(idle_share(flights))
+            stage_steps = executable.stage_steps()
+            shares.append(idle_share(stage_steps))
         formula = (mesh.pipeline - 1) / (steps + mesh.pipeline - 1)
         found = statistics.median(shares[1:])
-        stages = [1000 * statistics.median(f.end - f.begin for f in flights if f.rank == rank) for rank in range(2)]
+        stages = [1000 * statistics.median(f.end - f.begin for f in stage_steps if f.rank == rank) for rank in range(2)]
         table.append(
             [f"{steps}", f"{formula:.3f}", shown(shares[1:], "{:.3f}"), f"{found - formula:+.3f}", " ".join(f"{ms:.1f}" for ms in stages)]
         )
     engine.close()
     print_table(["steps", "(p - 1) / (m + p - 1)", "idle share", "difference", "ms of a stage"], table, "Idle time of two stages")
     if args.svg:
-        args.svg.write_text(flights_svg(f"{steps} steps through two stages", flights))
+        args.svg.write_text(pipeline_svg(f"{steps} steps through two stages", stage_steps))
 
 
 def lost(args: argparse.Namespace) -> None:

@@ -36,7 +36,7 @@ class KvStats(NamedTuple):
         return self.block_bytes / self.block_size
 
 
-class Flight(NamedTuple):
+class StageStep(NamedTuple):
     """A step in one stage of a pipeline, on one rank: from when it had what it reads to its end. Seconds by a clock that ranks share."""
 
     rank: int

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.assembly.drafts import DraftCheckpoints, compile_draft_models, open_draft_checkpoints, own_program, target_program
 from headrace.assembly.kv_size import KvUse, size_kv
-from headrace.assembly.ranks import compile_ranks, follow_where_not_first, is_spread, mesh_of, threads_of
-from headrace.backend import compile_program, lower_program
+from headrace.assembly.ranks import compile_ranks, follow_where_not_first, is_spread, mesh_of, rank_programs, threads_of
+from headrace.backend import compile_program
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.templates import Renderer
@@ -14,7 +14,6 @@ from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.errors import RequestError
-from headrace.parallel.mesh import weights_of
 from headrace.planner.host import available_memory
 from headrace.program.trace import Program
 from headrace.prompts import PromptReader
@@ -115,13 +114,11 @@ def fit_memory(
     Ranks on this machine share its memory; of those that are spread over several, this one is to hold the largest. No weight is read.
     Raises MemoryLimitError where they do not fit in the memory that is available.
     """
-    mesh = mesh_of(config)
-    programs = [mesh.program(program, rank) for rank in range(mesh.ranks)]
-    lowered = [lower_program(config.backend, own, weights_of(own, checkpoint.tensors)) for own in programs]
-    shares = [own.weight_bytes for own in lowered]
-    weights = (max(shares) if is_spread(mesh) else sum(shares)) + draft_checkpoints.weight_bytes(config.backend, checkpoint.spec)
+    programs, spread = rank_programs(config, program, checkpoint.tensors), is_spread(mesh_of(config))
+    shares = [own.weight_bytes for own in programs]
+    weights = (max(shares) if spread else sum(shares)) + draft_checkpoints.weight_bytes(config.backend, checkpoint.spec)
     uses = [KvUse(own.kv_groups, config.max_num_batched_tokens) for own in programs]
-    if is_spread(mesh):
+    if spread:
         uses = [max(uses, key=lambda use: sum(group.block_bytes(config.kv_dtype, KvConfig.block_size) for group in use.groups))]
     if draft := draft_checkpoints.draft:
         uses.append(KvUse(own_program(config, draft).kv_groups, max_rows(config.draft_depth)))

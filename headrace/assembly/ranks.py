@@ -1,15 +1,18 @@
 """A model on several ranks: their processes are started beside this one, which is rank 0, or come from other hosts."""
 
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from headrace.backend import lower_program
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig, KvConfig
 from headrace.errors import RequestError
-from headrace.parallel.mesh import Mesh
+from headrace.parallel.mesh import Mesh, weights_of
 from headrace.planner.host import usable_cores
 from headrace.program.trace import Program
+from headrace.quant.formats import StoredTensor
 
 if TYPE_CHECKING:
     from headrace.parallel.executable import ParallelExecutable
@@ -32,6 +35,13 @@ def mesh_of(config: EngineConfig) -> Mesh:
 def threads_of(config: EngineConfig, mesh: Mesh) -> int:
     """Compute threads of each rank."""
     return config.threads or max(1, usable_cores() // mesh.ranks)
+
+
+def rank_programs(config: EngineConfig, program: Program, tensors: Mapping[str, StoredTensor]) -> list[Program]:
+    """What each rank of a model runs, as the backend holds it. Raises UnsupportedModelError for ranks that cannot share it."""
+    mesh = mesh_of(config)
+    own = [mesh.program(program, rank) for rank in range(mesh.ranks)]
+    return [lower_program(config.backend, one, weights_of(one, tensors)) for one in own]
 
 
 def is_spread(mesh: Mesh) -> bool:

@@ -10,7 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli.arguments import add_activations, add_json, add_kv_dtype, add_model, add_threads, whole_number, whole_numbers
+from headrace.cli.arguments import (
+    PARALLEL,
+    add_activations,
+    add_json,
+    add_kv_dtype,
+    add_model,
+    add_parallel,
+    add_threads,
+    whole_number,
+    whole_numbers,
+)
 from headrace.cli.output_file import check_writable, write
 from headrace.config import EngineConfig
 from headrace.errors import MemoryLimitError, RequestError
@@ -45,6 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_threads(parser)
     add_kv_dtype(parser)
     add_activations(parser)
+    add_parallel(parser)
     parser.add_argument(
         "--turns",
         type=whole_number(1, _MOST),
@@ -101,7 +112,8 @@ def examine(args: argparse.Namespace) -> "Report":
     from headrace.program.kv import number_bytes
     from headrace.program.mixture import Experts
 
-    config = engine_config({"threads": args.threads, "kv_dtype": args.kv_dtype, "activations": args.activations})
+    names = ("threads", "kv_dtype", "activations", *PARALLEL)
+    config = engine_config({name: getattr(args, name) for name in names})
     checkpoint = open_checkpoint(resolve(args.model))
     traced = trace_model(checkpoint.spec, checkpoint.tensors)
     _check_context(args, checkpoint.spec.max_context)
@@ -111,7 +123,7 @@ def examine(args: argparse.Namespace) -> "Report":
     depth = _DEPTH if args.depth is None else args.depth
     asked = phases(prefill, depth, args.batch, number_bytes(traced.kv_groups, config.kv_dtype))
     fitting, skipped = _choose(asked, checkpoint, config)
-    program, rounds, machines, experts = _run(checkpoint, config, fitting, args.turns)
+    program, rounds, machines, experts = _run(args.model, checkpoint, config, fitting, args.turns)
     machine = typical(machines)
     profiles = [account(phase, program, machine, times) for phase, times in zip(fitting, rounds, strict=True)]
     return Report(args.model, checkpoint.spec, args.kv_dtype, machines, machine, profiles, skipped, experts)
@@ -161,7 +173,7 @@ def _choose(asked: "Sequence[Phase]", checkpoint: "Checkpoint", config: EngineCo
 
 
 def _run(
-    checkpoint: "Checkpoint", config: EngineConfig, fitting: "Sequence[Phase]", turns: int
+    model: str, checkpoint: "Checkpoint", config: EngineConfig, fitting: "Sequence[Phase]", turns: int
 ) -> "tuple[Program, list[list[list[StepTimes]]], list[Machine], list[ExpertProfile]]":
     """The program as it ran, the times of every phase (rounds of steps), the machine before each turn and at the end, and the routing of
     every phase where the model has experts.
@@ -178,7 +190,7 @@ def _run(
 
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("loading", total=turns * len(fitting) + 1)
-        stopwatch = Stopwatch(checkpoint, config, max(map(num_blocks, fitting)))
+        stopwatch = Stopwatch(model, checkpoint, config, max(map(num_blocks, fitting)))
         try:
             rounds: list[list[list[StepTimes]]] = [[] for _ in fitting]
             machines = []

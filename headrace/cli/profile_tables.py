@@ -52,7 +52,13 @@ def _print_phase(report: Report, profile: PhaseProfile) -> None:
     total = ["all", "", _ms(profile.seconds), "100", _short(num_bytes / 1e6), _short(num_bytes / profile.seconds / 1e9)]
     total += [_percent(sum(op.memory_seconds for op in profile.ops) / profile.seconds), _short(flops / 1e9)]
     total += [_short(flops / profile.seconds / 1e9), _percent(sum(op.arithmetic_seconds for op in profile.ops) / profile.seconds)]
-    print_table(_HEADINGS, [*rows, outside, [*total, _ms(profile.floor), ""]], _title(report, profile))
+    headings, table = _HEADINGS, [*rows, outside, [*total, _ms(profile.floor), ""]]
+    linked = [op.link_bytes for op in sorted(profile.ops, key=lambda op: -op.seconds)]
+    if any(linked):
+        headings = [*headings, ">link MB"]
+        cells = [_short(count / 1e6) if count else "-" for count in linked] + ["", _short(sum(linked) / 1e6)]
+        table = [[*row, cell] for row, cell in zip(table, cells, strict=True)]
+    print_table(headings, table, _title(report, profile))
     if profile.wall > (1 + _DRIFT) * profile.seconds:
         print(
             f"The machine was busy: the medians of the parts come to {_ms(profile.seconds)} ms, that of the rounds to {_ms(profile.wall)}."

@@ -4,15 +4,16 @@ import argparse
 from collections import Counter
 from typing import TYPE_CHECKING, Any, get_args
 
-from headrace.cli.arguments import add_json, add_model
+from headrace.cli.arguments import PARALLEL, add_json, add_model, add_parallel
 from headrace.config import EngineConfig, KvConfig, KvDtype
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from headrace.model.spec import ModelSpec
     from headrace.program.kv import KvGroup
     from headrace.program.trace import Program
+    from headrace.quant.formats import StoredTensor
 
 _FORMATS = ("BF16", "Q8_0", "Q6_K", "Q4_K", "Q4_0")
 """Formats whose size is told where there are no weights."""
@@ -23,13 +24,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this verb."""
     add_model(parser, optional=True)
     add_json(parser)
+    add_parallel(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the facts; nothing of the weights is read."""
     from headrace.cli.table import print_json
 
-    facts = describe(args.model)
+    facts = describe(args.model, {name: getattr(args, name) for name in PARALLEL})
     if args.json:
         print_json(facts)
     else:
@@ -37,8 +39,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def describe(model: str) -> dict[str, Any]:
-    """All facts, as they go to JSON: bytes, counts and tokens per second."""
+def describe(model: str, parallel: "Mapping[str, Any]") -> dict[str, Any]:
+    """All facts, as they go to JSON: bytes, counts and tokens per second; `parallel`: options by the names in `arguments.PARALLEL`."""
+    from headrace.assembly.options import engine_config
     from headrace.backend import lower_program
     from headrace.checkpoint.imagined import imagined_tensors, is_bare, open_config
     from headrace.checkpoint.load import open_checkpoint
@@ -53,7 +56,8 @@ def describe(model: str) -> dict[str, Any]:
     bare = is_bare(path)
     checkpoint = open_config(path) if bare else open_checkpoint(path)
     spec, tensors = checkpoint.spec, checkpoint.tensors.values()
-    program = lower_program(EngineConfig.backend, trace_model(spec, checkpoint.tensors), checkpoint.tensors)
+    traced, config = trace_model(spec, checkpoint.tensors), engine_config(parallel)
+    program = lower_program(config.backend, traced, checkpoint.tensors)
     formats: Counter[str] = Counter()
     for tensor in tensors:
         formats[tensor.format.name] += tensor.nbytes
@@ -83,18 +87,41 @@ def describe(model: str) -> dict[str, Any]:
         "bytes_in_memory": weights,
         "bytes_in_format": {name: sum(t.nbytes for t in imagined_tensors(spec, FORMATS[name]).values()) for name in _FORMATS if bare},
         "kv_bytes_per_token": kv,
-        "kv_groups": [
-            {
-                "layers": len(group.layers),
-                "window": group.window,
-                "kv_bytes_per_token": {dtype: token_bytes((group,), dtype) for dtype in kv},
-            }
-            for group in groups
-        ],
+        "kv_groups": [_group(group) for group in groups],
         "memory_available": memory,
         "fits": {dtype: {"tokens": fit.tokens, "full_sequences": fit.sequences} for dtype, fit in fits.items()},
         "limits": _limits(program),
+        "ranks": _ranks(config, traced, checkpoint.tensors),
     }
+
+
+def _group(group: "KvGroup") -> dict[str, Any]:
+    from headrace.program.kv import token_bytes
+
+    sizes = {dtype: token_bytes((group,), dtype) for dtype in get_args(KvDtype)}
+    return {"layers": len(group.layers), "window": group.window, "kv_bytes_per_token": sizes}
+
+
+def _ranks(config: EngineConfig, program: "Program", tensors: "Mapping[str, StoredTensor]") -> list[dict[str, int]]:
+    """What each rank has of the model, and what it receives in a step of one row and in one of 512; empty for a single rank."""
+    from headrace.assembly.ranks import mesh_of, rank_programs
+    from headrace.program.kv import token_bytes
+    from headrace.program.op import Load
+
+    mesh = mesh_of(config)
+    programs = rank_programs(config, program, tensors) if mesh.ranks > 1 else []
+    decode, prefill = Load(((0, 1),), 1, 0), Load(((0, 512),), 1, 0)
+    return [
+        {
+            "stage": mesh.stage(rank),
+            "layers": sum(len(group.layers) for group in one.kv_groups),
+            "bytes_in_memory": one.weight_bytes,
+            "kv_bytes_per_token": token_bytes(one.kv_groups, config.kv_dtype),
+            "bytes_received_decode": sum(op.link_bytes(decode) for op in one.ops),
+            "bytes_received_prefill_512": sum(op.link_bytes(prefill) for op in one.ops),
+        }
+        for rank, one in enumerate(programs)
+    ]
 
 
 def _experts(program: "Program", spec: "ModelSpec") -> dict[str, int]:
@@ -163,7 +190,7 @@ def _expert_line(facts: dict[str, Any]) -> dict[str, str]:
 
 
 def _print(facts: dict[str, Any]) -> None:
-    from headrace.cli.table import print_figures, size
+    from headrace.cli.table import print_figures, print_table, size
 
     print_figures(
         facts["name"],
@@ -187,6 +214,13 @@ def _print(facts: dict[str, Any]) -> None:
         for dtype, fit in facts["fits"].items()
     }
     print_figures(f"What fits in {size(facts['memory_available'])} of available memory", fits)
+    if facts["ranks"]:
+        headings = ["rank", ">stage", ">layers", ">weights", ">KV per token", ">received, 1 row", ">512 rows"]
+        rows = [
+            [f"{rank}", *map(str, list(one.values())[:2]), *map(size, list(one.values())[2:])] for rank, one in enumerate(facts["ranks"])
+        ]
+        print_table(headings, rows, "Ranks")
+        print()
     limits = facts["limits"]
     if limits is None:
         print_figures("At most", {"tokens per second": "not known before `headrace doctor` has measured this machine"})

@@ -5,12 +5,13 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backend import compile_program
+from headrace.assembly.drafts import target_program
+from headrace.assembly.ranks import compile_ranks, mesh_of, threads_of
+from headrace.backend import Executable, compile_program
 from headrace.batch import KvRows, RaggedBatch, StepTimes
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig, KvConfig
 from headrace.model import trace_model
-from headrace.planner.host import usable_cores
 from headrace.planner.profile import Phase
 from headrace.planner.roofline import PREFILL_CHUNK
 from headrace.program.op import Load
@@ -26,14 +27,22 @@ def num_blocks(phase: Phase) -> int:
 
 
 class Stopwatch:
-    """A compiled model whose KV is written to the last of `blocks` blocks in each group: a page never written costs nothing to read."""
+    """A compiled model whose KV is written to the last of `blocks` blocks in each group: a page never written costs nothing to read.
 
-    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, blocks: int) -> None:
-        program = trace_model(checkpoint.spec, checkpoint.tensors)
+    Of several ranks the first is timed.
+    """
+
+    def __init__(self, model: str, checkpoint: Checkpoint, config: EngineConfig, blocks: int) -> None:
+        program, mesh = trace_model(checkpoint.spec, checkpoint.tensors), mesh_of(config)
         self._num_groups = len(program.kv_groups)
-        kv = KvConfig((blocks,) * self._num_groups, BLOCK_SIZE, config.kv_dtype)
-        threads = config.threads or usable_cores()
-        self.executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads, config.activations)
+        kv, threads = KvConfig((blocks,) * self._num_groups, BLOCK_SIZE, config.kv_dtype), threads_of(config, mesh)
+        self.executable: Executable
+        if mesh.ranks > 1:
+            ranks = compile_ranks(model, config, mesh, checkpoint, target_program(config, checkpoint), kv)
+            ranks.connect()
+            self.executable = ranks
+        else:
+            self.executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads, config.activations)
         self._vocab = checkpoint.spec.vocab_size
         slots = np.arange(blocks * BLOCK_SIZE, dtype=np.int32)
         filled = min(PREFILL_CHUNK, len(slots))

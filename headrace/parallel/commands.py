@@ -5,6 +5,7 @@ shape   dtype (0: there is no array), dimensions, and the size of each: 5 x int3
 array   its numbers, row by row
 """
 
+import math
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
@@ -35,7 +36,7 @@ class Kind(IntEnum):
     ADD_ADAPTER = 4
     REMOVE_ADAPTER = 5
     CLOSE = 6
-    FLIGHTS = 7
+    STAGE_STEPS = 7
     """Say when steps ran."""
 
 
@@ -82,7 +83,7 @@ def decode(head: bytes, body: bytes) -> Command:
             arrays.append(None)
             continue
         shape = tuple(sizes[:ndim])
-        numbers = int(np.prod(shape, dtype=np.int64))
+        numbers = math.prod(shape)
         if at + numbers * dtype.itemsize > len(body):
             raise FormatError("a rank was sent an array that is cut off")
         arrays.append(np.frombuffer(body, dtype, numbers, at).reshape(shape))

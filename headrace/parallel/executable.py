@@ -19,7 +19,7 @@ from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.sampling.host import run_logit_ops, tokens_of
-from headrace.stats import Flight
+from headrace.stats import StageStep
 
 Floats = NDArray[np.float32]
 
@@ -128,11 +128,11 @@ class ParallelExecutable:
             self._results_of(batch)
         return times
 
-    def flights(self) -> list[Flight]:
+    def stage_steps(self) -> list[StageStep]:
         """The last steps of all ranks, of which none is under way; their times can be compared where ranks are on one machine."""
         with self._followers.at_work():
-            ranks = {0: self._rank.flights()} | self._followers.flights()
-        return [Flight(rank, number, *map(float, times)) for rank, steps in ranks.items() for number, times in enumerate(steps)]
+            ranks = {0: self._rank.stage_steps()} | self._followers.stage_steps()
+        return [StageStep(rank, number, *map(float, times)) for rank, steps in ranks.items() for number, times in enumerate(steps)]
 
     def expert_loads(self) -> NDArray[np.int64]:
         """Those of the experts in the stage of rank 0."""

@@ -22,7 +22,7 @@ ALIVE = 0.25
 """Seconds between two signs of life."""
 READY = b"\x01"
 """Begins a reply that says what the rank is (`rank.identity`): it has its share."""
-FLIGHTS = b"\x02"
+STAGE_STEPS = b"\x02"
 """Begins a reply that says when steps ran: float64, [steps, (begin, end)]."""
 REPLY = struct.Struct("<i")
 """The size of a reply; one of no size is a sign of life."""
@@ -81,8 +81,8 @@ def follow(channel: Channel, rank: Rank, carrier: GlooCarrier) -> bool:
             if command.kind == Kind.CLOSE:
                 return True
             try:
-                if command.kind == Kind.FLIGHTS:
-                    channel.reply(FLIGHTS + rank.flights().tobytes())
+                if command.kind == Kind.STAGE_STEPS:
+                    channel.reply(STAGE_STEPS + rank.stage_steps().tobytes())
                 else:
                     _obey(command, rank, carrier, channel.host)
             except Exception as error:

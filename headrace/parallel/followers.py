@@ -24,7 +24,7 @@ from headrace.batch import ints
 from headrace.errors import RankLostError
 from headrace.parallel.carrier import GlooCarrier
 from headrace.parallel.commands import Command, Kind, encode
-from headrace.parallel.follower import FLIGHTS, READY, REPLY
+from headrace.parallel.follower import READY, REPLY, STAGE_STEPS
 from headrace.parallel.launch import INTERFACE, Launcher, Process
 
 _SILENT = 3.0
@@ -50,7 +50,7 @@ class _Follower:
     alive: float = field(default_factory=time.monotonic)
     """When it was last heard, or found to have run."""
     is_heard: bool = False
-    flights: NDArray[np.float64] | None = None
+    stage_steps: NDArray[np.float64] | None = None
     """What it has answered when it was asked for them."""
     ticks: int | None = None
     buffer: bytearray = field(default_factory=bytearray)
@@ -121,16 +121,16 @@ class Followers:
             with self.at_work():
                 self._send(self._said[-1])
 
-    def flights(self) -> dict[int, NDArray[np.float64]]:
+    def stage_steps(self) -> dict[int, NDArray[np.float64]]:
         """When the last steps ran on each rank, [steps, (begin, end)] in seconds by the clock of its machine, and are done."""
         for one in self._followers:
-            one.flights = None
-        self.send(Command(Kind.FLIGHTS))
+            one.stage_steps = None
+        self.send(Command(Kind.STAGE_STEPS))
         with self._changed:
-            self._changed.wait_for(lambda: self._why or all(one.flights is not None for one in self._followers))
+            self._changed.wait_for(lambda: self._why or all(one.stage_steps is not None for one in self._followers))
             if self._why:
                 raise RankLostError(self._why)
-        return {one.rank: one.flights for one in self._followers if one.flights is not None}
+        return {one.rank: one.stage_steps for one in self._followers if one.stage_steps is not None}
 
     def close(self) -> None:
         """End all processes."""
@@ -233,9 +233,9 @@ class Followers:
                 with self._changed:
                     one.is_ready = True
                     self._changed.notify_all()
-            elif said.startswith(FLIGHTS):
+            elif said.startswith(STAGE_STEPS):
                 with self._changed:
-                    one.flights = np.frombuffer(said[len(FLIGHTS) :]).reshape(-1, 2)
+                    one.stage_steps = np.frombuffer(said[len(STAGE_STEPS) :]).reshape(-1, 2)
                     self._changed.notify_all()
             elif said:
                 return f"rank {one.rank}: {said.decode(errors='replace')}"

@@ -4,7 +4,7 @@ Its environment says which rank a process is, and where a store of `torch.distri
 token. A process of another rank runs nothing itself: it connects, and has a process follow rank 0 over the connection, a new one whenever
 the ranks are started again.
 
-Whoever reaches the store and the ports of gloo can read and write what ranks exchange: they belong in a network of their own.
+All that can reach the store and the ports of gloo can read and write what ranks exchange: these belong in a network of their own.
 """
 
 import hmac

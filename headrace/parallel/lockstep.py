@@ -20,7 +20,7 @@ from headrace.program import collective, ops
 from headrace.program.op import Op, Weight
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
-from headrace.stats import Flight
+from headrace.stats import StageStep
 
 Floats = NDArray[np.float64]
 
@@ -42,21 +42,21 @@ class LockStep:
 
         self.stages = [[executable(program) for program in programs] for programs in stages]
 
-    def flights(self, batches: Sequence[RaggedBatch], seconds: Callable[[Program, RaggedBatch], float]) -> list[Flight]:
+    def stage_steps(self, batches: Sequence[RaggedBatch], seconds: Callable[[Program, RaggedBatch], float]) -> list[StageStep]:
         """Forwards one behind the other, by a clock for each rank that moves by the `seconds` which its program takes for a batch.
 
         A rank begins a step once it is through with the one before and has what the stage before sends. Ranks of a stage go abreast.
         """
         free = [0.0] * len(self.stages)
-        flights: list[Flight] = []
+        stage_steps: list[StageStep] = []
         for number, batch in enumerate(batches):
             self.logits(batch)
             sent = 0.0
             for stage, ranks in enumerate(self.stages):
                 begin = max(free[stage], sent)
                 sent = free[stage] = begin + max(seconds(rank.program, batch) for rank in ranks)
-                flights += [Flight(stage * len(ranks) + share, number, begin, sent) for share in range(len(ranks))]
-        return flights
+                stage_steps += [StageStep(stage * len(ranks) + share, number, begin, sent) for share in range(len(ranks))]
+        return stage_steps
 
     def logits(self, batch: RaggedBatch) -> list[Floats]:
         """One forward; the logits on each rank of the last stage."""

@@ -21,7 +21,7 @@ from headrace.record import frozen
 
 _HASHED = 256
 """Bytes."""
-_MOST_FLIGHTS = 4096
+_MOST_STEPS = 4096
 
 
 @frozen
@@ -55,7 +55,7 @@ class Rank:
     def __init__(self, config: RankConfig, program: Program, tensors: Mapping[str, StoredTensor], exchange: Exchange) -> None:
         self.config = config
         self._exchange = exchange
-        self._flights: deque[tuple[float, float]] = deque(maxlen=_MOST_FLIGHTS)
+        self._stage_steps: deque[tuple[float, float]] = deque(maxlen=_MOST_STEPS)
         self._tensors = dict(tensors)
         self._layer_stages = config.mesh.layer_stages(program) if config.mesh.pipeline > 1 else None
         self.identity = identity(tensors)
@@ -69,14 +69,14 @@ class Rank:
         """Run a batch, whose tokens are known, through the executable of this number; returns that."""
         executable, begun, waited = self.executables[number], monotonic(), self._exchange.waited
         executable.run(batch, batch.tokens)
-        self._flights.append((begun + self._exchange.waited - waited, monotonic()))
+        self._stage_steps.append((begun + self._exchange.waited - waited, monotonic()))
         return executable
 
-    def flights(self) -> NDArray[np.float64]:  # [steps, (begin, end)]
+    def stage_steps(self) -> NDArray[np.float64]:  # [steps, (begin, end)]
         """When the last steps ran here, up to 4,096 since this was asked before."""
-        flights = np.array(self._flights, np.float64).reshape(-1, 2)
-        self._flights.clear()
-        return flights
+        stage_steps = np.array(self._stage_steps, np.float64).reshape(-1, 2)
+        self._stage_steps.clear()
+        return stage_steps
 
     def attach(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None) -> CpuExecutable:
         """Compile another program, over the same KV, with layers in the stages of those of the model; or one that runs here alone, over

@@ -16,7 +16,7 @@ from headrace.program.op import Kind, Load, Op
 from headrace.program.trace import Program
 from headrace.record import frozen
 
-Bound = Literal["memory", "arithmetic", "latency", "neither", "unknown"]
+Bound = Literal["memory", "arithmetic", "link", "latency", "neither", "unknown"]
 
 _SHORT = 20e-6
 """Seconds of a call that is mostly start, barrier and first cache misses."""
@@ -79,6 +79,8 @@ class OpProfile:
     """What its operations take at the measured rates."""
     floor: float
     """Least seconds: call by call, the longer of the two."""
+    link_bytes: int = 0
+    """Received from other ranks."""
 
     @property
     def memory_share(self) -> float:
@@ -92,9 +94,13 @@ class OpProfile:
 
     @property
     def bound(self) -> Bound:
-        """Memory or arithmetic if it explains half of the time or more; else latency of short calls, and neither of long ones."""
+        """The link to other ranks if it is used; memory or arithmetic if it explains half of the time or more; else latency of short calls,
+        and neither of long ones.
+        """
         if not self.seconds or not self.calls:
             return "unknown"
+        if self.link_bytes:
+            return "link"
         if max(self.memory_share, self.arithmetic_share) < 0.5:
             return "latency" if self.seconds / self.calls < _SHORT else "neither"
         return "memory" if self.memory_share >= self.arithmetic_share else "arithmetic"
@@ -184,4 +190,5 @@ def _op_profile(name: str, ops: Sequence[Op], phase: Phase, machine: Machine, se
         memory_seconds=num_bytes / machine.bandwidth,
         arithmetic_seconds=sum(count / machine.rates[kind] for kind, count in flops.items()),
         floor=sum(op_seconds(op, load, machine) for op, load in calls),
+        link_bytes=sum(op.link_bytes(load) for op, load in calls),
     )

@@ -110,5 +110,6 @@ def _op(op: OpProfile, seconds: float) -> dict[str, Any]:
         "kind": op.kind,
         "share_of_rate": op.arithmetic_share,
         "floor": op.floor,
+        "link_bytes": op.link_bytes,
         "bound": op.bound,
     }

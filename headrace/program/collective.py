@@ -15,10 +15,6 @@ LINK_BYTES = 4
 class Collective(Op):
     """Base of the ops that ranks run together. All of a group run the same ones, in the same order."""
 
-    def link_bytes(self, load: Load) -> int:
-        """Bytes that this rank receives."""
-        return 0
-
 
 @frozen
 class AllGather(Collective):

@@ -99,6 +99,10 @@ class Op:
     def bytes(self, load: Load) -> int:
         return sum(w.nbytes for w in self.weights())
 
+    def link_bytes(self, load: Load) -> int:
+        """Bytes that this rank receives from others: see `collective.py`."""
+        return 0
+
 
 def _is_bias(field: str) -> bool:
     return field.endswith("bias")

@@ -61,6 +61,15 @@ class TestShow:
         budget = facts["memory_available"] - facts["bytes_in_memory"] - RUNTIME_BYTES
         assert facts["fits"]["bf16"]["tokens"] == budget // facts["kv_bytes_per_token"]["bf16"]
 
+    def test_ranks(self, headrace) -> None:
+        facts = json.loads(headrace("show", "smollm2", "-tp", "3", "--json").stdout)
+        whole, ranks = json.loads(headrace("show", "smollm2", "--json").stdout), facts["ranks"]
+        assert whole["ranks"] == [] and [rank["layers"] for rank in ranks] == [30] * 3
+        assert sum(rank["kv_bytes_per_token"] for rank in ranks) == whole["kv_bytes_per_token"]["bf16"]
+        # In each layer attention, what it makes, the gated unit, and what that makes are gathered; then the logits, and a token's row.
+        gathered = 30 * (576 + 576 + 1536 + 576) * 2 // 3 + 49152 * 2 // 3 + 2 * 576
+        assert [rank["bytes_received_decode"] for rank in ranks] == [4 * gathered] * 3
+
     def test_table(self, headrace, smollm2: Path) -> None:
         text = headrace("show", str(smollm2)).stdout
         assert "134.5 M" in text and "Q4_1" in text and "8,192 tokens" in text and "23.0 kB in bf16" in text

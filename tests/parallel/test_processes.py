@@ -3,6 +3,9 @@
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 
 from headrace import LLM, SamplingParams
+from headrace.errors import RankLostError
 from headrace.request import RequestOutput
 from tests.families import save_model
 from tests.test_adapters import write_adapter
@@ -112,6 +116,43 @@ def test_a_rank_that_is_lost(models: dict[str, Path], expected: dict[str, list[A
         os.kill(again, signal.SIGKILL)  # while nothing runs
         assert said(llm.generate(*requests(), adapter=ADAPTERS)) == expected["qwen3"]
     assert not children()
+
+
+def test_no_rank_outlives_the_first(models: dict[str, Path]) -> None:
+    """Not one that is stopped either; nor is anything left in shared memory."""
+    shared = set(Path("/dev/shm").iterdir())
+    code = (
+        f"from headrace import LLM; llm = LLM({str(models['qwen3'])!r}, tensor_parallel_size=3, threads=1); print(1, flush=True); input()"
+    )
+    first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert first.stdout and first.stdout.readline() == b"1\n"
+    ranks = children(first.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[0], signal.SIGSTOP)
+    first.kill()
+    first.wait()
+    deadline = time.monotonic() + 5
+    while left := [rank for rank in ranks if is_running(rank)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+    assert set(Path("/dev/shm").iterdir()) <= shared
+
+
+def test_ranks_that_could_differ_are_refused(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.parallel.rank._native.isa", lambda: "abacus")  # of this process alone
+    with pytest.raises(
+        RankLostError, match=r"rank 1 is not like rank 0.*instructions \w+, tensors (\w+), and instructions abacus, tensors \1$"
+    ):
+        LLM(models["qwen3"], tensor_parallel_size=2, threads=1)
+    assert not children()
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and more than a name that its parent has not asked for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def children(parent: int = os.getpid()) -> list[int]:

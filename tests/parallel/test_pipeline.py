@@ -8,7 +8,7 @@ from headrace.config import KvConfig
 from headrace.model import trace_model
 from headrace.parallel.lockstep import LockStep
 from headrace.parallel.mesh import Mesh
-from headrace.planner.flight_picture import flights_svg, idle_share
+from headrace.planner.pipeline_picture import idle_share, pipeline_svg
 from headrace.program.op import Load
 from headrace.program.trace import Program
 from tests.backend.batches import Sequence, batch_of
@@ -32,11 +32,11 @@ def test_the_bubble(stages: int, steps: int) -> None:
         batch_of([Sequence([2 * number, 2 * number + 1], 16)], [[number + i for i in range(ROWS)]], [([], [])], False)
         for number in range(steps)
     ]
-    flights = many.flights(batches, predicted_seconds)
-    assert [(one.rank, one.number) for one in flights] == [(rank, number) for number in range(steps) for rank in range(stages)]
-    assert idle_share(flights) == pytest.approx((stages - 1) / (steps + stages - 1), abs=0.05)
-    total = one.flights(batches, predicted_seconds)
-    assert sum(f.end - f.begin for f in flights) == pytest.approx(total[-1].end, rel=0.01)
+    stage_steps = many.stage_steps(batches, predicted_seconds)
+    assert [(one.rank, one.number) for one in stage_steps] == [(rank, number) for number in range(steps) for rank in range(stages)]
+    assert idle_share(stage_steps) == pytest.approx((stages - 1) / (steps + stages - 1), abs=0.05)
+    total = one.stage_steps(batches, predicted_seconds)
+    assert sum(f.end - f.begin for f in stage_steps) == pytest.approx(total[-1].end, rel=0.01)
     for found, alone in zip(many.logits(batches[-1]), one.logits(batches[-1]), strict=True):
         np.testing.assert_array_equal(found, alone)
 
@@ -50,10 +50,10 @@ def test_a_rank_waits_for_the_stage_before() -> None:
     def seconds(stage: Program, _: RaggedBatch) -> float:
         return 3.0 if stage.logits else 1.0
 
-    flights = LockStep(stages, tensors, KvConfig((1,), 32, "f32")).flights([batch] * 2, seconds)
-    assert [tuple(flight) for flight in flights] == [(0, 0, 0.0, 1.0), (1, 0, 1.0, 4.0), (0, 1, 1.0, 2.0), (1, 1, 4.0, 7.0)]
-    assert idle_share(flights) == pytest.approx(1 - 8 / 14)
-    picture = flights_svg("Two <stages>", flights)
+    stage_steps = LockStep(stages, tensors, KvConfig((1,), 32, "f32")).stage_steps([batch] * 2, seconds)
+    assert [tuple(step) for step in stage_steps] == [(0, 0, 0.0, 1.0), (1, 0, 1.0, 4.0), (0, 1, 1.0, 2.0), (1, 1, 4.0, 7.0)]
+    assert idle_share(stage_steps) == pytest.approx(1 - 8 / 14)
+    picture = pipeline_svg("Two <stages>", stage_steps)
     assert picture.count("<title>step") == 4 and "Two &lt;stages&gt;" in picture and "43 %" in picture
     assert "step 1 on rank 1: 3000.0 ms" in picture
 

@@ -3,45 +3,45 @@
 from collections.abc import Iterator, Sequence
 
 from headrace.planner.svg import COLOURS, FAINT, GRID, document, line, text
-from headrace.stats import Flight
+from headrace.stats import StageStep
 
 _LEFT, _RIGHT, _TOP, _WIDTH = 76, 976, 84, 1000
 _HEIGHT = 34
 _TICKS = 6
 
 
-def idle_share(flights: Sequence[Flight]) -> float:
+def idle_share(stage_steps: Sequence[StageStep]) -> float:
     """The share of the time of all ranks, from the first beginning to the last end, in which they run nothing: the bubble.
 
     With p stages that take equally long and m steps it is (p - 1) / (m + p - 1) (GPipe, Huang et al. 2018).
     """
-    ranks = {flight.rank for flight in flights}
-    begin, end = min(flight.begin for flight in flights), max(flight.end for flight in flights)
-    return 1 - sum(flight.end - flight.begin for flight in flights) / (len(ranks) * (end - begin))
+    ranks = {step.rank for step in stage_steps}
+    begin, end = min(step.begin for step in stage_steps), max(step.end for step in stage_steps)
+    return 1 - sum(step.end - step.begin for step in stage_steps) / (len(ranks) * (end - begin))
 
 
-def flights_svg(title: str, flights: Sequence[Flight]) -> str:
+def pipeline_svg(title: str, stage_steps: Sequence[StageStep]) -> str:
     """The picture as an XML document. A step has the same colour on all ranks."""
-    ranks = sorted({flight.rank for flight in flights})
-    begin, end = min(flight.begin for flight in flights), max(flight.end for flight in flights)
+    ranks = sorted({step.rank for step in stage_steps})
+    begin, end = min(step.begin for step in stage_steps), max(step.end for step in stage_steps)
     scale, bottom = (_RIGHT - _LEFT) / (end - begin), _TOP + len(ranks) * _HEIGHT
     body = [
         text(_LEFT, 34, title, size=18, weight="bold"),
-        text(_LEFT, 56, f"{idle_share(flights):.0%} of the ranks' time is idle".replace("%", " %"), fill=FAINT),
-        *(bar for flight in flights for bar in _bar(flight, ranks.index(flight.rank), begin, scale)),
+        text(_LEFT, 56, f"{idle_share(stage_steps):.0%} of the ranks' time is idle".replace("%", " %"), fill=FAINT),
+        *(bar for step in stage_steps for bar in _bar(step, ranks.index(step.rank), begin, scale)),
         *(text(_LEFT - 8, _TOP + (i + 0.5) * _HEIGHT + 4, f"rank {rank}", anchor="end") for i, rank in enumerate(ranks)),
         *_axis(end - begin, bottom),
     ]
     return document(title, _WIDTH, bottom + 56, body)
 
 
-def _bar(flight: Flight, place: int, begin: float, scale: float) -> Iterator[str]:
-    x, wide, y = _LEFT + (flight.begin - begin) * scale, (flight.end - flight.begin) * scale, _TOP + place * _HEIGHT + 4
-    words = f"<title>step {flight.number} on rank {flight.rank}: {1000 * (flight.end - flight.begin):.1f} ms</title>"
-    colour = COLOURS[flight.number % len(COLOURS)]
+def _bar(step: StageStep, place: int, begin: float, scale: float) -> Iterator[str]:
+    x, wide, y = _LEFT + (step.begin - begin) * scale, (step.end - step.begin) * scale, _TOP + place * _HEIGHT + 4
+    words = f"<title>step {step.number} on rank {step.rank}: {1000 * (step.end - step.begin):.1f} ms</title>"
+    colour = COLOURS[step.number % len(COLOURS)]
     yield f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(wide - 1, 0.5):.1f}" height="{_HEIGHT - 8}" fill="{colour}">{words}</rect>'
     if wide > 18:
-        yield text(x + wide / 2, y + _HEIGHT / 2, f"{flight.number}", anchor="middle", fill="#ffffff")
+        yield text(x + wide / 2, y + _HEIGHT / 2, f"{step.number}", anchor="middle", fill="#ffffff")
 
 
 def _axis(seconds: float, bottom: float) -> Iterator[str]:
