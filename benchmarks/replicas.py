@@ -85,7 +85,7 @@ async def stream(port: int, number: int, tokens: int) -> int:
     """One request, read to its end; returns the events that brought text."""
     body = json.dumps(
         {
-            "messages": [{"role": "user", "content": f"Write a long story of {number} children who find a water mill."}],
+            "messages": [{"role": "user", "content": f"Write a long story of {number} children and a water mill."}],
             "max_tokens": tokens,
             "stream": True,
             "ignore_eos": True,

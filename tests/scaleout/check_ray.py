@@ -205,7 +205,7 @@ def test_the_whole_application_of_a_cluster_answers_at_its_proxy(cluster: Cluste
     for number in range(3):
         assert cluster.post(asked(number, 100)).json["choices"][0]["text"] == expected[number]
         assert text_of(cluster.post(asked(number, 100) | {"stream": True}).events) == expected[number]
-    assert cluster.post(asked(0, 100), key="guessed").status == 401
+    assert cluster.post(asked(0, 100), key="another").status == 401
 
 
 def test_a_cluster_that_runs_already_is_joined_and_left_as_it_was(cluster: Cluster, model: str) -> None:

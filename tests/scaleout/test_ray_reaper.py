@@ -21,10 +21,10 @@ def holding(file: Path) -> "subprocess.Popen[str]":
 
 
 def test_when_the_starter_ends_its_cluster_does_too(tmp_path: Path) -> None:
-    folder, beside = tmp_path / "headrace-ray-x", tmp_path / "headrace-ray-xy"
+    folder, other_folder = tmp_path / "headrace-ray-x", tmp_path / "headrace-ray-xy"
     folder.mkdir()
-    beside.mkdir()
-    left, other = holding(folder / "a.log"), holding(beside / "a.log")
+    other_folder.mkdir()
+    left, other = holding(folder / "a.log"), holding(other_folder / "a.log")
     try:
         assert set(processes_of(str(folder))) == {left.pid}
         command = [sys.executable, "-P", "-m", "headrace.scaleout.ray_reaper", str(folder), str(os.getpid())]
@@ -37,7 +37,7 @@ def test_when_the_starter_ends_its_cluster_does_too(tmp_path: Path) -> None:
             reaper.stdin.close()
             assert reaper.wait(SECONDS) == 0
         assert left.wait(SECONDS) == -signal.SIGKILL
-        assert other.poll() is None and not folder.exists() and beside.exists()
+        assert other.poll() is None and not folder.exists() and other_folder.exists()
     finally:
         for process in (left, other):
             process.kill()
