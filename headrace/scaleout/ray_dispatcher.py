@@ -1,9 +1,11 @@
 """The replicas of an application of Ray Serve, as a fleet uses them: requests go over a handle, whose router (`ray_router.py`) chooses."""
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -21,12 +23,16 @@ from headrace.server.replica_status import ReplicaStatus, read_status
 
 _LOOK = 0.5
 """Seconds between two looks at what the replicas say of themselves."""
+_SILENT = 3.0
+"""Seconds that a replica has to say it, whatever its engine does; else it is taken for lost."""
 _ANSWER = 60.0
-"""Seconds that replicas have to answer what is no request."""
+"""Seconds that replicas have to carry out other commands."""
 _ROUTED = 30.0
 """Seconds within which a request must be on a replica."""
 _GONE = (RayError, RayServeException, grpc.RpcError)
 """What a call ends with whose replica has gone away, or cannot be reached now."""
+
+log = logging.getLogger("headrace.scaleout")
 
 
 class RayDispatcher:
@@ -41,6 +47,10 @@ class RayDispatcher:
         self._handle: Any = None
         self._statuses: dict[str, ReplicaStatus] = {}
         self._watching: asyncio.Future[None] | None = None
+        self._streams: dict[str, Any] = {}
+        """Requests under way, by their ids: what their messages are read from."""
+        self._loaded: dict[str, str] = {}
+        """Paths of adapters by name, which replicas that start later are told to load as well."""
         self._ids = count()
         self._prefix = secrets.token_hex(4)
         """Of the ids of its requests over there, where those of other frontends are as well."""
@@ -53,7 +63,9 @@ class RayDispatcher:
         # Bytes go from process to process, and not by way of an object store: that takes a third of the time.
         handle = await asyncio.to_thread(self._deploy)
         self._handle = handle.options(_by_reference=False, request_serialization="pickle", response_serialization="pickle")
+        await self._look()
         while not any(replica.takes_requests for replica in self._statuses.values()):
+            await asyncio.sleep(_LOOK / 10)
             await self._look()
         self._watching = asyncio.ensure_future(self._watch())
 
@@ -61,6 +73,7 @@ class RayDispatcher:
         own_id = asked.id
         asked = msgspec.structs.replace(asked, id=f"{self._prefix}-{own_id}")
         messages = self._handle.options(method_name="generate", stream=True).remote(frames.encode(asked))
+        self._streams[asked.id] = messages
         told = _Told(asked)
         try:
             async with asyncio.timeout(_ROUTED) as routing:
@@ -75,27 +88,32 @@ class RayDispatcher:
                         told.note(event, self._router)
                         yield msgspec.structs.replace(event, id=own_id)
             if not told.is_over:
-                raise self._lost(asked, "it stopped in the middle of an answer")
+                raise self._lost(told, "it stopped in the middle of an answer")
         except TimeoutError:
             raise NoReplicaError("no replica has taken the request") from None
         except _GONE as error:
-            raise self._lost(asked, type(error).__name__) from None
+            raise self._lost(told, type(error).__name__) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task and task.cancelling():
                 raise
-            raise self._lost(asked, "it ended") from None  # the call was cancelled over there
+            raise self._lost(told, "it ended") from None  # the call was cancelled over there
         finally:
+            del self._streams[asked.id]
             if router := self._router:
                 router.ended(asked.id, told.tokens if told.is_over else None)
             if not told.is_over:
                 messages.cancel()
 
     async def load_adapter(self, name: str, path: str) -> None:
-        await self._command(lambda request_id: frames.LoadAdapter(request_id, name, path))
+        await self._command(partial(_load, name, path))
+        self._loaded[name] = path
+        await self._look()
 
     async def unload_adapter(self, name: str) -> None:
         await self._command(lambda request_id: frames.UnloadAdapter(request_id, name))
+        self._loaded.pop(name, None)
+        await self._look()
 
     async def block_maps(self) -> Mapping[str, frames.Blocks]:
         answers = await self._command(frames.MapBlocks)
@@ -111,26 +129,42 @@ class RayDispatcher:
     def _router(self) -> PrefixRequestRouter | None:
         return router_of(self._app)
 
-    def _lost(self, asked: frames.Add, why: str) -> ReplicaLostError:
-        boot = self._router.lost(asked.id) if self._router else ""
-        return ReplicaLostError(boot, f"the replica has gone: {why}")
+    def _lost(self, told: "_Told", why: str) -> ReplicaLostError:
+        boot = self._router.lost(told.asked.id) if self._router else ""
+        return ReplicaLostError(boot if told.is_accepted else "", f"the replica has gone: {why}")
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_LOOK)
-            await self._look()
+            try:
+                await self._look()
+            except Exception as error:  # Ray itself is not well: requests go on as they can
+                log.warning("the replicas could not be asked how they are: %s", error)
 
     async def _look(self) -> None:
-        statuses = [read_status(_body(answer)) for answer in await self._ask_all("status")]
+        asked = self._router.boots if self._router else set()
+        statuses = [read_status(_body(answer)) for answer in await self._ask_all("status", seconds=_SILENT)]
         self._statuses = {status.boot: status for status in statuses}
-        if router := self._router:
-            for status in statuses:
-                router.hear(status)
+        router = self._router
+        if router is None:
+            return
+        for status in statuses:
+            router.hear(status)
+        silent = (asked & router.boots) - self._statuses.keys()
+        for request_id, messages in list(self._streams.items()):
+            if router.boot_of(request_id) in silent:
+                messages.cancel()
+        for name, path in self._loaded.items():
+            if any(name not in status.adapters for status in statuses):
+                await self._ask_all("command", self._encoded(partial(_load, name, path)))
+
+    def _encoded(self, command: Callable[[str], frames.Command]) -> bytes:
+        return frames.encode(command(f"{self._prefix}-command-{next(self._ids)}"))
 
     async def _command(self, command: Callable[[str], frames.Command]) -> list[frames.Answer]:
         """What all replicas answer. Raises RefusedError where one of them refuses."""
         answers = []
-        for data in await self._ask_all("command", frames.encode(command(f"{self._prefix}-command-{next(self._ids)}"))):
+        for data in await self._ask_all("command", self._encoded(command)):
             event = frames.read_event(_body(data))
             if isinstance(event, frames.Refused):
                 raise RefusedError(event.kind, event.message)
@@ -138,10 +172,14 @@ class RayDispatcher:
             answers.append(event)
         return answers
 
-    async def _ask_all(self, method: str, *arguments: bytes) -> Iterable[bytes]:
-        """What the replicas answer that there are; those that go away meanwhile do not."""
-        answers = await self._handle.broadcast(method, *arguments).results_async(timeout_s=_ANSWER, return_exceptions=True)
+    async def _ask_all(self, method: str, *arguments: bytes, seconds: float = _ANSWER) -> Iterable[bytes]:
+        """What the replicas answer that there are; those that go away meanwhile, or take longer, do not."""
+        answers = await self._handle.broadcast(method, *arguments).results_async(timeout_s=seconds, return_exceptions=True)
         return [answer for answer in answers if isinstance(answer, bytes)]
+
+
+def _load(name: str, path: str, request_id: str) -> frames.LoadAdapter:
+    return frames.LoadAdapter(request_id, name, path)
 
 
 def _body(data: bytes) -> bytes:
@@ -154,10 +192,10 @@ class _Told:
     """What has come of a request."""
 
     def __init__(self, asked: frames.Add) -> None:
-        self.is_over = False
+        self.asked = asked
+        self.is_accepted = self.is_over = False
         self.tokens = asked.prompt_token_ids + (asked.output_token_ids[0] if asked.output_token_ids else [])
         """Prompt, and the output of its first continuation."""
-        self._asked = asked
         self._has_begun = False
 
     def note(self, event: frames.Accepted | frames.News | frames.Ended, router: PrefixRequestRouter | None) -> None:
@@ -166,5 +204,5 @@ class _Told:
             self.tokens += event.token_ids
         if router and not self._has_begun and not isinstance(event, frames.Accepted):
             self._has_begun = True
-            router.first_token(self._asked.id)
-        self.is_over = isinstance(event, frames.Ended)
+            router.first_token(self.asked.id)
+        self.is_accepted, self.is_over = True, isinstance(event, frames.Ended)

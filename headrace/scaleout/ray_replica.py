@@ -3,17 +3,21 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from headrace.assembly.ranks import mesh_of
 from headrace.config import EngineConfig
-from headrace.errors import HeadraceError
+from headrace.errors import ClosedError, HeadraceError
 from headrace.scaleout.mailbox import Mailroom
 from headrace.scaleout.ray_router import ReplicaFacts, metadata_of
 from headrace.server import frames
 from headrace.server.engine_host import EngineHost, open_engine
 from headrace.server.replica_status import ReplicaStatus, encode_status
+
+_REPORT = 0.2
+"""Seconds that a status waits for the engine; then it has the last report."""
 
 if TYPE_CHECKING:
     from headrace.scaleout.ray_ranks import RayRanks
@@ -39,6 +43,8 @@ class Replica:
         self._stall_seconds = stall_seconds
         self._boot = secrets.token_hex(8)
         self._adapters = dict(asked.adapters)
+        self._report = frames.Report({}, {}, {})
+        self._reporting: asyncio.Future[None] | None = None
 
     async def generate(self, asked: bytes) -> AsyncIterator[bytes]:
         """What comes of a `frames.Add`, a message for all that a step brings; it ends where its caller leaves."""
@@ -75,18 +81,24 @@ class Replica:
     async def status(self) -> bytes:
         """A `ReplicaStatus`, in msgpack."""
         thread, begun = self._host.thread, self._host.thread.step_begun
-        report = frames.Report({}, {}, {}) if thread.closed else await asyncio.to_thread(self._host.report)
+        if self._reporting is None or self._reporting.done():
+            self._reporting = asyncio.ensure_future(self._take_report())
+        await asyncio.wait([self._reporting], timeout=_REPORT)  # a step that takes longer holds up no status
         status = ReplicaStatus(
             boot=self._boot,
             state="dead" if thread.closed else "ready",
             draining=False,  # Ray sends it no more then
             hello=self._host.hello,
-            report=report,
+            report=self._report,
             adapters=self._adapters,
             restarts=0,
             step_seconds=0.0 if begun is None else monotonic() - begun,
         )
         return encode_status(status)
+
+    async def _take_report(self) -> None:
+        with suppress(ClosedError):
+            self._report = await asyncio.to_thread(self._host.report)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """What routers are told of the replica, once it is ready."""

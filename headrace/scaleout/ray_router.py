@@ -107,6 +107,16 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
             self.on_replica_actor_died(replica_id)
         return one.boot
 
+    @property
+    def boots(self) -> set[str]:
+        """Those of all replicas that there are."""
+        return {fact.boot for fact in self._facts.values()}
+
+    def boot_of(self, request_id: str) -> str:
+        """That of the replica which a request is on; empty where it is on none."""
+        one = self._under_way.get(request_id)
+        return one.boot if one else ""
+
     def hear(self, status: ReplicaStatus) -> None:
         """A replica has said how it is, and so what its steps take."""
         for name in [name for name, fact in self._facts.items() if fact.boot == status.boot]:

@@ -71,11 +71,8 @@ class EngineHost:
         self.engine = engine
         self._spec = spec
         self._put = put
-
-    @property
-    def hello(self) -> frames.Hello:
+        self.hello = hello(engine, spec)
         """What can be known of the engine once it is ready."""
-        return hello(self.engine, self._spec)
 
     def report(self) -> frames.Report:
         """What the engine does now. Raises ClosedError."""
