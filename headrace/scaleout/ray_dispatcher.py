@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -16,7 +16,7 @@ from ray.serve.exceptions import RayServeException
 
 from headrace.errors import NoReplicaError
 from headrace.scaleout.dispatcher import ReplicaLostError
-from headrace.scaleout.ray_router import PrefixRequestRouter, router_of
+from headrace.scaleout.ray_router import PrefixRequestRouter, answers_of, router_of
 from headrace.server import frames
 from headrace.server.errors import RefusedError
 from headrace.server.replica_status import ReplicaStatus, read_status
@@ -143,20 +143,20 @@ class RayDispatcher:
 
     async def _look(self) -> None:
         asked = self._router.boots if self._router else set()
-        statuses = [read_status(_body(answer)) for answer in await self._ask_all("status", seconds=_SILENT)]
+        statuses = [read_status(_body(answer)) for answer in await answers_of(self._handle, "status", seconds=_SILENT)]
         self._statuses = {status.boot: status for status in statuses}
         router = self._router
         if router is None:
             return
         for status in statuses:
             router.hear(status)
-        silent = (asked & router.boots) - self._statuses.keys()
+        router.silent = (asked & router.boots) - self._statuses.keys()
         for request_id, messages in list(self._streams.items()):
-            if router.boot_of(request_id) in silent:
+            if router.boot_of(request_id) in router.silent:
                 messages.cancel()
         for name, path in self._loaded.items():
             if any(name not in status.adapters for status in statuses):
-                await self._ask_all("command", self._encoded(partial(_load, name, path)))
+                await answers_of(self._handle, "command", self._encoded(partial(_load, name, path)), seconds=_ANSWER)
 
     def _encoded(self, command: Callable[[str], frames.Command]) -> bytes:
         return frames.encode(command(f"{self._prefix}-command-{next(self._ids)}"))
@@ -164,18 +164,13 @@ class RayDispatcher:
     async def _command(self, command: Callable[[str], frames.Command]) -> list[frames.Answer]:
         """What all replicas answer. Raises RefusedError where one of them refuses."""
         answers = []
-        for data in await self._ask_all("command", self._encoded(command)):
+        for data in await answers_of(self._handle, "command", self._encoded(command), seconds=_ANSWER):
             event = frames.read_event(_body(data))
             if isinstance(event, frames.Refused):
                 raise RefusedError(event.kind, event.message)
             assert isinstance(event, frames.Answer)
             answers.append(event)
         return answers
-
-    async def _ask_all(self, method: str, *arguments: bytes, seconds: float = _ANSWER) -> Iterable[bytes]:
-        """What the replicas answer that there are; those that go away meanwhile, or take longer, do not."""
-        answers = await self._handle.broadcast(method, *arguments).results_async(timeout_s=seconds, return_exceptions=True)
-        return [answer for answer in answers if isinstance(answer, bytes)]
 
 
 def _load(name: str, path: str, request_id: str) -> frames.LoadAdapter:

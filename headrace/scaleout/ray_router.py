@@ -5,10 +5,12 @@ Ray makes a router for each handle, tells it which replicas there are, and asks 
 says here: both run in one event loop.
 """
 
+import asyncio
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
+from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from headrace.errors import HeadraceError
@@ -46,6 +48,8 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
         self._policy: PrefixRouter | None = None
         self._under_way: dict[str, _UnderWay] = {}
         """Requests that have not ended, by their ids."""
+        self.silent = set[str]()
+        """Boot ids of replicas that do not answer: Ray goes on to name them until its own checks of their health have failed."""
         self._facts: dict[str, ReplicaFacts] = {}
         self._times: dict[str, StepTimes] = {}
         _routers[self._deployment_id.app_name] = self
@@ -71,10 +75,11 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """The replica for a request, alone: Ray asks again where that takes no more."""
-        by_name = {
-            _name(replica.replica_id): replica for replica in self.select_available_replicas(candidate_replicas) or candidate_replicas
-        }
+        available = self.select_available_replicas(candidate_replicas) or candidate_replicas
+        by_name = {_name(one.replica_id): one for one in available if self._boot(one) not in self.silent}
         asked = _asked(pending_request)
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # else Ray asks again at once, and for ever
         if asked is None or self._policy is None or not by_name:
             return [list(by_name.values())]
         self.ended(asked.id)  # it was to go elsewhere, and could not
@@ -99,12 +104,11 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
             self._policy.ended(one.routed, tokens)
 
     def lost(self, request_id: str) -> str:
-        """The replica of a request does not answer: it gets no more unless Ray says that it is there. Returns its boot id, if known."""
+        """The replica of a request does not answer: it gets no more until it does. Returns its boot id, if known."""
         one = self._under_way.get(request_id)
         if one is None:
             return ""
-        for replica_id in [known for known in self.curr_replicas if _name(known) == one.routed.replica]:
-            self.on_replica_actor_died(replica_id)
+        self.silent.add(one.boot)
         return one.boot
 
     @property
@@ -123,6 +127,9 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
             self._times[name].observe(status.report)
             self._join(name)
 
+    def _boot(self, replica: RunningReplica) -> str:
+        return facts_of(replica.replica_metadata).boot
+
     def _join(self, name: str) -> None:
         fact = self._facts[name]
         assert self._policy
@@ -138,6 +145,21 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
 def router_of(app: str) -> PrefixRequestRouter | None:
     """The router of this process's handle to the replicas of an application; None before its first request."""
     return _routers.get(app)
+
+
+async def answers_of(handle: Any, method: str, *arguments: bytes, seconds: float) -> list[bytes]:
+    """What a method of all replicas answers within so many seconds. Those that go away meanwhile, or take longer, are left out: Ray's own
+    way to wait for a broadcast has no answer at all then.
+    """
+    try:
+        results = await handle.broadcast(method, *arguments)._fetch_replica_results_async()
+    except RayServeException:  # there is none
+        return []
+    answering = [asyncio.ensure_future(result.get_async()) for result in results]
+    done, late = await asyncio.wait(answering, timeout=seconds)
+    for one in late:
+        one.cancel()
+    return [one.result() for one in done if not one.cancelled() and one.exception() is None]
 
 
 def metadata_of(facts: ReplicaFacts) -> dict[str, Any]:
