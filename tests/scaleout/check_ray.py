@@ -15,11 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import grpc
 import pytest
 
 from headrace import LLM, SamplingParams
 from tests.checkpoint.conftest import write_tiny_gguf
-from tests.scaleout.on_ray import OnRay, command_of, descendants, serving, still_there, text_of
+from tests.scaleout.on_ray import OnRay, command_of, descendants, ports_open_to_all, serving, still_there, text_of
 from tests.server.running import Reply, until
 
 FLAGS = ("--threads", "1", "--kv-blocks", "1024", "--max-num-seqs", "16")
@@ -113,21 +114,30 @@ def test_bad_requests_are_refused_by_the_engine_behind(server: OnRay) -> None:
     assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status == 200
 
 
-def test_only_who_has_the_token_gets_into_the_cluster(server: OnRay) -> None:
+def test_a_call_without_the_token_of_the_cluster_is_refused(server: OnRay) -> None:
+    """At the port that is the cluster's, and at those of replicas, which Ray binds to all interfaces."""
     (raylet,) = [pid for pid, command in server.below().items() if "/raylet/raylet " in command]
     (address,) = {word.partition("=")[2] for word in command_of(raylet).split() if word.startswith("--gcs-address=")}
     variables = dict(pair.partition("=")[::2] for pair in Path(f"/proc/{raylet}/environ").read_text().split("\0") if pair)
-    program = f"import ray; ray.init({address!r}, log_to_driver=False); print(len(ray.nodes()))"
-
-    def ask(token: str) -> subprocess.CompletedProcess[str]:
-        env = os.environ | {name: value for name, value in variables.items() if name.startswith("RAY_")} | {"RAY_AUTH_TOKEN": token}
-        return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
-
+    open_to_all = {port for pid in server.below() for port in ports_open_to_all(pid)}
     assert address.startswith("127.0.0.1:")
-    with ThreadPoolExecutor(2) as pool:
-        admitted, refused = pool.map(ask, (variables["RAY_AUTH_TOKEN"], "0" * 64))
-    assert admitted.stdout.strip() == "1", admitted.stderr
-    assert refused.returncode != 0 and not refused.stdout.strip()
+    assert open_to_all == {port for pid in server.replicas() for port in ports_open_to_all(pid)} and len(open_to_all) == 2
+    targets = [(f"127.0.0.1:{port}", "/ray.serve.ASGIService/HandleRequest") for port in open_to_all]
+    for target, method in [(address, "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"), *targets]:
+        refused = grpc.StatusCode.UNAUTHENTICATED
+        assert status_of(target, method, None) == status_of(target, method, "0" * 64) == refused
+        assert status_of(target, method, variables["RAY_AUTH_TOKEN"]) != refused
+
+
+def status_of(target: str, method: str, token: str | None) -> grpc.StatusCode:
+    """What a call without content ends with."""
+    with grpc.insecure_channel(target) as channel:
+        metadata = [("authorization", f"Bearer {token}")] if token else []
+        try:
+            channel.unary_unary(method)(b"", metadata=metadata, timeout=30)
+        except grpc.RpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
 
 
 def test_more_replicas_come_and_go_under_load_and_nothing_is_dropped(model: str) -> None:

@@ -1,6 +1,7 @@
 """`headrace serve --replicas`, and the processes below it."""
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -55,6 +56,17 @@ def command_of(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
         return ""
+
+
+def ports_open_to_all(pid: int) -> set[int]:
+    """Where a process listens on all interfaces."""
+    inodes = set[str]()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(file).removeprefix("socket:[").rstrip("]"))
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
+    listening = [(*row[1].split(":"), row[9]) for row in rows if row[3] == "0A"]
+    return {int(port, 16) for address, port, inode in listening if inode in inodes and set(address) == {"0"}}
 
 
 def still_there(processes: dict[int, str], seconds: float = SECONDS) -> dict[int, str]:
