@@ -141,7 +141,9 @@ def main() -> None:
             shares.setdefault(name, []).append(spent)
             print(f"{turn} {name}: {speeds[name][-1]:.0f} tokens/s, {events} events, {dict(spent)}", file=sys.stderr)
     ratios = [ray / route for ray, route in zip(speeds["Ray"], speeds["headrace route"], strict=True)]
+    costs = [route.total() / ray.total() for ray, route in zip(shares["Ray"], shares["headrace route"], strict=True)]
     rows = [[name, spread(values)] for name, values in speeds.items()] + [["Ray / route, by round", spread(ratios)]]
+    rows.append(["the same by processor time", spread(costs)])  # which neighbours on a shared machine disturb less
     print_table(["output tokens/s", ""], rows)
     print_table(["processor time", "s", "share"], list(times(shares)))
 

@@ -96,10 +96,8 @@ def _folder() -> Iterator[str]:
     """
     folder = tempfile.mkdtemp(prefix="headrace-ray-")
     command = [sys.executable, "-P", "-m", "headrace.scaleout.ray_reaper", folder, str(os.getpid())]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as reaper:  # which is waited for
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):  # whose input is closed then, and which is waited for
         yield folder
-        assert reaper.stdin
-        reaper.stdin.close()
 
 
 @contextmanager
