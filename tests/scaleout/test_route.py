@@ -15,7 +15,7 @@ import pytest
 from headrace.request import SamplingParams
 from headrace.server import frames
 from tests.checkpoint.conftest import write_tiny_gguf
-from tests.scaleout.cluster import LONG, WORKER, Cluster, bodies, cluster, descendants, free_port, streaming, told
+from tests.scaleout.cluster import LONG, STREAMS, WORKER, Cluster, bodies, cluster, descendants, free_port, running_in, streaming, told
 from tests.server.running import SECONDS, Running, engine_of, until
 from tests.server.test_faults import alive
 
@@ -141,8 +141,10 @@ class TestWorkersThatGo:
             again = Running(slow, *WORKER, "--port", str(worker.port))
             try:
                 until(lambda: two.num_workers() == 2)
+                (other,) = [one for one in two.workers if one is not worker]
                 with streaming(two.frontend) as streams:
-                    pass
+                    until(lambda: running_in(other) + running_in(again) >= STREAMS // 2)
+                    other.stop(signal.SIGKILL)
                 assert [told(stream.result()) for stream in streams] == undisturbed(slow)
                 assert again.figures()["headrace_generated_tokens_total"] > 0
             finally:
@@ -305,7 +307,6 @@ def _tokens() -> list[str]:
 def test_many_streams_leave_nothing(slow: str) -> None:
     with cluster(slow) as pair:
         with streaming(pair.frontend) as streams:
-            pass
-        assert all(worker.figures()["headrace_generated_tokens_total"] > 0 for worker in pair.workers)
+            until(lambda: sum(map(running_in, pair.workers)) > 0)
         assert [told(stream.result()) for stream in streams] == undisturbed(slow)
         until(lambda: all(worker.at_rest() for worker in pair.workers))
