@@ -41,7 +41,7 @@ class HttpWorker:
     """A worker at a URL, as far as it is there."""
 
     def __init__(self, url: str, key: str, on_status: Callable[["HttpWorker", ReplicaStatus | None], None]) -> None:
-        """`on_status` hears everything that it says, and None when it is lost."""
+        """`on_status` hears everything that it says, and None when it is lost, or is not there."""
         self.url = url
         self.status: ReplicaStatus | None = None
         """What it said last; None where it is not there."""
@@ -64,8 +64,9 @@ class HttpWorker:
 
     async def watch(self) -> None:
         """Keep up the connection to it, until this is cancelled."""
+        why = ""
         while True:
-            why = ""
+            before = why
             try:
                 async with self._connected() as session:
                     why = await self._listen(session)
@@ -73,11 +74,10 @@ class HttpWorker:
                 why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             if self.status is not None:
                 log.warning("%s is lost: %s", self.url, why)
-                self.status = None
-                self._on_status(self, None)
-            elif not self.tried:
+            elif why != before:
                 log.info("%s is not there yet: %s", self.url, why)
-            self.tried = True
+            self.status, self.tried = None, True
+            self._on_status(self, None)
             await asyncio.sleep(_PAUSE)
 
     async def generate(self, asked: frames.Add) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:

@@ -138,7 +138,7 @@ class HttpWorkers:
             router.ended(routed, held)
 
     def _hear(self, worker: HttpWorker, status: ReplicaStatus | None) -> None:
-        """A worker has said how it is, or is lost."""
+        """A worker has said how it is, or is not there."""
         self._heard.set()
         if status is None:
             if self._router:

@@ -183,7 +183,9 @@ def test_beams_and_embeddings_begin_from_their_prompts() -> None:
 def test_requests_without_a_seed_draw_what_one_engine_draws() -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     expected = [run_all(undisturbed(), [([1, 2], replace(params, seed=derive_seed(7, number)))])[0] for number in range(3)]
-    alone = run_all(engine(seed=7), [([1, 2], params)] * 3)
+    other = engine(seed=7)
+    alone = run_all(other, [([1, 2], params)] * 3)
+    other.close()
     assert [one.outputs for one in expected] == [one.outputs for one in alone]
 
     async def work(fleet: Fleet, replicas: LocalReplicas) -> None:

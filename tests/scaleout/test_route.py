@@ -294,7 +294,7 @@ class TestTheRouteOfAWorker:
         assert self.post(pair, msgspec.msgpack.encode(self.ASKED), "application/json")[0] == 415
         wrong = msgspec.msgpack.encode(["Add", "7", [1], {"temperature": -1}, None, 0, None, None, None])
         assert self.post(pair, wrong)[0] == 400
-        assert pair.workers[0].at_rest()
+        until(pair.workers[0].at_rest)
 
 
 def _tokens() -> list[str]:
