@@ -57,7 +57,7 @@ def _times(rng: Generator, count: int, rate: float) -> list[float]:
 def hot_prefix(rng: Generator, replicas: int, length: int) -> Trace:
     """One prefix of 2,048 tokens for all, and a question of 128 tokens in the median."""
     prefix = _tokens(rng, 2048)
-    times = _times(rng, 60 * length * replicas // 60, 60.0 * replicas)
+    times = _times(rng, length * replicas, 60.0 * replicas)
     return [Conversation(time, [Turn(prefix + _tokens(rng, _length(rng, 128, 0.6, 16, 1024)), _output(rng))], 0) for time in times]
 
 

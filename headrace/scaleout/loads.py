@@ -10,7 +10,7 @@ from headrace.record import frozen
 
 Floats = NDArray[np.float64]
 
-_SHARE_POWER = 4
+_SHARE_POWER = 2
 """Power of a replica's load to the mean load, by which its expected time counts more."""
 _MEMORY = 64
 """Requests for each replica over which loads and doubts are forgotten to 1 / e."""
