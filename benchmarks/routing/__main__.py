@@ -42,7 +42,12 @@ def missed(own: Figures, other: Figures) -> list[str]:
 
 def _cells(found: Figures) -> list[str]:
     shares = [found.hit_rate, found.of_infinite, found.of_infinite_recurring]
-    return [*("" if isnan(share) else f"{share:.1%}" for share in shares), f"{found.skew:.2f}", f"{1e3 * found.p50:.0f}", f"{1e3 * found.p99:.0f}"]
+    return [
+        *("" if isnan(share) else f"{share:.1%}" for share in shares),
+        f"{found.skew:.2f}",
+        f"{1e3 * found.p50:.0f}",
+        f"{1e3 * found.p99:.0f}",
+    ]
 
 
 def simulate(names: list[str], replicas: int, length: int, seed: int) -> list[dict[str, object]]:

@@ -67,7 +67,9 @@ def many_tenants(rng: Generator, replicas: int, length: int) -> Trace:
     shares = 1 / np.arange(1, 33)
     tenants = rng.choice(32, size=length * replicas, p=shares / shares.sum())
     return [
-        Conversation(time, [Turn(prefixes[t] + _tokens(rng, _length(rng, 128, 0.6, 16, 1024)), _output(rng))], int(t), (f"tenant {t}", None))
+        Conversation(
+            time, [Turn(prefixes[t] + _tokens(rng, _length(rng, 128, 0.6, 16, 1024)), _output(rng))], int(t), (f"tenant {t}", None)
+        )
         for time, t in zip(_times(rng, length * replicas, 35.0 * replicas), tenants, strict=True)
     ]
 

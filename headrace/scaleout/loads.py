@@ -14,7 +14,10 @@ _SHARE_POWER = 2
 """Power of a replica's load to the mean load, by which its expected time counts more."""
 _MEMORY = 64
 """Requests for each replica over which loads and doubts are forgotten to 1 / e."""
+_GRACE = 8
+"""Requests of the mean kind by which loads may differ next to freely: what a few have cost says little."""
 _MOST_DOUBT = 1024.0
+_TINY = 1e-9
 _OUTPUT_RATE = 0.02
 """Share of the error that moves the mean length of outputs."""
 
@@ -58,6 +61,8 @@ class Loads:
     def __init__(self) -> None:
         self._table = np.zeros(0, _COLUMNS)
         self._mean_output = 1.0
+        self._num_routed = 0.0
+        """Requests, forgotten as loads are."""
 
     def __len__(self) -> int:
         """Numbers that have been used."""
@@ -118,8 +123,9 @@ class Loads:
     def weighted(self, seconds: Floats) -> Floats:  # [replicas]
         """Expected times as they are compared: longer where a replica has had more than the mean of the load, or requests failed."""
         table = self._table
-        mean = table["load"][self.is_there].mean()
-        share = np.maximum(table["load"] / mean, 1) ** _SHARE_POWER if mean > 0 else 1.0
+        there = table["load"][self.is_there]
+        grace = _GRACE * there.sum() / max(self._num_routed, 1)
+        share = np.maximum((table["load"] + grace) / max(there.mean() + grace, _TINY), 1) ** _SHARE_POWER
         weighted: Floats = seconds * share * table["doubt"]
         return weighted
 
@@ -137,6 +143,7 @@ class Loads:
         """A request with so many rows to compute, and an expected time to its first token, goes to a replica."""
         table = self._table
         fade = exp(-1 / (_MEMORY * max(1, int(self.is_there.sum()))))
+        self._num_routed = self._num_routed * fade + 1
         table["load"] *= fade
         table["doubt"] = 1 + (table["doubt"] - 1) * fade
         table["queued"][replica] += rows

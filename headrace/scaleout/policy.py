@@ -170,3 +170,12 @@ class PrefixRouter:
     def running(self, replica: str) -> int:
         """Requests that were routed to a replica and have not ended."""
         return self._loads.running(self._replicas[replica].number)
+
+    def num_held(self, replica: str) -> int:
+        """Blocks that are remembered of a replica."""
+        return self._tree.num_held(self._replicas[replica].number)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are remembered; one that several replicas hold counts once."""
+        return len(self._tree)
