@@ -1,4 +1,4 @@
-"""Routing to replicas: policies on five traces, in simulated time over real engines; and how long a decision takes, in seconds of its thread.
+"""Routing to replicas: policies on five traces, in simulated time over real engines; and how long a decision takes.
 
     python benchmarks/routing                                  4, 16 and 64 replicas, and the decisions with 1,000
     python benchmarks/routing --replicas 16 --trace chats      some of it; --no-decisions leaves those out, --replicas 0 leaves all else out
@@ -41,13 +41,8 @@ def missed(own: Figures, other: Figures) -> list[str]:
 
 
 def _cells(found: Figures) -> list[str]:
-    shares = [found.hit_rate, found.of_infinite, found.of_infinite_recurring]
-    return [
-        *("" if isnan(share) else f"{share:.1%}" for share in shares),
-        f"{found.skew:.2f}",
-        f"{1e3 * found.p50:.0f}",
-        f"{1e3 * found.p99:.0f}",
-    ]
+    shares = ["" if isnan(share) else f"{share:.1%}" for share in (found.hit_rate, found.of_infinite, found.of_infinite_recurring)]
+    return [*shares, f"{found.skew:.2f}", f"{1e3 * found.p50:.0f}", f"{1e3 * found.p99:.0f}"]
 
 
 def simulate(names: list[str], replicas: int, length: int, seed: int) -> list[dict[str, object]]:

@@ -25,7 +25,7 @@ class Decisions:
 
 
 def time_decisions(replicas: int, prompt_len: int, count: int, seed: int) -> Decisions:
-    """Prompts of which every other begins with one of eight prefixes, half as long; what replicas hold is full, and `count` requests run."""
+    """Every other prompt begins with one of eight prefixes, half as long; replicas hold as much as they may, and `count` requests run."""
     rng = np.random.default_rng(seed)
     router = PrefixRouter(BLOCK_SIZE, MAX_BLOCKS)
     for number in range(replicas):

@@ -66,12 +66,11 @@ def many_tenants(rng: Generator, replicas: int, length: int) -> Trace:
     prefixes = [_tokens(rng, 1536) for _ in range(32)]
     shares = 1 / np.arange(1, 33)
     tenants = rng.choice(32, size=length * replicas, p=shares / shares.sum())
-    return [
-        Conversation(
-            time, [Turn(prefixes[t] + _tokens(rng, _length(rng, 128, 0.6, 16, 1024)), _output(rng))], int(t), (f"tenant {t}", None)
-        )
-        for time, t in zip(_times(rng, length * replicas, 35.0 * replicas), tenants, strict=True)
-    ]
+    trace = []
+    for time, tenant in zip(_times(rng, length * replicas, 35.0 * replicas), tenants.tolist(), strict=True):
+        turn = Turn(prefixes[tenant] + _tokens(rng, _length(rng, 128, 0.6, 16, 1024)), _output(rng))
+        trace.append(Conversation(time, [turn], tenant, (f"tenant {tenant}", None)))
+    return trace
 
 
 def chats(rng: Generator, replicas: int, length: int) -> Trace:

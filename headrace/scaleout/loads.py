@@ -10,11 +10,11 @@ from headrace.record import frozen
 
 Floats = NDArray[np.float64]
 
-_SHARE_POWER = 2
+_SHARE_POWER = 3
 """Power of a replica's load to the mean load, by which its expected time counts more."""
 _MEMORY = 64
 """Requests for each replica over which loads and doubts are forgotten to 1 / e."""
-_GRACE = 8
+_GRACE = 4
 """Requests of the mean kind by which loads may differ next to freely: what a few have cost says little."""
 _MOST_DOUBT = 1024.0
 _TINY = 1e-9

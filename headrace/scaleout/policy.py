@@ -7,7 +7,7 @@ So a prefix is on as many replicas as its traffic needs. Rows are counted from h
 first token. What caches hold is remembered in a bounded tree (`prefix_tree.py`), as the replicas' own caches would keep it.
 
 Times are compared with a weight (`Loads.weighted`), which grows where a replica has had more than its share of queued row-seconds, so
-that no replica falls behind (bounded loads: Mirrokni et al. 2018). Times less than half a step apart are alike, and the replica with
+that no replica falls behind (bounded loads: Mirrokni et al. 2018). Times less than a third of a step apart are alike, and the replica with
 the lowest load is taken. There is no clock and no chance: the same calls give the same choices.
 """
 
@@ -23,8 +23,8 @@ from headrace.scaleout.prefix_tree import PrefixTree, Scope
 
 __all__ = ["PrefixRouter", "Routed", "Scope", "StepCost"]
 
-_ALIKE = 0.5
-"""Steps by which expected times may differ and count as alike: a step that runs is half done in the mean."""
+_ALIKE = 0.3
+"""Steps by which expected times may differ and count as alike: how much of a step that runs is done is not known."""
 
 
 @frozen
