@@ -1,11 +1,12 @@
 """How busy replicas are, and how long the next request would wait there: a table with a row for each, so a thousand are one sum."""
 
 from dataclasses import fields
-from math import exp
+from math import exp, inf
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.errors import RequestError
 from headrace.record import frozen
 
 Floats = NDArray[np.float64]
@@ -41,7 +42,10 @@ _COLUMNS = np.dtype(
 
 @frozen
 class StepCost:
-    """What a step of a replica takes: `step_seconds` + `row_seconds` x prompt rows + `sequence_seconds` x decoding sequences."""
+    """What a step takes: `step_seconds` + `row_seconds` x prompt rows + `sequence_seconds` x decoding sequences.
+
+    Raises RequestError where that could not be.
+    """
 
     step_seconds: float
     """Of a step with next to nothing in it: the weights are read once."""
@@ -53,6 +57,11 @@ class StepCost:
     """Most prompt rows in a step."""
     max_num_seqs: int = 64
     """Most sequences that run; others wait until one of them ends."""
+
+    def __post_init__(self) -> None:
+        seconds = self.step_seconds, self.row_seconds, self.sequence_seconds
+        if not (self.step_seconds > 0 and all(0 <= each < inf for each in seconds) and self.chunk >= 1 and self.max_num_seqs >= 1):
+            raise RequestError(f"a step takes some time, and has a row and a sequence at least: {self}")
 
 
 class Loads:
@@ -114,9 +123,9 @@ class Loads:
         table = self._table
         running = np.maximum(table["running"] + table["running_elsewhere"], 0)
         all_rows = rows + np.maximum(table["queued"] + table["queued_elsewhere"], 0)
-        slots = np.maximum(table["max_num_seqs"], 1)
+        slots, chunk = np.maximum(table["max_num_seqs"], 1), np.maximum(table["chunk"], 1)  # 0 where a number stands for no replica
         step = table["step_seconds"] + table["sequence_seconds"] * np.minimum(running, slots)
-        steps = np.maximum(all_rows / np.maximum(table["chunk"], 1), 1) + np.maximum(running + 1 - slots, 0) / slots * self._mean_output
+        steps = np.maximum(all_rows / chunk, 1) + np.maximum(running + 1 - slots, 0) / slots * self._mean_output
         seconds: Floats = steps * step + all_rows * table["row_seconds"]
         return seconds
 

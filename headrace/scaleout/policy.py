@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.errors import NoReplicaError
+from headrace.errors import NoReplicaError, RequestError
 from headrace.record import frozen
 from headrace.scaleout.loads import Loads, StepCost
 from headrace.scaleout.prefix_tree import PrefixTree, Scope
@@ -70,6 +70,8 @@ class PrefixRouter:
     """
 
     def __init__(self, block_size: int = 32, max_blocks: int = 4096, first: int = 0) -> None:
+        if block_size < 1 or max_blocks < 0:
+            raise RequestError(f"block_size must be 1 or more and max_blocks 0 or more, not {block_size} and {max_blocks}")
         self._tree = PrefixTree(block_size)
         self._max_blocks = max_blocks
         self._next = first

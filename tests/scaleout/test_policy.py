@@ -252,3 +252,12 @@ class TestBadInput:
         router = router_of("a")
         for scope in ((None, None), ("null", None), ('"', None), (None, "null"), ("a", "b"), ('a", "b', None), ("", None), (None, "")):
             assert router.route(prompt(0), scope).cached_tokens == 0
+
+    @pytest.mark.parametrize("wrong", [{"step_seconds": 0.0}, {"row_seconds": -1.0}, {"sequence_seconds": float("nan")}, {"chunk": 0}])
+    def test_costs(self, wrong: dict[str, float]) -> None:
+        with pytest.raises(RequestError, match="a step takes"):
+            StepCost(**{"step_seconds": 0.01, "row_seconds": 0.0001} | wrong)  # type: ignore[arg-type]
+
+    def test_sizes(self) -> None:
+        with pytest.raises(RequestError, match="block_size must be 1 or more"):
+            router_of(block_size=0)
