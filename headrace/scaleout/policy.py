@@ -121,7 +121,7 @@ class PrefixRouter:
             raise NoReplicaError("no replica can take the request; wait until one is ready, or start one")
         blocks, length = self._tree.blocks(tokens), len(tokens)
         most = max(0, length - 1) // self._tree.block_size  # the last token is always computed
-        cached = self._tree.depths(blocks[:most], scope, len(allowed)) * self._tree.block_size
+        cached = self._tree.depths(self._tree.find(blocks[:most], scope), len(allowed)) * self._tree.block_size
         seconds = self._loads.seconds(length - cached)
         weighted = np.where(allowed, self._loads.weighted(seconds), np.inf)
         best = int(weighted.argmin())

@@ -1,6 +1,6 @@
 """What the prefix caches of all replicas hold, as far as a router can know: one radix tree of token blocks.
 
-A node is a block of tokens behind those of its parent, and is found by both: the number of its parent and the bytes of the block's token
+A node is a block of tokens behind those of its parent, and is found by both: the name of its parent and the bytes of the block's token
 ids, which are compared one by one, so that a match is never a matter of luck. The first block of a prompt has a scope for a parent:
 requests of two tenants, or of two adapters, share nothing. A node has the set of the replicas that hold its block, as the bits of one
 integer. A replica that holds a block holds those before it, so these sets shrink along a path, and one walk along a prompt finds how
@@ -35,13 +35,13 @@ class PrefixTree:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._nodes: dict[bytes, int] = {}
-        """Numbers by parent and block."""
-        self._keys: dict[int, bytes] = {}
+        self._nodes: dict[bytes, bytes] = {}
+        """Names of nodes by parent and block: what stands for a node as the parent of others."""
+        self._keys: dict[bytes, bytes] = {}
         """The same the other way round."""
-        self._holders: dict[int, int] = {}
+        self._holders: dict[bytes, int] = {}
         """Of each node; bit i: the replica of number i holds it."""
-        self._held: dict[int, OrderedDict[int, None]] = {}
+        self._held: dict[int, OrderedDict[bytes, None]] = {}
         """Of each replica, the least recently used first."""
         self._numbers = count()
 
@@ -62,16 +62,22 @@ class PrefixTree:
             raise RequestError(f"token ids must be whole numbers of 32 bits: {error}") from None
         return [packed[start : start + size] for start in range(0, len(packed) - size + 1, size)]
 
-    def depths(self, blocks: Sequence[bytes], scope: Scope, num_replicas: int) -> NDArray[np.int64]:  # [num_replicas]
-        """How many of the first of these blocks each replica holds."""
-        holders: list[int] = []
-        lengths: list[int] = []  # of stretches of the path that the same replicas hold
-        parent = _root(scope)
+    def find(self, blocks: Sequence[bytes], scope: Scope) -> list[bytes]:
+        """The nodes of the first of these blocks, as far as any replica holds them."""
+        parent, path = _root(scope), list[bytes]()
         for block in blocks:
             node = self._nodes.get(parent + block)
             if node is None:
                 break
-            own, parent = self._holders[node], _parent(node)
+            path.append(node)
+            parent = node
+        return path
+
+    def depths(self, path: Sequence[bytes], num_replicas: int) -> NDArray[np.int64]:  # [num_replicas]
+        """How many of the first nodes of a path each replica holds."""
+        holders: list[int] = []
+        lengths: list[int] = []  # of stretches of the path that the same replicas hold
+        for own in map(self._holders.__getitem__, path):
             if holders and holders[-1] == own:
                 lengths[-1] += 1
             else:
@@ -87,20 +93,21 @@ class PrefixTree:
 
     def insert(self, replica: int, blocks: Sequence[bytes], scope: Scope, most: int) -> None:
         """A replica holds these blocks from now on, but never more than `most`: its least recently used give way."""
-        bit, parent, path = 1 << replica, _root(scope), list[int]()
-        for block in blocks[:most]:
+        path = self.find(blocks[:most], scope)
+        parent = path[-1] if path else _root(scope)
+        for block in blocks[len(path) : most]:
+            node = b"n" + next(self._numbers).to_bytes(8, "little")
             key = parent + block
-            node = self._nodes.get(key)
-            if node is None:
-                node = self._nodes[key] = next(self._numbers)
-                self._keys[node] = key
-            self._holders[node] = self._holders.get(node, 0) | bit
+            self._nodes[key], self._keys[node], self._holders[node] = node, key, 0
             path.append(node)
-            parent = _parent(node)
-        held = self._held.setdefault(replica, OrderedDict())
+            parent = node
+        bit, holders, held = 1 << replica, self._holders, self._held.setdefault(replica, OrderedDict())
         for node in reversed(path):
-            held[node] = None
-            held.move_to_end(node)
+            if node in held:
+                held.move_to_end(node)
+            else:
+                held[node] = None
+                holders[node] |= bit
         while len(held) > most:
             self._let_go(replica, held.popitem(last=False)[0])
 
@@ -109,18 +116,15 @@ class PrefixTree:
         for node in self._held.pop(replica, ()):
             self._let_go(replica, node)
 
-    def _let_go(self, replica: int, node: int) -> None:
+    def _let_go(self, replica: int, node: bytes) -> None:
         """A replica does not hold a node any more, nor any behind it. What none holds is not in the tree."""
-        self._holders[node] &= ~(1 << replica)
-        if not self._holders[node]:
+        holders = self._holders[node] ^ 1 << replica
+        if holders:
+            self._holders[node] = holders
+        else:
             del self._holders[node], self._nodes[self._keys.pop(node)]
 
 
 def _root(scope: Scope) -> bytes:
-    """What stands for the parent in the keys of first blocks. No parent of another kind begins like it, and blocks are of one size."""
+    """What stands for a scope as a parent. It begins unlike a node, and as blocks are of one size, no two keys are alike by chance."""
     return b"s" + dumps(scope).encode()
-
-
-def _parent(node: int) -> bytes:
-    """What stands for a parent in the keys of its children."""
-    return b"n" + node.to_bytes(8, "little")
