@@ -57,7 +57,6 @@ class _Replica(NamedTuple):
 
     number: int
     boot: str
-    cost: StepCost
     max_blocks: int
 
 
@@ -95,7 +94,7 @@ class PrefixRouter:
         if known:
             self._loads.set_cost(known.number, cost)
         number = known.number if known else self._loads.join(cost)
-        self._replicas[replica] = _Replica(number, boot, cost, self._max_blocks if max_blocks is None else max_blocks)
+        self._replicas[replica] = _Replica(number, boot, self._max_blocks if max_blocks is None else max_blocks)
         self._names[number] = replica
 
     def leave(self, replica: str) -> None:
@@ -110,6 +109,7 @@ class PrefixRouter:
     def route(self, tokens: Sequence[int], scope: Scope | None = None, among: Iterable[str] | None = None) -> Routed:
         """Choose a replica for a prompt, and count its rows as queued there. `among`: those that may be chosen; None: all.
 
+        Each request is to end, by `ended` or `failed`, or with its replica: until then it counts.
         Raises NoReplicaError where none may be, and RequestError for what is no token id.
         """
         scope = scope or (None, None)
