@@ -65,7 +65,7 @@ class Simulation:
         prompt, request_id = said + conversation.turns[turn].tokens, str(len(self.served))
         number = self.policy.route(request_id, prompt, conversation.scope)
         blocks = self._all.blocks(prompt)
-        most = int(self._all.depths(blocks[: (len(prompt) - 1) // BLOCK_SIZE], conversation.scope, 1)[0]) * BLOCK_SIZE
+        most = len(self._all.find(blocks[: (len(prompt) - 1) // BLOCK_SIZE], conversation.scope)) * BLOCK_SIZE
         self._all.insert(0, blocks, conversation.scope, 1 << 60)
         self.served[request_id] = Served(conversation.prefix, number, len(prompt), now, most_cached=most)
         self._turns[request_id] = conversation, turn

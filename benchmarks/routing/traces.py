@@ -57,7 +57,7 @@ def _times(rng: Generator, count: int, rate: float) -> list[float]:
 def hot_prefix(rng: Generator, replicas: int, length: int) -> Trace:
     """One prefix of 2,048 tokens for all, and a question of 128 tokens in the median."""
     prefix = _tokens(rng, 2048)
-    times = _times(rng, 60 * length * replicas // 60, 60.0 * replicas)
+    times = _times(rng, length * replicas, 60.0 * replicas)
     return [Conversation(time, [Turn(prefix + _tokens(rng, _length(rng, 128, 0.6, 16, 1024)), _output(rng))], 0) for time in times]
 
 
@@ -66,12 +66,11 @@ def many_tenants(rng: Generator, replicas: int, length: int) -> Trace:
     prefixes = [_tokens(rng, 1536) for _ in range(32)]
     shares = 1 / np.arange(1, 33)
     tenants = rng.choice(32, size=length * replicas, p=shares / shares.sum())
-    return [
-        Conversation(
-            time, [Turn(prefixes[t] + _tokens(rng, _length(rng, 128, 0.6, 16, 1024)), _output(rng))], int(t), (f"tenant {t}", None)
-        )
-        for time, t in zip(_times(rng, length * replicas, 35.0 * replicas), tenants, strict=True)
-    ]
+    trace = []
+    for time, tenant in zip(_times(rng, length * replicas, 35.0 * replicas), tenants.tolist(), strict=True):
+        turn = Turn(prefixes[tenant] + _tokens(rng, _length(rng, 128, 0.6, 16, 1024)), _output(rng))
+        trace.append(Conversation(time, [turn], tenant, (f"tenant {tenant}", None)))
+    return trace
 
 
 def chats(rng: Generator, replicas: int, length: int) -> Trace:

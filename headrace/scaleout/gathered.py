@@ -8,7 +8,7 @@ import msgspec
 from headrace.server import frames
 from headrace.server.replica_status import ReplicaStatus
 
-_OF_ALL = ("max_num_seqs", "kv_tokens", "kv_bytes", "weight_bytes")
+_OF_ALL = ("max_num_seqs", "kv_tokens", "kv_bytes", "weight_bytes", "threads")
 """What the replicas have together, of what they say at their start."""
 _COUNTED = (
     *("steps", "rows", "tokens", "drafted", "accepted", "certain", "proposer_failures", "failed_steps", "preemptions", "prompt_tokens"),

@@ -6,9 +6,9 @@ silent for some seconds is taken for lost: all connections to it are closed, and
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -32,6 +32,8 @@ _KEPT_OPEN = 30.0
 _FAILURES = (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, ValueError)
 """What comes of a worker that goes away, or writes what is no frame."""
 
+_T = TypeVar("_T")
+
 log = logging.getLogger("headrace.scaleout")
 
 
@@ -39,7 +41,7 @@ class HttpWorker:
     """A worker at a URL, as far as it is there."""
 
     def __init__(self, url: str, key: str, on_status: Callable[["HttpWorker", ReplicaStatus | None], None]) -> None:
-        """`on_status` hears everything that it says, and None when it is lost."""
+        """`on_status` hears everything that it says, and None when it is lost, or is not there."""
         self.url = url
         self.status: ReplicaStatus | None = None
         """What it said last; None where it is not there."""
@@ -50,6 +52,8 @@ class HttpWorker:
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._on_status = on_status
         self._session: aiohttp.ClientSession | None = None
+        self._waiting = set[asyncio.Timeout]()
+        """Of all that waits for it."""
         self._unsure = False
         """Whether a request was lost since it said its last word."""
 
@@ -60,8 +64,9 @@ class HttpWorker:
 
     async def watch(self) -> None:
         """Keep up the connection to it, until this is cancelled."""
+        why = ""
         while True:
-            why = ""
+            before = why
             try:
                 async with self._connected() as session:
                     why = await self._listen(session)
@@ -69,11 +74,10 @@ class HttpWorker:
                 why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             if self.status is not None:
                 log.warning("%s is lost: %s", self.url, why)
-                self.status = None
-                self._on_status(self, None)
-            elif not self.tried:
+            elif why != before:
                 log.info("%s is not there yet: %s", self.url, why)
-            self.tried = True
+            self.status, self.tried = None, True
+            self._on_status(self, None)
             await asyncio.sleep(_PAUSE)
 
     async def generate(self, asked: frames.Add) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
@@ -81,23 +85,25 @@ class HttpWorker:
         status, session, is_accepted = self.status, self._session, False
         if status is None or session is None:
             raise NoReplicaError(f"{self.url} is not there")
-        body = msgspec.msgpack.encode(asked)
+        ended: frames.Ended | None = None
+        why = "it ended in the middle of an answer"
         try:
-            async with session.post(f"{self.url}/worker/generate", data=body, headers={"content-type": CONTENT_TYPE}) as response:
-                await _check(response)
-                async for event in _events(response):
+            async with aclosing(self._answer(session, msgspec.msgpack.encode(asked))) as events:
+                async for event in events:
                     if isinstance(event, frames.Refused):
                         if event.kind == "closed":
                             break
                         raise RefusedError(event.kind, event.message)
                     is_accepted = True
-                    if isinstance(event, frames.Accepted | frames.News | frames.Ended):
-                        yield event
                     if isinstance(event, frames.Ended):
-                        return
-            why = "it ended in the middle of an answer"
+                        ended = event  # which is handed on once the body has ended, so that its connection serves the next request
+                    elif isinstance(event, frames.Accepted | frames.News):
+                        yield event
         except _FAILURES as error:
             why = f"{type(error).__name__}: {error}"
+        if ended is not None:
+            yield ended
+            return
         self._unsure = True
         is_meant = self.status is not None and self.status.draining
         raise ReplicaLostError(status.boot if is_accepted and not is_meant else "", f"{self.url}: {why}")
@@ -130,6 +136,31 @@ class HttpWorker:
                 yield session
             finally:
                 self._session = None
+                for limit in self._waiting:
+                    limit.reschedule(asyncio.get_running_loop().time())
+
+    async def _answer(self, session: aiohttp.ClientSession, body: bytes) -> AsyncGenerator[frames.Event]:
+        """The frames that it answers a request with, as they come."""
+        posted = session.post(f"{self.url}/worker/generate", data=body, headers={"content-type": CONTENT_TYPE})
+        response = await self._unless_lost(session, posted)
+        try:
+            await _check(response)
+            buffer = bytearray()
+            while chunk := await self._unless_lost(session, response.content.readany()):
+                buffer += chunk
+                for frame in frames.bodies(buffer):
+                    yield frames.read_event(frame)
+        finally:
+            response.close()  # unless it was read to its end, this ends the request
+
+    async def _unless_lost(self, session: aiohttp.ClientSession, work: Awaitable[_T]) -> _T:
+        """What comes of waiting for it. Raises TimeoutError as soon as it is lost: to close connections wakes no reader."""
+        async with asyncio.timeout(None if session is self._session else 0) as limit:
+            self._waiting.add(limit)
+            try:
+                return await work
+            finally:
+                self._waiting.discard(limit)
 
     async def _listen(self, session: aiohttp.ClientSession) -> str:
         """Hear what it says of itself; returns why there is no more."""
@@ -157,15 +188,6 @@ class HttpWorker:
             self.problem = f"{self.url} is no worker: start it with `headrace serve --worker`"
         else:
             self.problem = f"{self.url} answers with status {status}: {message}"
-
-
-async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[frames.Event]:
-    """The events in a body, as they come."""
-    buffer = bytearray()
-    while chunk := await response.content.readany():
-        buffer += chunk
-        for body in frames.bodies(buffer):
-            yield frames.read_event(body)
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from headrace.errors import NoReplicaError, RequestError
 from headrace.scaleout.dispatcher import ReplicaLostError
 from headrace.scaleout.http_worker import HttpWorker
-from headrace.scaleout.policy import PrefixRouter, Routed
+from headrace.scaleout.policy import PrefixRouter, Routed, StepCost
 from headrace.scaleout.step_times import StepTimes
 from headrace.server import frames
 from headrace.server.errors import EngineDeadError, RefusedError
@@ -35,7 +35,9 @@ class HttpWorkers:
         self._alike: dict[str, object] | None = None
         """What the first worker said of `_ALIKE`."""
         self._router: PrefixRouter | None = None
-        self._times = {url: StepTimes() for url in self._workers}
+        self._times: dict[str, tuple[str, StepTimes]] = {}
+        """Of the boot of each worker."""
+        self._common = StepTimes()
         self._watching: list[asyncio.Task[None]] = []
         self._heard = asyncio.Event()
 
@@ -136,7 +138,7 @@ class HttpWorkers:
             router.ended(routed, held)
 
     def _hear(self, worker: HttpWorker, status: ReplicaStatus | None) -> None:
-        """A worker has said how it is, or is lost."""
+        """A worker has said how it is, or is not there."""
         self._heard.set()
         if status is None:
             if self._router:
@@ -149,10 +151,18 @@ class HttpWorkers:
             return
         if self._router is None:
             self._router = PrefixRouter(status.hello.block_size)
-        times = self._times[worker.url]
-        times.observe(status.report)
-        cost = times.cost(status.hello.max_num_seqs)
+        cost = self._cost(worker.url, status)
         self._router.join(worker.url, status.boot, cost, max(1, status.hello.kv_tokens // status.hello.block_size))
+
+    def _cost(self, url: str, status: ReplicaStatus) -> StepCost:
+        """What a step of a worker takes, by all that it and the others have said."""
+        boot, times = self._times.get(url, ("", StepTimes()))
+        if boot != status.boot:  # it may be another machine
+            times = StepTimes()
+        self._times[url] = status.boot, times
+        times.observe(status.report)
+        self._common.observe(status.report)
+        return times.cost(status.hello.max_num_seqs, self._common)
 
     def _problem(self, url: str, status: ReplicaStatus) -> str:
         """Why a worker cannot be used; empty where it can."""

@@ -1,20 +1,24 @@
 """How busy replicas are, and how long the next request would wait there: a table with a row for each, so a thousand are one sum."""
 
 from dataclasses import fields
-from math import exp
+from math import exp, inf
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.errors import RequestError
 from headrace.record import frozen
 
 Floats = NDArray[np.float64]
 
-_SHARE_POWER = 4
+_SHARE_POWER = 3
 """Power of a replica's load to the mean load, by which its expected time counts more."""
 _MEMORY = 64
 """Requests for each replica over which loads and doubts are forgotten to 1 / e."""
+_GRACE = 4
+"""Requests of the mean kind by which loads may differ next to freely: what a few have cost says little."""
 _MOST_DOUBT = 1024.0
+_TINY = 1e-9
 _OUTPUT_RATE = 0.02
 """Share of the error that moves the mean length of outputs."""
 
@@ -38,7 +42,10 @@ _COLUMNS = np.dtype(
 
 @frozen
 class StepCost:
-    """What a step of a replica takes: `step_seconds` + `row_seconds` x prompt rows + `sequence_seconds` x decoding sequences."""
+    """What a step takes: `step_seconds` + `row_seconds` x prompt rows + `sequence_seconds` x decoding sequences.
+
+    Raises RequestError where that could not be.
+    """
 
     step_seconds: float
     """Of a step with next to nothing in it: the weights are read once."""
@@ -51,6 +58,11 @@ class StepCost:
     max_num_seqs: int = 64
     """Most sequences that run; others wait until one of them ends."""
 
+    def __post_init__(self) -> None:
+        seconds = self.step_seconds, self.row_seconds, self.sequence_seconds
+        if not (self.step_seconds > 0 and all(0 <= each < inf for each in seconds) and self.chunk >= 1 and self.max_num_seqs >= 1):
+            raise RequestError(f"a step takes some time, and has a row and a sequence at least: {self}")
+
 
 class Loads:
     """Queued rows and running sequences of replicas, which are named by small numbers."""
@@ -58,6 +70,8 @@ class Loads:
     def __init__(self) -> None:
         self._table = np.zeros(0, _COLUMNS)
         self._mean_output = 1.0
+        self._num_routed = 0.0
+        """Requests, forgotten as loads are."""
 
     def __len__(self) -> int:
         """Numbers that have been used."""
@@ -109,17 +123,18 @@ class Loads:
         table = self._table
         running = np.maximum(table["running"] + table["running_elsewhere"], 0)
         all_rows = rows + np.maximum(table["queued"] + table["queued_elsewhere"], 0)
-        slots = np.maximum(table["max_num_seqs"], 1)
+        slots, chunk = np.maximum(table["max_num_seqs"], 1), np.maximum(table["chunk"], 1)  # 0 where a number stands for no replica
         step = table["step_seconds"] + table["sequence_seconds"] * np.minimum(running, slots)
-        steps = np.maximum(all_rows / np.maximum(table["chunk"], 1), 1) + np.maximum(running + 1 - slots, 0) / slots * self._mean_output
+        steps = np.maximum(all_rows / chunk, 1) + np.maximum(running + 1 - slots, 0) / slots * self._mean_output
         seconds: Floats = steps * step + all_rows * table["row_seconds"]
         return seconds
 
     def weighted(self, seconds: Floats) -> Floats:  # [replicas]
         """Expected times as they are compared: longer where a replica has had more than the mean of the load, or requests failed."""
         table = self._table
-        mean = table["load"][self.is_there].mean()
-        share = np.maximum(table["load"] / mean, 1) ** _SHARE_POWER if mean > 0 else 1.0
+        there = table["load"][self.is_there]
+        grace = _GRACE * there.sum() / max(self._num_routed, 1)
+        share = np.maximum((table["load"] + grace) / max(there.mean() + grace, _TINY), 1) ** _SHARE_POWER
         weighted: Floats = seconds * share * table["doubt"]
         return weighted
 
@@ -137,6 +152,7 @@ class Loads:
         """A request with so many rows to compute, and an expected time to its first token, goes to a replica."""
         table = self._table
         fade = exp(-1 / (_MEMORY * max(1, int(self.is_there.sum()))))
+        self._num_routed = self._num_routed * fade + 1
         table["load"] *= fade
         table["doubt"] = 1 + (table["doubt"] - 1) * fade
         table["queued"][replica] += rows

@@ -7,7 +7,7 @@ So a prefix is on as many replicas as its traffic needs. Rows are counted from h
 first token. What caches hold is remembered in a bounded tree (`prefix_tree.py`), as the replicas' own caches would keep it.
 
 Times are compared with a weight (`Loads.weighted`), which grows where a replica has had more than its share of queued row-seconds, so
-that no replica falls behind (bounded loads: Mirrokni et al. 2018). Times less than half a step apart are alike, and the replica with
+that no replica falls behind (bounded loads: Mirrokni et al. 2018). Times less than a third of a step apart are alike, and the replica with
 the lowest load is taken. There is no clock and no chance: the same calls give the same choices.
 """
 
@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.errors import NoReplicaError
+from headrace.errors import NoReplicaError, RequestError
 from headrace.record import frozen
 from headrace.scaleout.loads import Loads, StepCost
 from headrace.scaleout.prefix_tree import PrefixTree, Scope
 
 __all__ = ["PrefixRouter", "Routed", "Scope", "StepCost"]
 
-_ALIKE = 0.5
-"""Steps by which expected times may differ and count as alike: a step that runs is half done in the mean."""
+_ALIKE = 0.3
+"""Steps by which expected times may differ and count as alike: how much of a step that runs is done is not known."""
 
 
 @frozen
@@ -57,7 +57,6 @@ class _Replica(NamedTuple):
 
     number: int
     boot: str
-    cost: StepCost
     max_blocks: int
 
 
@@ -70,6 +69,8 @@ class PrefixRouter:
     """
 
     def __init__(self, block_size: int = 32, max_blocks: int = 4096, first: int = 0) -> None:
+        if block_size < 1 or max_blocks < 0:
+            raise RequestError(f"block_size must be 1 or more and max_blocks 0 or more, not {block_size} and {max_blocks}")
         self._tree = PrefixTree(block_size)
         self._max_blocks = max_blocks
         self._next = first
@@ -93,7 +94,7 @@ class PrefixRouter:
         if known:
             self._loads.set_cost(known.number, cost)
         number = known.number if known else self._loads.join(cost)
-        self._replicas[replica] = _Replica(number, boot, cost, self._max_blocks if max_blocks is None else max_blocks)
+        self._replicas[replica] = _Replica(number, boot, self._max_blocks if max_blocks is None else max_blocks)
         self._names[number] = replica
 
     def leave(self, replica: str) -> None:
@@ -108,6 +109,7 @@ class PrefixRouter:
     def route(self, tokens: Sequence[int], scope: Scope | None = None, among: Iterable[str] | None = None) -> Routed:
         """Choose a replica for a prompt, and count its rows as queued there. `among`: those that may be chosen; None: all.
 
+        Each request is to end, by `ended` or `failed`, or with its replica: until then it counts.
         Raises NoReplicaError where none may be, and RequestError for what is no token id.
         """
         scope = scope or (None, None)
@@ -119,7 +121,7 @@ class PrefixRouter:
             raise NoReplicaError("no replica can take the request; wait until one is ready, or start one")
         blocks, length = self._tree.blocks(tokens), len(tokens)
         most = max(0, length - 1) // self._tree.block_size  # the last token is always computed
-        cached = self._tree.depths(blocks[:most], scope, len(allowed)) * self._tree.block_size
+        cached = self._tree.depths(self._tree.find(blocks[:most], scope), len(allowed)) * self._tree.block_size
         seconds = self._loads.seconds(length - cached)
         weighted = np.where(allowed, self._loads.weighted(seconds), np.inf)
         best = int(weighted.argmin())
@@ -170,3 +172,12 @@ class PrefixRouter:
     def running(self, replica: str) -> int:
         """Requests that were routed to a replica and have not ended."""
         return self._loads.running(self._replicas[replica].number)
+
+    def num_held(self, replica: str) -> int:
+        """Blocks that are remembered of a replica."""
+        return self._tree.num_held(self._replicas[replica].number)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are remembered; one that several replicas hold counts once."""
+        return len(self._tree)

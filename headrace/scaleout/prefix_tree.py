@@ -1,17 +1,23 @@
 """What the prefix caches of all replicas hold, as far as a router can know: one radix tree of token blocks.
 
-An edge is the bytes of a whole block of token ids, compared token by token, so that a match is never a matter of luck. A root stands for
-a scope: requests of two tenants, or of two adapters, share nothing. A node has the set of replicas that hold its block, as the bits of
-one integer. A replica that holds a block holds those before it, so the sets shrink along a path, and one walk along a prompt finds how
+A node is a block of tokens behind those of its parent, and is found by both: the name of its parent and the bytes of the block's token
+ids, which are compared one by one, so that a match is never a matter of luck. The first block of a prompt has a scope for a parent:
+requests of two tenants, or of two adapters, share nothing. A node has the set of the replicas that hold its block, as the bits of one
+integer. A replica that holds a block holds those before it, so these sets shrink along a path, and one walk along a prompt finds how
 much of it each of a thousand replicas has.
 
 For each replica the blocks are in the order of their last use, a path from its end to its beginning. So the first is always one that no
 other of that replica follows, and goes first when there are too many, as in the replica's own cache.
+
+All is kept in a few dicts of bytes and integers, which Python's garbage collector does not walk through: a million objects that
+point at each other would let requests wait for a tenth of a second now and then.
 """
 
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import count
+from json import dumps
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,20 +27,7 @@ from headrace.errors import RequestError
 Scope = tuple[str | None, str | None]
 """Within which prefixes are shared: salt of the tenant, name of the adapter."""
 
-_ITEM_SIZE = array("i").itemsize
-
-
-class Node:
-    """A block of tokens behind those of its parent; or a scope, behind the one node that has no parent."""
-
-    __slots__ = ("children", "edge", "holders", "parent")
-
-    def __init__(self, parent: "Node | None", edge: bytes | Scope) -> None:
-        self.parent = parent
-        self.edge = edge
-        self.children: dict[bytes | Scope, Node] = {}
-        self.holders = 0
-        """Bit i: the replica of number i holds the block. Always 0 in a scope."""
+_TOKEN_BYTES = array("i").itemsize
 
 
 class PrefixTree:
@@ -42,44 +35,53 @@ class PrefixTree:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._scopes = Node(None, b"")
-        self._held: dict[int, OrderedDict[Node, None]] = {}
+        self._nodes: dict[bytes, bytes] = {}
+        """Names of nodes by parent and block: what stands for a node as the parent of others."""
+        self._keys: dict[bytes, bytes] = {}
+        """The same the other way round."""
+        self._holders: dict[bytes, int] = {}
+        """Of each node; bit i: the replica of number i holds it."""
+        self._held: dict[int, OrderedDict[bytes, None]] = {}
         """Of each replica, the least recently used first."""
+        self._numbers = count()
+
+    def __len__(self) -> int:
+        """Nodes: a block that several replicas hold is there once."""
+        return len(self._nodes)
 
     def num_held(self, replica: int) -> int:
         """Blocks that a replica holds."""
         return len(self._held.get(replica, ()))
 
-    @property
-    def num_nodes(self) -> int:
-        """Blocks and scopes in the tree; a block that several replicas hold is there once."""
-        nodes = list(self._scopes.children.values())
-        for node in nodes:
-            nodes += node.children.values()
-        return len(nodes)
-
     def blocks(self, tokens: Sequence[int]) -> list[bytes]:
         """The whole blocks of these tokens. Raises RequestError for what is no token id."""
-        size = self.block_size * _ITEM_SIZE
+        size = self.block_size * _TOKEN_BYTES
         try:
             packed = array("i", tokens).tobytes()
         except (TypeError, OverflowError) as error:
             raise RequestError(f"token ids must be whole numbers of 32 bits: {error}") from None
         return [packed[start : start + size] for start in range(0, len(packed) - size + 1, size)]
 
-    def depths(self, blocks: Sequence[bytes], scope: Scope, num_replicas: int) -> NDArray[np.int64]:  # [num_replicas]
-        """How many of the first of these blocks each replica holds."""
-        holders: list[int] = []
-        lengths: list[int] = []  # nodes one after the other that the same replicas hold
-        node = self._scopes.children.get(scope)
-        for edge in blocks:
-            node = node and node.children.get(edge)
+    def find(self, blocks: Sequence[bytes], scope: Scope) -> list[bytes]:
+        """The nodes of the first of these blocks, as far as any replica holds them."""
+        parent, path = _root(scope), list[bytes]()
+        for block in blocks:
+            node = self._nodes.get(parent + block)
             if node is None:
                 break
-            if holders and holders[-1] == node.holders:
+            path.append(node)
+            parent = node
+        return path
+
+    def depths(self, path: Sequence[bytes], num_replicas: int) -> NDArray[np.int64]:  # [num_replicas]
+        """How many of the first nodes of a path each replica holds."""
+        holders: list[int] = []
+        lengths: list[int] = []  # of stretches of the path that the same replicas hold
+        for own in map(self._holders.__getitem__, path):
+            if holders and holders[-1] == own:
                 lengths[-1] += 1
             else:
-                holders.append(node.holders)
+                holders.append(own)
                 lengths.append(1)
         if not holders:
             return np.zeros(num_replicas, np.int64)
@@ -91,17 +93,21 @@ class PrefixTree:
 
     def insert(self, replica: int, blocks: Sequence[bytes], scope: Scope, most: int) -> None:
         """A replica holds these blocks from now on, but never more than `most`: its least recently used give way."""
-        held = self._held.setdefault(replica, OrderedDict())
-        bit, node, path = 1 << replica, self._scopes, list[Node]()
-        for edge in blocks[:most]:
-            if not path:
-                node = node.children.get(scope) or node.children.setdefault(scope, Node(node, scope))
-            node = node.children.get(edge) or node.children.setdefault(edge, Node(node, edge))
-            node.holders |= bit
+        path = self.find(blocks[:most], scope)
+        parent = path[-1] if path else _root(scope)
+        for block in blocks[len(path) : most]:
+            node = b"n" + next(self._numbers).to_bytes(8, "little")
+            key = parent + block
+            self._nodes[key], self._keys[node], self._holders[node] = node, key, 0
             path.append(node)
+            parent = node
+        bit, holders, held = 1 << replica, self._holders, self._held.setdefault(replica, OrderedDict())
         for node in reversed(path):
-            held[node] = None
-            held.move_to_end(node)
+            if node in held:
+                held.move_to_end(node)
+            else:
+                held[node] = None
+                holders[node] |= bit
         while len(held) > most:
             self._let_go(replica, held.popitem(last=False)[0])
 
@@ -110,9 +116,15 @@ class PrefixTree:
         for node in self._held.pop(replica, ()):
             self._let_go(replica, node)
 
-    def _let_go(self, replica: int, node: Node) -> None:
-        """A replica does not hold a block any more, nor any behind it. What no replica holds is not in the tree."""
-        node.holders &= ~(1 << replica)
-        while node.parent and not node.holders and not node.children:
-            del node.parent.children[node.edge]
-            node = node.parent
+    def _let_go(self, replica: int, node: bytes) -> None:
+        """A replica does not hold a node any more, nor any behind it. What none holds is not in the tree."""
+        holders = self._holders[node] ^ 1 << replica
+        if holders:
+            self._holders[node] = holders
+        else:
+            del self._holders[node], self._nodes[self._keys.pop(node)]
+
+
+def _root(scope: Scope) -> bytes:
+    """What stands for a scope as a parent. It begins unlike a node, and as blocks are of one size, no two keys are alike by chance."""
+    return b"s" + dumps(scope).encode()

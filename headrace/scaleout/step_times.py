@@ -29,9 +29,11 @@ class StepTimes:
         new = (1.0, rows, seconds, rows * rows, rows * seconds)
         self._sums = [_MEMORY * old + one for old, one in zip(self._sums, new, strict=True)]
 
-    def cost(self, max_num_seqs: int) -> StepCost:
-        """What a step takes."""
-        weight, *sums = self._sums
+    def cost(self, max_num_seqs: int, common: "StepTimes") -> StepCost:
+        """What a step takes. `common`: of all replicas together, which count as much as all that is known of this one, so that what chance
+        does to a few steps of one does not look like another machine.
+        """
+        weight, *sums = [own + of_all for own, of_all in zip(self._sums, common._sums, strict=True)]
         if not weight:
             return StepCost(_FIRST.step_seconds, _FIRST.row_seconds, _FIRST.sequence_seconds, _CHUNK, max_num_seqs)
         rows, seconds, squares, products = (one / weight for one in sums)

@@ -25,6 +25,23 @@ HELP = [
     *(Row(f"{verb} a b c", 2, "more arguments than expected") for verb in ("run", "ls", "show", "pull", "rm", "doctor")),
 ]
 
+ROUTE = [
+    Row("route --help", 0, out="usage: headrace route"),
+    Row("serve --help", 0, out="--worker "),
+    Row("route {model}", 2, "required: --workers"),
+    Row("route {model} --workers ''", 2, "--workers takes URLs"),
+    Row("route {model} --workers http://a:1,http://a:1/", 2, "--workers takes URLs.*each once.*'http://a:1'"),
+    Row("route {model} --workers http://a:x", 2, "--workers takes URLs.*'http://a:x'"),
+    Row("route {model} --workers http://a:99999", 2, "--workers takes URLs.*'http://a:99999'"),
+    Row("route {model} --workers ftp://a", 2, "--workers takes URLs.*'ftp://a'"),
+    Row("route {model} --workers a,,b", 2, "--workers takes URLs.*not ''"),
+    Row("route {model} --workers a:1 --host 0.0.0.0", 2, "0.0.0.0 can be reached from other machines"),
+    Row("route {model} --workers a:1 --seed -1", 2, "seed must be a whole number"),
+    Row("route nothing --workers 127.0.0.1:1 --port 0", 3, "no file, folder or alias 'nothing'"),
+    Row("route {model} --workers 127.0.0.1:1 --port 0 --max-model-len 1000", 2, "the model's context ends at 256"),
+    Row("route {model} --workers a:1 --no-such-flag", 2, "unknown flag --no-such-flag"),
+]
+
 RUN = [
     Row(HI, 0, ANSWER),
     Row(f"{HI} --raw", 0, ANSWER),
@@ -309,4 +326,4 @@ SIGNALS = [
     Row("run {model} hello", 0, ANSWER, signal="PIPE", out="."),
 ]
 
-ROWS = [*HELP, *RUN, *MODELS, *MEASURE, *TOP, *STREAMS, *SYSTEM, *TERMINALS, *SIGNALS]
+ROWS = [*HELP, *ROUTE, *RUN, *MODELS, *MEASURE, *TOP, *STREAMS, *SYSTEM, *TERMINALS, *SIGNALS]

@@ -15,6 +15,9 @@ from headrace.server.engine_process import blocks_of, ended, report_of
 from headrace.server.errors import RefusedError
 from headrace.server.replica_status import ReplicaStatus
 
+_WAY = 0.002
+"""Seconds from the fleet to a replica."""
+
 Event = frames.News | frames.Ended | BaseException
 
 
@@ -94,6 +97,7 @@ class LocalReplicas:
 
     async def generate(self, asked: frames.Add) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
         self.asked.append(asked)
+        await asyncio.sleep(_WAY)
         if not self.alive:
             raise NoReplicaError("none is alive")
         replica = self.alive[next(self._next) % len(self.alive)]

@@ -114,27 +114,25 @@ def test_every_moment_of_one_request() -> None:
     """The replica dies at its first event, at its second, ..., and so at its last; then nothing has to be asked again."""
     prompt, params = [1, 2, 3], SamplingParams(n=2, seed=5, max_tokens=8, logprobs=1, ignore_eos=True)
     (expected,) = run_all(undisturbed(), [(prompt, params)])
-    moments = [0]
+    last_words: list[Any] = []
 
     async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
-        count = [0]
+        moment, count = len(last_words), [0]
 
         def on_event(replica: Replica, event: Any) -> None:
-            count[0] += 1
-            if count[0] == moments[0] + 1:
+            if count[0] == moment:
+                last_words.append(event)
                 replicas.let_die(replica)
+            count[0] += 1
 
         replicas.on_event = on_event
         heard = await hear(await fleet.submit(prompt, params))
         heard.is_like(expected)
-        assert len(replicas.asked) == (2 if count[0] > moments[0] + 1 else 1)
-        if len(replicas.asked) == 1:
-            moments[0] = -2  # that was the last of them
+        assert len(replicas.asked) == (1 if isinstance(last_words[-1], frames.Ended) else 2)
 
-    while moments[0] >= 0:
+    while not last_words or not isinstance(last_words[-1], frames.Ended):
         within(work)
-        moments[0] += 1
-    assert moments[0] == -1
+    assert len(last_words) == 2 + 2 * 8
 
 
 def test_prompt_logprobs_of_a_request_that_had_told_all() -> None:
@@ -183,7 +181,9 @@ def test_beams_and_embeddings_begin_from_their_prompts() -> None:
 def test_requests_without_a_seed_draw_what_one_engine_draws() -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     expected = [run_all(undisturbed(), [([1, 2], replace(params, seed=derive_seed(7, number)))])[0] for number in range(3)]
-    alone = run_all(engine(seed=7), [([1, 2], params)] * 3)
+    other = engine(seed=7)
+    alone = run_all(other, [([1, 2], params)] * 3)
+    other.close()
     assert [one.outputs for one in expected] == [one.outputs for one in alone]
 
     async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
@@ -194,7 +194,8 @@ def test_requests_without_a_seed_draw_what_one_engine_draws() -> None:
 
 
 def test_one_under_which_replicas_die_is_refused_and_the_others_are_not() -> None:
-    poison, plain = [9, 9, 9], SamplingParams(seed=2, max_tokens=12, ignore_eos=True)
+    """All are on the same replica, so all are suspect after two deaths; from then on one at a time."""
+    poison, plain = [9, 9, 9], SamplingParams(seed=2, max_tokens=90, ignore_eos=True)
     (expected,) = run_all(undisturbed(), [([1, 2], plain)])
 
     async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
@@ -207,8 +208,12 @@ def test_one_under_which_replicas_die_is_refused_and_the_others_are_not() -> Non
                 replicas.let_die(replica)
 
         replicas.on_event = on_event
-        streams = [await fleet.submit([1, 2], replace(plain, min_tokens=i)) for i in range(4)] + [await fleet.submit(poison, plain)]
-        results = await asyncio.gather(*map(hear, streams), return_exceptions=True)
+        asked = [([1, 2], replace(plain, min_tokens=i)) for i in range(4)] + [(poison, plain)]
+
+        async def ask(prompt: list[int], params: SamplingParams) -> Heard:
+            return await hear(await fleet.submit(prompt, params))
+
+        results = await asyncio.gather(*(ask(*one) for one in asked), return_exceptions=True)
         for heard in results[:4]:
             assert isinstance(heard, Heard), heard
             heard.is_like(expected)
@@ -218,7 +223,7 @@ def test_one_under_which_replicas_die_is_refused_and_the_others_are_not() -> Non
             await fleet.submit(poison, plain)
         assert deaths[0] == 3
 
-    within(work)
+    within(work, 1)
 
 
 def test_it_waits_for_a_replica_and_not_for_ever() -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from headrace.request import SamplingParams
 from headrace.server import frames
-from tests.checkpoint.conftest import write_tiny_gguf
-from tests.scaleout.cluster import LONG, WORKER, Cluster, bodies, cluster, descendants, free_port, streaming, told
+from tests.checkpoint.conftest import SHAPE, write_tiny_gguf
+from tests.scaleout.cluster import LONG, STREAMS, WORKER, Cluster, bodies, cluster, descendants, free_port, running_in, streaming, told
 from tests.server.running import SECONDS, Running, engine_of, until
 from tests.server.test_faults import alive
 
@@ -41,6 +43,8 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "hello", "temperature": -1}),
     ("/v1/completions", {"prompt": [10**6], "max_tokens": 4}),
     ("/v1/completions", {"prompt": "hello", "model": "other"}),
+    ("/v1/completions", {"prompt": [2**70], "max_tokens": 4}),
+    ("/v1/completions", {"prompt": [-1], "max_tokens": 4}),
     ("/v1/completions", {"prompt": "hello", "logit_bias": {"100000": 1}}),
     ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}}),
 ]
@@ -141,8 +145,10 @@ class TestWorkersThatGo:
             again = Running(slow, *WORKER, "--port", str(worker.port))
             try:
                 until(lambda: two.num_workers() == 2)
+                (other,) = [one for one in two.workers if one is not worker]
                 with streaming(two.frontend) as streams:
-                    pass
+                    until(lambda: running_in(other) + running_in(again) >= STREAMS // 2)
+                    other.stop(signal.SIGKILL)
                 assert [told(stream.result()) for stream in streams] == undisturbed(slow)
                 assert again.figures()["headrace_generated_tokens_total"] > 0
             finally:
@@ -206,11 +212,7 @@ class TestWorkersThatDoNotFit:
 
     def test_another_model(self, pair: Cluster, tmp_path: Path) -> None:
         """It has the same shapes and the same vocabulary."""
-        import numpy as np
-
-        from tests.checkpoint.conftest import tensors
-
-        weights = {name: tensor + np.float32(0.01) for name, tensor in tensors(len(_tokens())).items() if name == "output_norm.weight"}
+        weights = {"output_norm.weight": np.full(SHAPE["dim"], 1.01, np.float32)}
         other = write_tiny_gguf(tmp_path / "tiny.gguf", {"llama.context_length": 4096}, weights)
         code, said = self.fails(str(other), "--workers", f"http://127.0.0.1:{pair.workers[0].port}")
         assert code == 1 and "serves another model or tokenizer: start it with the same MODEL" in said
@@ -265,6 +267,34 @@ class TestWorkersThatDoNotFit:
             first.stop()
 
 
+def write_adapter(folder: Path) -> Path:
+    """A random adapter of the tiny model."""
+    rng, dim = np.random.default_rng(0), SHAPE["dim"]
+    halves = {"A": rng.standard_normal((4, dim), np.float32), "B": rng.standard_normal((dim, 4), np.float32)}
+    folder.mkdir()
+    parts = {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{half}.weight": values for half, values in halves.items()}
+    save_file(parts, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    return folder
+
+
+def test_adapters_are_loaded_on_all_workers(model: str, tmp_path: Path) -> None:
+    """And a request that names one goes on elsewhere with it."""
+    loaded = {"lora_name": "one", "lora_path": str(write_adapter(tmp_path / "one"))}
+    body = {"prompt": "hello", "model": "one", "temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    with cluster(model, flags=("--allow-adapter-changes",), route=("--allow-adapter-changes",)) as two:
+        assert two.frontend.post("/v1/completions", body).status == 404
+        assert two.frontend.post("/v1/load_lora_adapter", loaded | {"lora_path": "/nowhere"}).status == 400
+        assert two.frontend.post("/v1/load_lora_adapter", loaded).status == 200
+        assert [one["id"] for one in two.frontend.get("/v1/models").json["data"]] == ["tiny.gguf", "one"]
+        said = [server.post("/v1/completions", body).json["choices"] for server in (two.frontend, *two.workers)]
+        assert said[0] == said[1] == said[2] != two.frontend.post("/v1/completions", body | {"model": "tiny.gguf"}).json["choices"]
+        two.workers[0].stop(signal.SIGKILL)
+        assert two.frontend.post("/v1/completions", body).json["choices"] == said[0]
+        assert two.frontend.post("/v1/unload_lora_adapter", {"lora_name": "one"}).status == 200
+        assert two.frontend.post("/v1/completions", body).status == 404
+
+
 class TestTheRouteOfAWorker:
     ASKED = frames.Add("7", [5, 6, 7], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True), None, 0, None, "salt", None)
 
@@ -292,20 +322,12 @@ class TestTheRouteOfAWorker:
         assert self.post(pair, msgspec.msgpack.encode(self.ASKED), "application/json")[0] == 415
         wrong = msgspec.msgpack.encode(["Add", "7", [1], {"temperature": -1}, None, 0, None, None, None])
         assert self.post(pair, wrong)[0] == 400
-        assert pair.workers[0].at_rest()
-
-
-def _tokens() -> list[str]:
-    from tests.checkpoint.conftest import metadata
-
-    tokens: list[str] = metadata("llama")["tokenizer.ggml.tokens"]
-    return tokens
+        until(pair.workers[0].at_rest)
 
 
 def test_many_streams_leave_nothing(slow: str) -> None:
     with cluster(slow) as pair:
         with streaming(pair.frontend) as streams:
-            pass
-        assert all(worker.figures()["headrace_generated_tokens_total"] > 0 for worker in pair.workers)
+            until(lambda: sum(map(running_in, pair.workers)) > 0)
         assert [told(stream.result()) for stream in streams] == undisturbed(slow)
         until(lambda: all(worker.at_rest() for worker in pair.workers))
