@@ -58,6 +58,10 @@ class RankLostError(HeadraceError):
     """A process that runs a part of the model ended, or does not answer; those that are left start it again."""
 
 
+class NoReplicaError(HeadraceError):
+    """No replica is there that could take a request."""
+
+
 class NonFiniteLogitsError(HeadraceError):
     """The model computed NaN or infinity; the request that met it fails alone."""
 

@@ -1,0 +1,111 @@
+"""The five traces: requests by the time at which they come, for a number of replicas. The same seed makes the same trace.
+
+A trace is a list of conversations, each a list of turns: the next turn comes some time after the answer to the one before, and its prompt
+is all that was said, with new tokens behind it. Everything but chats has one turn.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+from replica import VOCAB
+
+from headrace.scaleout.policy import Scope
+
+
+class Turn(NamedTuple):
+    """A request."""
+
+    tokens: list[int]
+    """That are new in its prompt."""
+    num_tokens: int
+    """Of its output."""
+    pause: float = 0.0
+    """Seconds after the answer to the turn before."""
+
+
+class Conversation(NamedTuple):
+    """Turns that follow each other."""
+
+    start: float
+    turns: list[Turn]
+    prefix: int = -1
+    """Which shared prefix it begins with; -1: none."""
+    scope: Scope = (None, None)
+
+
+Trace = list[Conversation]
+
+
+def _tokens(rng: Generator, count: int) -> list[int]:
+    return [int(token) for token in rng.integers(VOCAB, size=count)]
+
+
+def _length(rng: Generator, median: float, sigma: float, least: int, most: int) -> int:
+    return int(np.clip(rng.lognormal(np.log(median), sigma), least, most))
+
+
+def _output(rng: Generator) -> int:
+    return _length(rng, 24, 0.6, 4, 96)
+
+
+def _times(rng: Generator, count: int, rate: float) -> list[float]:
+    return [float(time) for time in np.cumsum(rng.exponential(1 / rate, size=count))]
+
+
+def hot_prefix(rng: Generator, replicas: int, length: int) -> Trace:
+    """One prefix of 2,048 tokens for all, and a question of 128 tokens in the median."""
+    prefix = _tokens(rng, 2048)
+    times = _times(rng, length * replicas, 60.0 * replicas)
+    return [Conversation(time, [Turn(prefix + _tokens(rng, _length(rng, 128, 0.6, 16, 1024)), _output(rng))], 0) for time in times]
+
+
+def many_tenants(rng: Generator, replicas: int, length: int) -> Trace:
+    """32 tenants of unequal size (Zipf), each with a salt and a prefix of 1,536 tokens: together more than a replica can hold."""
+    prefixes = [_tokens(rng, 1536) for _ in range(32)]
+    shares = 1 / np.arange(1, 33)
+    tenants = rng.choice(32, size=length * replicas, p=shares / shares.sum())
+    trace = []
+    for time, tenant in zip(_times(rng, length * replicas, 35.0 * replicas), tenants.tolist(), strict=True):
+        turn = Turn(prefixes[tenant] + _tokens(rng, _length(rng, 128, 0.6, 16, 1024)), _output(rng))
+        trace.append(Conversation(time, [turn], tenant, (f"tenant {tenant}", None)))
+    return trace
+
+
+def chats(rng: Generator, replicas: int, length: int) -> Trace:
+    """Conversations of six turns behind a prefix of 256 tokens that all have; a turn adds 128 tokens in the median and an answer."""
+    prefix = _tokens(rng, 256)
+    trace = []
+    for time in _times(rng, length * replicas // 6, 7.0 * replicas):
+        turns = [Turn(_tokens(rng, _length(rng, 128, 0.6, 16, 1024)), _output(rng), float(rng.exponential(0.5))) for _ in range(6)]
+        trace.append(Conversation(time, [Turn(prefix + turns[0].tokens, turns[0].num_tokens), *turns[1:]], 0))
+    return trace
+
+
+def no_sharing(rng: Generator, replicas: int, length: int) -> Trace:
+    """Prompts of 256 tokens in the median that have nothing in common."""
+    times = _times(rng, length * replicas, 35.0 * replicas)
+    return [Conversation(time, [Turn(_tokens(rng, _length(rng, 256, 0.8, 16, 2048)), _output(rng))]) for time in times]
+
+
+def bursts(rng: Generator, replicas: int, length: int) -> Trace:
+    """Every second 12 requests for each replica within 50 ms about a document of 1,024 tokens; between them requests that share nothing."""
+    trace = no_sharing(rng, replicas, length // 3)
+    trace = [conversation._replace(start=conversation.start * 3.5) for conversation in trace]
+    for number in range(max(1, length // 18)):
+        document = _tokens(rng, 1024)
+        starts = number + 0.05 * rng.random(12 * replicas)
+        turns = [Turn(document + _tokens(rng, _length(rng, 64, 0.6, 16, 256)), _output(rng)) for _ in starts]
+        trace += [Conversation(float(start), [turn], number) for start, turn in zip(starts, turns, strict=True)]
+    return sorted(trace, key=lambda conversation: conversation.start)
+
+
+TRACES: dict[str, Callable[[Generator, int, int], Trace]] = {
+    "one hot prefix": hot_prefix,
+    "many tenants": many_tenants,
+    "chats": chats,
+    "no sharing": no_sharing,
+    "bursts": bursts,
+}
+"""By name. `length`: requests for each replica."""
