@@ -8,6 +8,7 @@ Ranks are processes of this machine, of one thread each. Figures are medians (le
 """
 
 import argparse
+import logging
 import os
 import signal
 import statistics
@@ -167,6 +168,7 @@ def bubble(args: argparse.Namespace) -> None:
 
 
 def lost(args: argparse.Namespace) -> None:
+    logging.disable()  # each loss would be told
     table = []
     for name, mesh in (("tensor 2", Mesh(2)), ("pipeline 2", Mesh(1, 2))):
         for number in (signal.SIGKILL, signal.SIGSTOP):
