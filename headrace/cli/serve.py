@@ -80,15 +80,15 @@ def _serve(args: argparse.Namespace, started: "StartedEngine") -> int:
 
 
 def _serve_replicas(args: argparse.Namespace) -> int:
-    check_installed("several replicas", "ray", "ray")
-    from headrace.scaleout.ray_cluster import Scale
-    from headrace.scaleout.ray_serve import serve_replicas
-
     least, most = max(1, args.replicas), max(1, args.replicas, args.max_replicas)
     if min(args.replicas, args.max_replicas) < 0 or 0 < args.max_replicas < least:
         raise RequestError(f"--max-replicas must be no less than --replicas, or 0, not {args.max_replicas} with {args.replicas}")
     if args.worker:
         raise RequestError("--worker is for one engine behind `headrace route`: leave it out, or --replicas")
+    check_installed("several replicas", "ray", "ray")
+    from headrace.scaleout.ray_cluster import Scale
+    from headrace.scaleout.ray_serve import serve_replicas
+
     scale = Scale(replicas=least, max_replicas=most, up_seconds=args.scale_up_seconds, down_seconds=args.scale_down_seconds)
     said = f"replicas  {least}{f' to {most}' if most > least else ''}, on {os.environ.get('RAY_ADDRESS') or 'Ray on this machine'}"
     return serve_replicas(

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 
 import msgspec
 
@@ -49,20 +48,13 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     """For which there must have been too many before there are fewer."""
 
 
-def check_installed() -> None:
-    """Raise RequestError where Ray is missing."""
-    if find_spec("ray") is None:
-        raise RequestError("several replicas need the package ray: pip install 'headrace[ray]'")
-
-
 @contextmanager
 def ray_cluster(num_cpus: int) -> Iterator[bool]:
     """Ray in this process: of the cluster that `RAY_ADDRESS` names, or of one with so many cores, which ends with the context. Returns
     whether it is such a one.
 
-    Nothing may have imported Ray before. Raises RequestError where it is missing, or there is no such cluster.
+    Nothing may have imported Ray before. Raises RequestError where there is no such cluster.
     """
-    check_installed()
     os.environ.update(_SERVE)
     if os.environ.get("RAY_ADDRESS"):
         with _joined():

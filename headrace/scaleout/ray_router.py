@@ -52,6 +52,8 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
         """Boot ids of replicas that do not answer: Ray goes on to name them until its own checks of their health have failed."""
         self._facts: dict[str, ReplicaFacts] = {}
         self._times: dict[str, StepTimes] = {}
+        self._common = StepTimes()
+        """Of all replicas together."""
         _routers[self._deployment_id.app_name] = self
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -125,6 +127,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
         """A replica has said how it is, and so what its steps take."""
         for name in [name for name, fact in self._facts.items() if fact.boot == status.boot]:
             self._times[name].observe(status.report)
+            self._common.observe(status.report)
             self._join(name)
 
     def _boot(self, replica: RunningReplica) -> str:
@@ -133,7 +136,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
     def _join(self, name: str) -> None:
         fact = self._facts[name]
         assert self._policy
-        self._policy.join(name, fact.boot, self._times[name].cost(fact.max_num_seqs), fact.num_blocks)
+        self._policy.join(name, fact.boot, self._times[name].cost(fact.max_num_seqs, self._common), fact.num_blocks)
 
     def _leave(self, name: str) -> None:
         self._facts.pop(name, None)

@@ -1,6 +1,7 @@
 """Serves a model by replicas on Ray: this process is the frontend, and the replicas are actors, here or in a cluster that runs already."""
 
 import logging
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
@@ -52,9 +53,17 @@ def _deploy(application: Any, app: str) -> Any:
     ray_serve.start(proxy_location="Disabled")  # nothing of Ray listens for HTTP, unless it does already
     try:
         return ray_serve.run(application, name=app, route_prefix=None)
-    except RuntimeError as error:
-        *_, last = str(error).strip().splitlines()
-        raise EngineDeadError(f"the replicas could not be started: {last.strip()}") from None
+    except RuntimeError:
+        raise EngineDeadError(f"the replicas could not be started: {_reason(app)}") from None
+
+
+def _reason(app: str) -> str:
+    """The last error of a replica that Ray tells of."""
+    from ray import serve as ray_serve
+
+    told = ray_serve.status().applications[app].deployments["replica"].message
+    *_, last = [line.strip() for line in told.splitlines() if "Error" in line] or ["Ray does not say why"]
+    return re.sub(r"^[\w.]*Error: ", "", last)
 
 
 def _delete(app: str) -> None:

@@ -28,6 +28,9 @@ HELP = [
 ROUTE = [
     Row("route --help", 0, out="usage: headrace route"),
     Row("serve --help", 0, out="--worker "),
+    Row("serve {model} --replicas 2 --max-replicas 1", 2, "--max-replicas must be no less than --replicas"),
+    Row("serve {model} --replicas -1", 2, "--max-replicas must be no less than --replicas, or 0, not 0 with -1"),
+    Row("serve {model} --replicas 2 --worker", 2, "leave it out, or --replicas"),
     Row("route {model}", 2, "required: --workers"),
     Row("route {model} --workers ''", 2, "--workers takes URLs"),
     Row("route {model} --workers http://a:1,http://a:1/", 2, "--workers takes URLs.*each once.*'http://a:1'"),
