@@ -90,6 +90,7 @@ def test_a_replica_is_lost_under_twenty_streams_and_no_text_changes(server: OnRa
     with contextlib.suppress(ProcessLookupError):
         os.kill(before[0], signal.SIGKILL)
     until(lambda: len(server.replicas()) == 2 and before[0] not in server.replicas())  # Ray starts another
+    until(lambda: _answered(server) == 2)
 
 
 def test_what_begins_alike_goes_to_the_replica_that_has_it(server: OnRay) -> None:
