@@ -36,13 +36,13 @@ class Dispatcher(Protocol):
         """
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter on all replicas. Raises RefusedError where one of them cannot."""
+        """Load an adapter on all replicas. Raises RefusedError where one of them cannot, NoReplicaError where one does not answer."""
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter on all replicas. Raises RefusedError where one of them cannot."""
+        """Unload an adapter on all replicas. Raises as `load_adapter` does."""
 
     async def block_maps(self) -> Mapping[str, frames.Blocks]:
-        """Which request holds which blocks, of each replica."""
+        """Which request holds which blocks, of each replica. Raises NoReplicaError where one does not answer."""
 
     async def close(self) -> None:
         """Let go of the replicas, and of all requests."""

@@ -7,8 +7,8 @@ every token and every character once.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from itertools import count
 from time import monotonic
 
@@ -128,15 +128,18 @@ class Fleet:
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Load an adapter on all replicas."""
-        await self._dispatcher.load_adapter(name, path)
+        with _replicas_needed():
+            await self._dispatcher.load_adapter(name, path)
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter on all replicas."""
-        await self._dispatcher.unload_adapter(name)
+        with _replicas_needed():
+            await self._dispatcher.unload_adapter(name)
 
     async def block_map(self) -> frames.Blocks:
         """The blocks of all replicas."""
-        return blocks_of(await self._dispatcher.block_maps())
+        with _replicas_needed():
+            return blocks_of(await self._dispatcher.block_maps())
 
     async def close(self) -> None:
         """Let go of the replicas; what they run for this fleet ends."""
@@ -223,3 +226,12 @@ class Fleet:
             raise NotReadyError("no_replica", "no worker is there that could take the request")
         await asyncio.sleep(_POLL)
         return since
+
+
+@contextmanager
+def _replicas_needed() -> Iterator[None]:
+    """Raise NotReadyError where a replica is not there that must do something."""
+    try:
+        yield
+    except NoReplicaError as error:
+        raise NotReadyError("no_replica", str(error)) from None

@@ -71,7 +71,7 @@ class HttpWorker:
                 async with self._connected() as session:
                     why = await self._listen(session)
             except _FAILURES as error:
-                why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                why = _told(error)
             if self.status is not None:
                 log.warning("%s is lost: %s", self.url, why)
             elif why != before:
@@ -100,7 +100,7 @@ class HttpWorker:
                     elif isinstance(event, frames.Accepted | frames.News):
                         yield event
         except _FAILURES as error:
-            why = f"{type(error).__name__}: {error}"
+            why = _told(error)
         if ended is not None:
             yield ended
             return
@@ -110,15 +110,20 @@ class HttpWorker:
 
     async def ask(self, method: str, path: str, body: Any = None) -> bytes:
         """What a route of its answers. Raises RefusedError for an error, and NoReplicaError where it is not there."""
-        if self._session is None:
+        session = self._session
+        if session is None:
             raise NoReplicaError(f"{self.url} is not there")
         data = None if body is None else msgspec.json.encode(body)
-        try:
-            async with self._session.request(method, self.url + path, data=data, headers={"content-type": "application/json"}) as response:
+
+        async def answer() -> bytes:
+            async with session.request(method, self.url + path, data=data, headers={"content-type": "application/json"}) as response:
                 await _check(response)
                 return await response.read()
+
+        try:
+            return await self._unless_lost(session, answer())
         except _FAILURES as error:
-            raise NoReplicaError(f"{self.url}: {error}") from None
+            raise NoReplicaError(f"{self.url}: {_told(error)}") from None
 
     def know(self, **changes: Any) -> None:
         """Change what it said, where it is known to be different now."""
@@ -177,7 +182,7 @@ class HttpWorker:
         return "it has ended"
 
     def _hear(self, status: ReplicaStatus) -> None:
-        self.status, self.problem, self._unsure, self.tried = status, "", False, True
+        self.status, self._unsure, self.tried = status, False, True
         self._on_status(self, status)
 
     def _refuse(self, status: int, message: str) -> None:
@@ -188,6 +193,11 @@ class HttpWorker:
             self.problem = f"{self.url} is no worker: start it with `headrace serve --worker`"
         else:
             self.problem = f"{self.url} answers with status {status}: {message}"
+
+
+def _told(error: BaseException) -> str:
+    """What is said of a failure; many have no words."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.server.running import Reply, Running, until
+from tests.server.test_faults import alive
 
 WORKER = ("--worker", "--threads", "1", "--kv-blocks", "1024", "--max-num-seqs", "16")
 STREAMS = 10
@@ -38,14 +39,17 @@ def running_in(worker: Running) -> int:
 def cluster(model: str, number: int = 2, flags: tuple[str, ...] = (), route: tuple[str, ...] = ()) -> Iterator[Cluster]:
     """Workers and a frontend, all of which end, and leave no process behind."""
     started: list[Running] = []
+    processes: list[int] = []
     try:
         started += [Running(model, *WORKER, *flags) for _ in range(number)]
         urls = ",".join(f"http://127.0.0.1:{worker.port}" for worker in started)
         started.append(Running(model, "--workers", urls, *route, verb="route"))
+        processes = [pid for server in started for pid in descendants(server)]
         yield Cluster(started[:-1], started[-1])
     finally:
         for server in reversed(started):
             server.stop()
+        until(lambda: not any(map(alive, processes)))
 
 
 def free_port() -> int:

@@ -124,6 +124,20 @@ def test_a_common_prompt_goes_where_it_is_cached(pair: Cluster) -> None:
     assert cached[0] == 0 and min(cached[1:]) > 0
 
 
+def test_connections_to_workers_are_used_again(pair: Cluster) -> None:
+    """All of them, those that were closed a while ago included."""
+    ports = {f"{worker.port:04X}" for worker in pair.workers}
+
+    def connections() -> set[str]:
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        return {local for _, local, remote, *_ in rows if remote.rpartition(":")[2] in ports}
+
+    before = connections()
+    for i in range(12):
+        assert pair.frontend.post("/v1/completions", {"prompt": f"hello {i}", "stream": i % 2 == 0, **SHORT}).status == 200
+    assert len(connections() - before) <= len(pair.workers)
+
+
 def test_a_client_that_leaves_ends_its_request(pair: Cluster) -> None:
     connection = pair.frontend.open_stream("/v1/completions", LONG | {"max_tokens": 4000})
     assert connection.recv(1000)
@@ -167,6 +181,8 @@ class TestWorkersThatGo:
             with streaming(two.frontend) as streams:
                 worker = two.busy()
                 worker.process.send_signal(signal.SIGSTOP)
+                blocks = two.frontend.get("/stats/blocks")
+                assert (blocks.status, blocks.json["error"]["code"]) == (503, "no_replica")
             assert [told(stream.result()) for stream in streams] == undisturbed(slow)
             assert two.num_workers() == 1
             worker.process.send_signal(signal.SIGCONT)
@@ -225,6 +241,7 @@ class TestWorkersThatDoNotFit:
             try:
                 until(lambda: any("computes otherwise than the first worker" in line and "kv_dtype" in line for line in frontend.log))
                 assert frontend.post("/v1/completions", {"prompt": "hello", **SHORT}).status == 200
+                until(lambda: frontend.figures()["headrace_generated_tokens_total"] > 0)  # it has heard from both again
                 assert sum("computes otherwise" in line for line in frontend.log) == 1
             finally:
                 frontend.stop()
