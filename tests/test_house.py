@@ -145,6 +145,13 @@ class TestImports:
             links = modules(extras["distributed"]) if part_of(file) == "parallel" else set()
             assert not {name.partition(".")[0] for name in imports(file)} - known - links - (own if serves else set()), name_of(file)
 
+    def test_ray_is_for_the_files_of_its_name(self) -> None:
+        """So several replicas without it need none of it."""
+        on_ray = {file for file in FILES if any(name.partition(".")[0] in ("ray", "grpc") for name in imports(file))}
+        assert on_ray and all(file.match("scaleout/ray_*.py") for file in on_ray)
+        users = {file for file in FILES if any(name.startswith("scaleout.ray_") for name in own_imports(file))} - on_ray
+        assert set(map(name_of, users)) == {"headrace/cli/serve.py", "headrace/scaleout/ray_replica.py"}
+
     def test_every_dependency_is_used(self) -> None:
         used = {name.partition(".")[0] for file in FILES for name in imports(file)}
         assert not set(names(PROJECT["dependencies"])) - used
