@@ -38,11 +38,15 @@ log = logging.getLogger("headrace.scaleout")
 class RayDispatcher:
     """A `Dispatcher`. It belongs to one event loop."""
 
-    def __init__(self, deploy: Callable[[], Any], app: str) -> None:
+    def __init__(self, deploy: Callable[[], Any], app: str, fingerprint: Callable[[], str]) -> None:
         """`deploy` returns a handle to the replicas of the application of this name once there are some: it may take long, and raises
-        EngineDeadError where there will be none.
+        EngineDeadError where there will be none. `fingerprint`: of the model that they must have. Both are called in a thread.
         """
         self._deploy = deploy
+        self._fingerprint = fingerprint
+        self._model = ""
+        self._others = set[str]()
+        """Boot ids of replicas that have another model: its name means something else on their nodes."""
         self._app = app
         self._handle: Any = None
         self._statuses: dict[str, ReplicaStatus] = {}
@@ -60,6 +64,7 @@ class RayDispatcher:
         return self._statuses
 
     async def start(self) -> None:
+        self._model = await asyncio.to_thread(self._fingerprint)
         # Bytes go from process to process, and not by way of an object store: that takes a third of the time.
         handle = await asyncio.to_thread(self._deploy)
         self._handle = handle.options(_by_reference=False, request_serialization="pickle", response_serialization="pickle")
@@ -144,7 +149,12 @@ class RayDispatcher:
     async def _look(self) -> None:
         asked = self._router.boots if self._router else set()
         statuses = [read_status(_body(answer)) for answer in await answers_of(self._handle, "status", seconds=_SILENT)]
-        self._statuses = {status.boot: status for status in statuses}
+        for other in {status.boot for status in statuses if status.model != self._model} - self._others:
+            self._others.add(other)
+            log.error(
+                "a replica has another model or tokenizer than this process, so it is not used: MODEL must mean the same on all nodes"
+            )
+        self._statuses = {status.boot: status for status in statuses if status.model == self._model}
         router = self._router
         if router is None:
             return

@@ -1,6 +1,7 @@
 """The frontend as a deployment of Ray Serve, for clusters whose own proxies take HTTP (KubeRay); see `ray_app.build`."""
 
 import os
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -8,6 +9,7 @@ from ray import serve
 
 from headrace.scaleout.fleet import Fleet
 from headrace.scaleout.ray_dispatcher import RayDispatcher
+from headrace.scaleout.ray_replica import fingerprint_of
 from headrace.server import frames
 from headrace.server.app import make_app
 from headrace.server.asgi import Receive, Scope, Send
@@ -32,7 +34,8 @@ class Ingress:
         self._settings = msgspec.structs.replace(msgspec.json.decode(settings, type=Settings), host="0.0.0.0", api_keys=keys)
         check(self._settings)
         self._setup = frames.read_setup(body)
-        self._dispatcher = RayDispatcher(lambda: replicas, serve.get_replica_context().app_name)
+        known = partial(fingerprint_of, self._setup.model, self._setup.config)
+        self._dispatcher = RayDispatcher(lambda: replicas, serve.get_replica_context().app_name, known)
 
     def __serve_build_asgi_app__(self) -> "IngressApp":
         return IngressApp(self._setup, self._settings, self._dispatcher)

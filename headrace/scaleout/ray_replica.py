@@ -7,7 +7,9 @@ from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from headrace.assembly.load import open_model
 from headrace.assembly.ranks import mesh_of
+from headrace.checkpoint.fingerprint import fingerprint
 from headrace.config import EngineConfig
 from headrace.errors import ClosedError, HeadraceError
 from headrace.scaleout.mailbox import Mailroom
@@ -40,6 +42,7 @@ class Replica:
         engine, spec = open_engine(asked, self._ranks.launcher if self._ranks else None)
         self._mail = Mailroom()
         self._host = EngineHost(engine, spec, self._mail.put)
+        self._model = fingerprint_of(asked.model, asked.config)
         self._stall_seconds = stall_seconds
         self._boot = secrets.token_hex(8)
         self._adapters = dict(asked.adapters)
@@ -93,6 +96,7 @@ class Replica:
             adapters=self._adapters,
             restarts=0,
             step_seconds=0.0 if begun is None else monotonic() - begun,
+            model=self._model,
         )
         return encode_status(status)
 
@@ -124,6 +128,12 @@ def _ranks_of(config: EngineConfig) -> "RayRanks | None":
     from headrace.scaleout.ray_ranks import RayRanks
 
     return RayRanks(mesh.ranks, config.threads)
+
+
+def fingerprint_of(model: str, config: EngineConfig) -> str:
+    """By which a frontend and its replicas know whether they have the same model and tokenizer. Raises as `open_model`."""
+    checkpoint = open_model(model, config)
+    return fingerprint(checkpoint, checkpoint.load_tokenizer())
 
 
 def _setup_of(data: bytes) -> frames.Setup:

@@ -33,12 +33,13 @@ def serve_replicas(
     with ray_cluster(most * config.threads * mesh.ranks) as is_ours:
         from headrace.scaleout.ray_app import replicas
         from headrace.scaleout.ray_dispatcher import RayDispatcher
+        from headrace.scaleout.ray_replica import fingerprint_of
 
         # In a cluster of others there may be more applications, of this name as well.
         app = "headrace" if is_ours else f"headrace-{secrets.token_hex(4)}"
         application = replicas(frames.Setup(model, config, dict(adapters)), settings, scale)
         try:
-            dispatcher = RayDispatcher(partial(_deploy, application, app), app)
+            dispatcher = RayDispatcher(partial(_deploy, application, app), app, partial(fingerprint_of, model, config))
             return serve(model, config, settings, lambda: Fleet(dispatcher, config.seed), announce)
         finally:
             if not is_ours:

@@ -91,6 +91,24 @@ def test_a_replica_is_lost_under_twenty_streams_and_no_text_changes(server: OnRa
     until(lambda: _answered(server) == 2)
 
 
+def test_a_replica_with_another_model_is_not_used(server: OnRay, model: str) -> None:
+    """The file is replaced, and a replica starts again."""
+    (expected,) = alone(model, range(1), 50)
+    kept = Path(model).read_bytes()
+    told, before = len(server.log), server.replicas()
+    try:
+        write_tiny_gguf(Path(model + ".other"), {"llama.context_length": 4096, "llama.rope.freq_base": 5e5}).replace(model)
+        os.kill(before[0], signal.SIGKILL)
+        until(lambda: any("another model" in line for line in server.log[told:]))
+        assert [server.post("/v1/completions", asked(0, 50)).json["choices"][0]["text"] for _ in range(6)] == [expected] * 6
+    finally:
+        Path(model + ".kept").write_bytes(kept)
+        Path(model + ".kept").replace(model)
+    (other,) = set(server.replicas()) - set(before)
+    os.kill(other, signal.SIGKILL)
+    until(lambda: _answered(server) == 2)
+
+
 def test_what_begins_alike_goes_to_the_replica_that_has_it(server: OnRay) -> None:
     prompt = "A preface that many requests have in common, of more than a few blocks of tokens, so that it is worth finding again. " * 3
     cached = []
