@@ -1,6 +1,5 @@
 """Rows between processes, over the gloo backend of `torch.distributed`."""
 
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed
+from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from headrace.errors import RankLostError
 from headrace.parallel.exchange import Floats
@@ -27,6 +26,7 @@ class GlooCarrier:
     def __init__(self, mesh: Mesh, rank: int) -> None:
         self._mesh, self._rank = mesh, rank
         self._share, self._stage = rank % mesh.tensor, mesh.stage(rank)
+        self._all: Any = None  # the groups are our own: the default one of torch is there once in a process
         self._group: Any = None
         self._sent: deque[tuple[Any, Any]] = deque()
         self.received = 0
@@ -34,19 +34,15 @@ class GlooCarrier:
 
     def connect(self, store: Any) -> None:
         """Join the process group of all ranks, which a store brings together. Raises RankLostError where one does not come."""
-        hook = sys.excepthook  # torch would put the rank in front of every line of any error
         with _lost():
             timeout = timedelta(seconds=_SECONDS)
-            distributed.init_process_group("gloo", store=store, rank=self._rank, world_size=self._mesh.ranks, timeout=timeout)
-            groups = [distributed.new_group(self._mesh.group(stage), timeout=timeout) for stage in range(self._mesh.pipeline)]
-            self._group = groups[self._stage]
-        sys.excepthook = hook
+            self._all = ProcessGroupGloo(PrefixStore("all", store), self._rank, self._mesh.ranks, timeout)
+            self._group = ProcessGroupGloo(PrefixStore(f"stage {self._stage}", store), self._share, self._mesh.tensor, timeout)
 
     def disconnect(self) -> None:
         """Leave the process group, which has others or not."""
         self._sent.clear()
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
+        self._all = self._group = None
 
     def all_gather(self, numbers: Floats, sizes: Sequence[int]) -> list[Floats]:
         padded = np.zeros(max(sizes), np.float32)  # gloo gathers what is equally long
@@ -54,7 +50,7 @@ class GlooCarrier:
         found = [torch.empty(len(padded)) for _ in sizes]
         if len(padded):
             with _lost():
-                distributed.all_gather(found, torch.from_numpy(padded), self._group)
+                self._group.allgather([found], [torch.from_numpy(padded)]).wait()
         self.received += 4 * (sum(sizes) - sizes[self._share])
         return [one.numpy()[:size] for one, size in zip(found, sizes, strict=True)]
 
@@ -62,7 +58,7 @@ class GlooCarrier:
         out = torch.empty(sum(sizes))
         with _lost():
             whole = torch.from_numpy(np.concatenate(pieces))
-            distributed.all_to_all_single(out, whole, list(sizes), [len(piece) for piece in pieces], group=self._group)
+            self._group.alltoall_base(out, whole, list(sizes), [len(piece) for piece in pieces]).wait()
         self.received += 4 * (sum(sizes) - sizes[self._share])
         return np.split(out.numpy(), np.cumsum(sizes)[:-1])
 
@@ -78,12 +74,12 @@ class GlooCarrier:
             while len(self._sent) >= _MOST_SENT:
                 self._sent.popleft()[0].wait()
             copy = torch.from_numpy(np.array(rows))
-            self._sent.append((distributed.isend(copy, rank), copy))
+            self._sent.append((self._all.send([copy], rank, 0), copy))
 
     def receive_from(self, out: Floats, rank: int) -> None:
         """What that rank sends."""
         with _lost():
-            distributed.recv(torch.from_numpy(out), rank)
+            self._all.recv([torch.from_numpy(out)], rank, 0).wait()
         self.received += out.nbytes
 
 

@@ -22,7 +22,15 @@ from tests.families import save_model
 from tests.test_adapters import write_adapter
 
 ADAPTERS = [None, "other", None, None, "other"]
-STACK = {"kv_dtype": "int8", "kv_blocks": 6, "proposer": "ngram", "max_num_seqs": 4, "threads": 1, "chunked_prefill_size": 8}
+STACK = {
+    "adaptive_speculation": False,
+    "kv_dtype": "int8",
+    "kv_blocks": 6,
+    "proposer": "ngram",
+    "max_num_seqs": 4,
+    "threads": 1,
+    "chunked_prefill_size": 8,
+}
 
 
 def requests() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
@@ -87,7 +95,14 @@ def test_the_stack_over_the_default_model(tmp_path: Path) -> None:
     """Quantised weights, stages of two ranks, paged KV in int8, drafts, adapters and in-flight batching at once."""
     prompts = ["The water wheel turns, the water wheel turns, the water", "How does a water wheel work?", "1, 2, 3, 4, 5, 6,"]
     params = [SamplingParams(max_tokens=24, temperature=0.7 * (i % 2), seed=i, logprobs=1) for i in range(3)]
-    options = {"max_model_len": 256, "threads": 1, "kv_dtype": "int8", "proposer": "ngram", "max_num_seqs": 2}
+    options = {
+        "adaptive_speculation": False,
+        "max_model_len": 256,
+        "threads": 1,
+        "kv_dtype": "int8",
+        "proposer": "ngram",
+        "max_num_seqs": 2,
+    }
     adapter, found = write_adapter(tmp_path / "adapter", 4), []
     for tensor, pipeline, sequence in ((1, 1, False), (2, 1, True), (3, 1, False), (1, 2, False), (2, 2, False)):
         sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, "enable_sequence_parallel": sequence}
@@ -116,6 +131,17 @@ def test_a_rank_that_is_lost(models: dict[str, Path], expected: dict[str, list[A
         os.kill(again, signal.SIGKILL)  # while nothing runs
         assert said(llm.generate(*requests(), adapter=ADAPTERS)) == expected["qwen3"]
     assert not children()
+
+
+def test_two_models_in_one_process(models: dict[str, Path]) -> None:
+    """Each has ranks of its own, and goes on when the other ends."""
+    params = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+    with LLM(models["qwen3"], tensor_parallel_size=2, threads=1) as llm:
+        expected = said(llm.generate({"prompt_token_ids": [5, 6]}, params))
+        with LLM(models["mixtral"], pipeline_parallel_size=2, threads=1) as other:
+            other.generate({"prompt_token_ids": [5, 6]}, params)
+            assert said(llm.generate({"prompt_token_ids": [5, 6]}, params)) == expected
+        assert said(llm.generate({"prompt_token_ids": [5, 6]}, params)) == expected
 
 
 def test_no_rank_outlives_the_first(models: dict[str, Path]) -> None:
