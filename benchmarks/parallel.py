@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("what", choices=("ranks", "bubble", "lost"))
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=64, help="of a step of `bubble`")
+    parser.add_argument("--rows", type=int, default=128, help="of a step of `bubble`")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the last steps of `bubble`")
     args = parser.parse_args()
     {"ranks": ranks, "bubble": bubble, "lost": lost}[args.what](args)

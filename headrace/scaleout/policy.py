@@ -121,7 +121,8 @@ class PrefixRouter:
             raise NoReplicaError("no replica can take the request; wait until one is ready, or start one")
         blocks, length = self._tree.blocks(tokens), len(tokens)
         most = max(0, length - 1) // self._tree.block_size  # the last token is always computed
-        cached = self._tree.depths(self._tree.find(blocks[:most], scope), len(allowed)) * self._tree.block_size
+        found = self._tree.find(blocks[:most], scope)
+        cached = self._tree.depths(found, len(allowed)) * self._tree.block_size
         seconds = self._loads.seconds(length - cached)
         weighted = np.where(allowed, self._loads.weighted(seconds), np.inf)
         best = int(weighted.argmin())
@@ -132,7 +133,7 @@ class PrefixRouter:
         self._count += 1
         self._active[routed.number] = _Active(number, scope, length, routed.rows)
         self._loads.begin(number, routed.rows, routed.seconds)
-        self._tree.insert(number, blocks, scope, self._replicas[routed.replica].max_blocks)
+        self._tree.insert(number, blocks, scope, self._replicas[routed.replica].max_blocks, found)
         return routed
 
     def first_token(self, routed: Routed) -> None:

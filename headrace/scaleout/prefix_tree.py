@@ -91,14 +91,19 @@ class PrefixTree:
         depths: NDArray[np.int64] = np.array(lengths, np.int64) @ bits
         return depths
 
-    def insert(self, replica: int, blocks: Sequence[bytes], scope: Scope, most: int) -> None:
-        """A replica holds these blocks from now on, but never more than `most`: its least recently used give way."""
-        path = self.find(blocks[:most], scope)
+    def insert(self, replica: int, blocks: Sequence[bytes], scope: Scope, most: int, found: Sequence[bytes] = ()) -> None:
+        """A replica holds these blocks from now on, but never more than `most`: its least recently used give way.
+
+        `found`: the nodes of the first of them, where `find` has just given these.
+        """
+        path = list(found[:most])
         parent = path[-1] if path else _root(scope)
         for block in blocks[len(path) : most]:
-            node = b"n" + next(self._numbers).to_bytes(8, "little")
             key = parent + block
-            self._nodes[key], self._keys[node], self._holders[node] = node, key, 0
+            node = self._nodes.get(key)
+            if node is None:
+                node = b"n" + next(self._numbers).to_bytes(8, "little")
+                self._nodes[key], self._keys[node], self._holders[node] = node, key, 0
             path.append(node)
             parent = node
         bit, holders, held = 1 << replica, self._holders, self._held.setdefault(replica, OrderedDict())
