@@ -205,3 +205,15 @@ def test_none_at_all_is_a_request_that_begins() -> None:
     for nothing in ([], [[], []]):
         result, _ = run(undisturbed(), prompt, params, nothing)
         assert result.outputs == expected.outputs
+
+
+def test_a_continuation_without_tokens_is_one_sequence() -> None:
+    """Where another has some, it does not fork after the prompt: the scheduler needs room for itself alone."""
+    resumed = engine()
+    resumed.add_request([1, 2, 3], SamplingParams(n=3, max_tokens=5), output_token_ids=[[], [4], []])
+    (request,) = resumed._requests.values()
+    assert [(seq.width, seq.siblings) for seq in request.seqs] == [(1, [])] * 3
+    drain(resumed)
+    resumed.add_request([1, 2, 3], SamplingParams(n=3, max_tokens=5))
+    (request,) = resumed._requests.values()
+    assert request.seqs[0].width == 3
