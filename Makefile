@@ -140,7 +140,7 @@ clean:
 
 .venv/.lint: pyproject.toml | .venv/.core
 	@echo '[set-up] lint dependencies'
-	@$(INSTALL) '.[lint,otel,server]'
+	@$(INSTALL) '.[lint,otel,route]'
 	@touch $@
 
 .venv/.mutate: pyproject.toml | .venv/.test
