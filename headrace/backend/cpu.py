@@ -156,22 +156,25 @@ class CpuExecutable:
         """One forward over the rows of a batch, with these tokens; what it gives back is read afterwards."""
         if self._links:
             self._links.begin(tokens)
-        moved = self.plan.run(
-            tokens,
-            batch.positions,
-            batch.row_start,
-            batch.context_len,
-            batch.scheduled_len,
-            batch.kv,
-            batch.ancestors,
-            batch.logit_rows,
-            batch.pooled_rows,
-            batch.inputs,
-            self._number,
-            batch.adapters,
-        )
-        if moved:
-            self._views.clear()
+        moved = True  # as it may be where a run fails on its way
+        try:
+            moved = self.plan.run(
+                tokens,
+                batch.positions,
+                batch.row_start,
+                batch.context_len,
+                batch.scheduled_len,
+                batch.kv,
+                batch.ancestors,
+                batch.logit_rows,
+                batch.pooled_rows,
+                batch.inputs,
+                self._number,
+                batch.adapters,
+            )
+        finally:
+            if moved:
+                self._views.clear()
 
     def _rows(self, buffer: int, num_rows: int) -> NDArray[np.float32]:
         key = buffer, num_rows

@@ -13,8 +13,10 @@ from headrace.batch import ints
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.config import KvConfig
+from headrace.errors import RankLostError
 from headrace.model import linear_weights, trace_model
 from headrace.model.spec import ModelSpec
+from headrace.parallel.exchange import Floats
 from headrace.parallel.mesh import Mesh, adapter_of
 from headrace.program.adapter import LowRank
 from headrace.program.collective import Collective
@@ -152,3 +154,29 @@ def projections(program: Program, op: Op) -> Iterator[str]:
 def ends(name: str, mesh: Mesh) -> set[int]:
     """The stages that have what is no layer's: the last norm, and the embedding, which is tied to the head, in both."""
     return {mesh.pipeline - 1} if "norm" in name else {0, mesh.pipeline - 1}
+
+
+def test_after_a_run_that_failed_on_its_way() -> None:
+    """It may have moved its buffers to make room: what is read of the next run lies where they are now."""
+    spec, tensors = tiny_model(1)
+    program, kv, mesh = trace_model(spec, tensors), KvConfig((4,)), Mesh(2)
+    one, many = CpuExecutable(program, tensors, kv, 1, ""), Threads(mesh, program, tensors, kv)
+    gather = many.carriers[0].all_gather
+    rows = {1: batch_of([Sequence([0], 32)], [[1]], [([], [])], False), 20: batch_of([Sequence([1], 32)], [[2] * 20], [([], [])], False)}
+    many.logits(rows[1])
+    for carrier in many.carriers:
+        carrier.all_gather = lost  # type: ignore[method-assign]
+    with pytest.raises(RankLostError):
+        many.logits(rows[20])
+    for carrier in many.carriers:
+        del carrier.all_gather
+    assert many.carriers[0].all_gather == gather
+    other = rows[1]._replace(tokens=ints([7]))
+    one.run(other, other.tokens)
+    for logits in many.logits(other):
+        np.testing.assert_array_equal(logits, one.logits(other))
+    many.close()
+
+
+def lost(*_: object) -> list[Floats]:
+    raise RankLostError("a rank does not answer")

@@ -2,7 +2,7 @@
 
 import queue
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Barrier
 from typing import Any
 
@@ -75,6 +75,7 @@ class Threads:
     def logits(self, batch: RaggedBatch) -> list[Floats]:
         """One forward; the logits on each rank of the last stage."""
         runs = [self.pool.submit(rank.run, batch, batch.tokens) for rank in self.ranks]
+        wait(runs)  # also where the first has failed
         for run in runs:
             run.result()
         return [np.array(logits) for rank in self.ranks if (logits := rank.logits(batch)) is not None]
