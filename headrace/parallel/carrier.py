@@ -32,12 +32,19 @@ class GlooCarrier:
         self.received = 0
         """Bytes that have come from other ranks."""
 
-    def connect(self, store: Any) -> None:
-        """Join the process group of all ranks, which a store brings together. Raises RankLostError where one does not come."""
+    def groups(self, store: Any) -> tuple[Any, Any]:
+        """The process groups of all ranks and of this one's stage, which a store brings together: all must come for them.
+
+        Raises RankLostError where one does not.
+        """
         with _lost():
             timeout = timedelta(seconds=_SECONDS)
-            self._all = ProcessGroupGloo(PrefixStore("all", store), self._rank, self._mesh.ranks, timeout)
-            self._group = ProcessGroupGloo(PrefixStore(f"stage {self._stage}", store), self._share, self._mesh.tensor, timeout)
+            everyone = ProcessGroupGloo(PrefixStore("all", store), self._rank, self._mesh.ranks, timeout)
+            return everyone, ProcessGroupGloo(PrefixStore(f"stage {self._stage}", store), self._share, self._mesh.tensor, timeout)
+
+    def connect(self, groups: tuple[Any, Any]) -> None:
+        """Use these groups from now on."""
+        self._all, self._group = groups
 
     def disconnect(self) -> None:
         """Leave the process group, which has others or not."""

@@ -97,7 +97,7 @@ def _obey(command: Command, rank: Rank, carrier: GlooCarrier, host: str) -> None
     config, arrays = rank.config, command.arrays
     match command.kind:
         case Kind.JOIN if arrays[0] is not None:
-            carrier.connect(TCPStore(host, int(arrays[0][0]), config.mesh.ranks, is_master=False, wait_for_workers=False))
+            carrier.connect(carrier.groups(TCPStore(host, int(arrays[0][0]), is_master=False, wait_for_workers=False)))
         case Kind.RUN:
             batch = batch_of(arrays)
             executable = rank.run(command.program, batch)

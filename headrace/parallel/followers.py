@@ -11,6 +11,7 @@ import selectors
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Condition, Event, Thread
@@ -106,9 +107,26 @@ class Followers:
         self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         self.send(Command(Kind.JOIN, 0, [ints([port])]))
         with _over(self._launcher.interface):
-            self._carrier.connect(self._store)
+            self._carrier.connect(self._linked(self._store))
         for said in self._said:
             self._send(said)
+
+    def _linked(self, store: TCPStore) -> tuple[Any, Any]:
+        """The groups of the carrier, which a thread waits for: torch would wait for minutes for a rank that is lost meanwhile."""
+        groups: Future[tuple[Any, Any]] = Future()
+
+        def link() -> None:
+            try:
+                groups.set_result(self._carrier.groups(store))
+            except Exception as error:
+                groups.set_exception(error)
+
+        Thread(target=link, daemon=True).start()
+        while not groups.done() and not self._why:
+            wait([groups], _TICK)
+        if not groups.done():
+            raise RankLostError(self._why)
+        return groups.result()
 
     def send(self, command: Command) -> None:
         """Tell all ranks to do something. Raises OSError where one has gone."""
@@ -147,7 +165,8 @@ class Followers:
     def _begin(self) -> None:
         """Start the processes, in the thread that watches them: the system ends them with it, should this process end."""
         started = Event()
-        Thread(target=self._run, args=(started,), daemon=True).start()
+        self._watcher = Thread(target=self._run, args=(started,), daemon=True)
+        self._watcher.start()
         started.wait()
 
     def _run(self, started: Event) -> None:
@@ -174,6 +193,7 @@ class Followers:
             raise RankLostError(f"{self._why}; ranks were started again {_MOST_RESTARTS} times in {_RESTART_SECONDS / 60:.0f} minutes")
         log.error("%s; the ranks are started again", self._why)
         self._carrier.disconnect()
+        self._watcher.join()  # which would take the end of the old ranks for that of new ones
         self._why, self._is_told = "", False
         self.generation += 1
         self._begin()

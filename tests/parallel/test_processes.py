@@ -17,6 +17,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.errors import RankLostError
+from headrace.parallel.carrier import GlooCarrier
 from headrace.request import RequestOutput
 from tests.families import save_model
 from tests.test_adapters import write_adapter
@@ -142,6 +143,22 @@ def test_two_models_in_one_process(models: dict[str, Path]) -> None:
             other.generate({"prompt_token_ids": [5, 6]}, params)
             assert said(llm.generate({"prompt_token_ids": [5, 6]}, params)) == expected
         assert said(llm.generate({"prompt_token_ids": [5, 6]}, params)) == expected
+
+
+def test_a_rank_that_is_lost_while_it_is_linked(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not waited for: making the model fails at once."""
+    groups = GlooCarrier.groups
+
+    def without_the_other(carrier: GlooCarrier, store: Any) -> tuple[Any, Any]:
+        os.kill(children()[0], signal.SIGKILL)
+        time.sleep(0.1)
+        return groups(carrier, store)
+
+    monkeypatch.setattr(GlooCarrier, "groups", without_the_other)
+    begun = time.monotonic()
+    with pytest.raises(RankLostError):
+        LLM(models["qwen3"], tensor_parallel_size=2, threads=1)
+    assert time.monotonic() - begun < 60 and not children()
 
 
 def test_no_rank_outlives_the_first(models: dict[str, Path]) -> None:
