@@ -67,7 +67,7 @@ def test_models_of_all_kinds_are_quantised(variant: str) -> None:
     assert any(result[name] is not tensors[name] for name in tensors.keys() - set(names))
     nearest = judged(spec, tensors, quantise("rtn", spec, tensors, names, to), JUDGED).kl
     ours = judged(spec, tensors, result, JUDGED).kl
-    assert nearest is not None and ours is not None and ours < 2 * nearest < 0.1
+    assert nearest is not None and ours is not None and ours < 2 * nearest < 0.15  # queries in bf16, where that is native, are a part
 
 
 @pytest.mark.parametrize("kind", [kind for kind, spec in KINDS.items() if spec.bits <= 4])

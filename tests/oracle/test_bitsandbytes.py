@@ -7,6 +7,7 @@ import bitsandbytes.functional as bnb
 import numpy as np
 import pytest
 import torch
+from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from headrace.checkpoint.load import open_checkpoint
@@ -26,7 +27,13 @@ def test_4_bits(kind: str, is_nested: bool, size: int, shape: tuple[int, int], t
     codes, state = bnb.quantize_4bit(weight, blocksize=size, compress_statistics=is_nested, quant_type=kind)
     tensors = {"x.weight": codes} | {f"x.weight.{name}": part.contiguous() for name, part in state.as_dict(packed=True).items()}
     found = assembled(tmp_path, FOUR | {"bnb_4bit_quant_type": kind}, tensors)
-    np.testing.assert_allclose(found["x.weight"].dequantise(), bnb.dequantize_4bit(codes, state).numpy(), rtol=3e-7, atol=0)
+    np.testing.assert_allclose(found["x.weight"].dequantise(), dequantised(codes, state), rtol=3e-7, atol=0)
+
+
+def dequantised(codes: torch.Tensor, state: Any) -> Any:
+    """As the library computes on any device: its kernel for AVX-512 takes blocks that go on in the next row for blocks of one."""
+    largest = bnb.dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+    return _dequantize_4bit_compute(codes.reshape(-1), largest.float(), state.code, state.blocksize, state.shape, state.dtype).numpy()
 
 
 def test_8_bits(tmp_path: Path) -> None:
@@ -45,9 +52,10 @@ def test_8_bits(tmp_path: Path) -> None:
         ({"load_in_8bit": True}, 0.05),  # it has int8 activations, and the reference has float64
     ],
 )
+@pytest.mark.usefixtures("without_avx512bf16")
 def test_folders(options: dict[str, Any], near: float, tmp_path: Path) -> None:
     """Written by transformers, with the quantised layers of bitsandbytes."""
-    tiny_llama(64, 160).save_pretrained(tmp_path / "plain")
+    tiny_llama(64, 192).save_pretrained(tmp_path / "plain")
     config = BitsAndBytesConfig(**options, bnb_4bit_compute_dtype=torch.float32)
     model = LlamaForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config, device_map="cpu", dtype=torch.float32)
     model.save_pretrained(tmp_path / "quantised")

@@ -21,6 +21,7 @@ ASYMMETRIC = ["int2-g32-asym", "int3-g32-asym", "int4-row-asym", "int8-g64-asym"
 """Transformers 5.23 makes room for zero points that are not packed, and finds packed ones: they are held to the compressor by itself."""
 
 
+@pytest.mark.usefixtures("without_avx512bf16")
 @pytest.mark.parametrize("name", FORMATS)
 def test_transformers_computes_what_we_do(name: str, tmp_path: Path) -> None:
     tiny_llama(64, 128).save_pretrained(tmp_path / "model")

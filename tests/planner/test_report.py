@@ -27,6 +27,7 @@ LINEAR_FACTS = {
     "kind": "int8",
     "share_of_rate": 0.25,
     "floor": 0.0025,
+    "link_bytes": 0,
     "bound": "memory",
 }
 UNTIMED_FACTS = {
@@ -42,6 +43,7 @@ UNTIMED_FACTS = {
     "kind": "f32",
     "share_of_rate": 0.0,
     "floor": 0.0015,
+    "link_bytes": 0,
     "bound": "unknown",
 }
 
@@ -58,6 +60,7 @@ LINEAR_FACTS = {
     "kind": "int8",
     "share_of_rate": 0.25,
     "floor": 0.0025,
+    "link_bytes": 0,
     "bound": "memory",
 }
 UNTIMED_FACTS = {
@@ -73,6 +76,7 @@ UNTIMED_FACTS = {
     "kind": "f32",
     "share_of_rate": 0.0,
     "floor": 0.0015,
+    "link_bytes": 0,
     "bound": "unknown",
 }
 

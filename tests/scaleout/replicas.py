@@ -11,7 +11,7 @@ from headrace.errors import ClosedError, NoReplicaError, RequestError
 from headrace.request import Update
 from headrace.scaleout.dispatcher import ReplicaLostError
 from headrace.server import frames
-from headrace.server.engine_process import blocks_of, ended, report_of
+from headrace.server.engine_host import blocks_of, ended, report_of
 from headrace.server.errors import RefusedError
 from headrace.server.replica_status import ReplicaStatus
 
