@@ -179,7 +179,7 @@ class TestOnce:
     def test_what_was_checked_is_added_as_it_is(self, llm: LLM) -> None:
         engine = llm._engine
         checked = engine.check(np.array([1, 2, 3]), GREEDY, prompt="text", priority=np.int64(2), timeout=9, cache_salt="a")  # type: ignore[arg-type]
-        assert checked == ([1, 2, 3], GREEDY, "text", 2, 9.0, "a", None, None, None) and type(checked.prompt_token_ids[0]) is int
+        assert checked == ([1, 2, 3], GREEDY, "text", 2, 9.0, "a", None, None, None, ()) and type(checked.prompt_token_ids[0]) is int
         assert not engine.has_work
         request = engine._requests[engine.add(checked, "mine")]
         assert request.prompt_token_ids is checked.prompt_token_ids

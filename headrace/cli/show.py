@@ -2,6 +2,7 @@
 
 import argparse
 from collections import Counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
 from headrace.cli.arguments import PARALLEL, add_json, add_model, add_parallel
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _FORMATS = ("BF16", "Q8_0", "Q6_K", "Q4_K", "Q4_0")
 """Formats whose size is told where there are no weights."""
 _DEPTHS = (0, 2048)
+_ALONE: "Mapping[str, Any]" = MappingProxyType({})
+"""Options of a model that runs on one rank."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def describe(model: str, parallel: "Mapping[str, Any]") -> dict[str, Any]:
+def describe(model: str, parallel: "Mapping[str, Any]" = _ALONE) -> dict[str, Any]:
     """All facts, as they go to JSON: bytes, counts and tokens per second; `parallel`: options by the names in `arguments.PARALLEL`."""
     from headrace.assembly.options import engine_config
     from headrace.backend import lower_program
