@@ -84,12 +84,12 @@ def told(reply: Reply) -> list[tuple[str, Any, Any]]:
 
 def descendants(server: Running) -> list[int]:
     """The processes of a server."""
-    found, todo = [], [server.process.pid]
+    found, unseen = [], [server.process.pid]
     parents = {int(stat.parent.name): _parent(stat) for stat in Path("/proc").glob("[0-9]*/stat")}
-    while todo:
-        pid = todo.pop()
+    while unseen:
+        pid = unseen.pop()
         found.append(pid)
-        todo += [child for child, parent in parents.items() if parent == pid]
+        unseen += [child for child, parent in parents.items() if parent == pid]
     return found
 
 
