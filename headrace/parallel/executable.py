@@ -154,6 +154,7 @@ class ParallelExecutable:
             self._local.move_slots(group, source, target)
 
     def close(self) -> None:
+        self._last = None  # which refers to this, and to the samplers of its draws
         if self._number == 0:
             self._followers.close()
             self._rank.close()
