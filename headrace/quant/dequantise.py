@@ -9,7 +9,7 @@ A function here takes the parts of a stored tensor and which of its stored rows 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,29 +89,52 @@ def _q5(blocks: Bytes, at: int) -> Bytes:  # [blocks, 32]: 32 fifth bits, then n
     return nibbles(blocks, at + 4) | (fifth << np.uint8(4))
 
 
-def q4_0(blocks: Bytes) -> Floats:
+class BlockCodes(NamedTuple):
+    """Blocks taken apart: a value is scale * code, plus the minimum of its columns where there are minima."""
+
+    codes: NDArray[Any]  # int8 or uint8 [blocks, scales of a block, columns that share one]
+    scales: Floats  # [blocks, scales of a block]
+    minima: Floats | None = None  # the same
+
+
+def values_of(split: Callable[[Bytes], BlockCodes]) -> Callable[[Bytes], Floats]:
+    """The values of blocks that `split` takes apart."""
+
+    def values(blocks: Bytes) -> Floats:
+        codes, scales, minima = split(blocks)
+        scaled: Floats = scales[:, :, None] * codes.astype(np.float32)
+        return scaled if minima is None else scaled + minima[:, :, None]
+
+    return values
+
+
+def q4_0(blocks: Bytes) -> BlockCodes:
     """4 bits around 8, times a scale."""
-    return half(blocks, 0) * (nibbles(blocks, 2).astype(np.float32) - np.float32(8))
+    return _one_scale(blocks, nibbles(blocks, 2).view(np.int8) - np.int8(8))
 
 
-def q4_1(blocks: Bytes) -> Floats:
+def q4_1(blocks: Bytes) -> BlockCodes:
     """4 bits, a scale and a minimum."""
-    return half(blocks, 0) * nibbles(blocks, 4).astype(np.float32) + half(blocks, 2)
+    return _one_scale(blocks, nibbles(blocks, 4), half(blocks, 2))
 
 
-def q5_0(blocks: Bytes) -> Floats:
+def q5_0(blocks: Bytes) -> BlockCodes:
     """5 bits around 16, times a scale."""
-    return half(blocks, 0) * (_q5(blocks, 2).astype(np.float32) - np.float32(16))
+    return _one_scale(blocks, _q5(blocks, 2).view(np.int8) - np.int8(16))
 
 
-def q5_1(blocks: Bytes) -> Floats:
+def q5_1(blocks: Bytes) -> BlockCodes:
     """5 bits, a scale and a minimum."""
-    return half(blocks, 0) * _q5(blocks, 4).astype(np.float32) + half(blocks, 2)
+    return _one_scale(blocks, _q5(blocks, 4), half(blocks, 2))
 
 
-def q8_0(blocks: Bytes) -> Floats:
+def q8_0(blocks: Bytes) -> BlockCodes:
     """Signed bytes, times a scale."""
-    return half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
+    return _one_scale(blocks, blocks[:, 2:].view(np.int8))
+
+
+def _one_scale(blocks: Bytes, codes: NDArray[Any], minima: Floats | None = None) -> BlockCodes:
+    return BlockCodes(codes[:, None, :], half(blocks, 0), minima)
 
 
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
@@ -136,55 +159,49 @@ def mxfp4_pairs(parts: Parts, rows: Rows) -> Floats:
     return _scaled(parts["block_scales"][rows][:, :, None], values).reshape(len(codes), -1)
 
 
-def q2_k(blocks: Bytes) -> Floats:
+def q2_k(blocks: Bytes) -> BlockCodes:
     """2 bits, 4-bit scales and minima of 16 values, each times a scale."""
     scales = blocks[:, :16]
-    q = fields(blocks[:, 16:80].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 16, 16).astype(np.float32)
-    scale = half(blocks, 80) * (scales & 15).astype(np.float32)  # [blocks, 16]
-    minimum = half(blocks, 82) * (scales >> 4).astype(np.float32)
-    return scale[:, :, None] * q - minimum[:, :, None]
+    codes = fields(blocks[:, 16:80].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 16, 16)
+    scale = half(blocks, 80) * (scales & 15).astype(np.float32)
+    return BlockCodes(codes, scale, -(half(blocks, 82) * (scales >> 4).astype(np.float32)))
 
 
-def q3_k(blocks: Bytes) -> Floats:
+def q3_k(blocks: Bytes) -> BlockCodes:
     """3 bits around 4, 6-bit scales of 16 values, times a scale."""
-    low = fields(blocks[:, 32:96].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 16, 16).astype(np.float32)
+    low = fields(blocks[:, 32:96].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 16, 16)
     third = fields(blocks[:, :32], tuple(range(8)), 1).reshape(-1, 16, 16)
-    q = low - np.float32(4) * (third ^ 1).astype(np.float32)  # a set mask bit means "no offset"
+    codes = low.view(np.int8) - np.int8(4) * (third ^ 1).view(np.int8)  # a set mask bit means "no offset"
     low_scales = fields(blocks[:, 96:104], (0, 4), 15).reshape(-1, 16)
     high_scales = fields(blocks[:, 104:108], (0, 2, 4, 6), 3).reshape(-1, 16)
     scales = (low_scales | (high_scales << np.uint8(4))).astype(np.float32) - np.float32(32)
-    return (half(blocks, 108) * scales)[:, :, None] * q
+    return BlockCodes(codes, half(blocks, 108) * scales)
 
 
 def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
-    """The eight 6-bit scales and minima of Q4_K and Q5_K, times their float16 scales: two of [blocks, 8, 1]."""
+    """The eight 6-bit scales and minima of Q4_K and Q5_K, times their float16 scales: two of [blocks, 8]."""
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([first & 63, (third & 15) | ((first >> 2) & 0x30)], axis=1)
     minima = np.concatenate([second & 63, (third >> 4) | ((second >> 2) & 0x30)], axis=1)
-    scale = half(blocks, 0) * scales.astype(np.float32)
-    minimum = half(blocks, 2) * minima.astype(np.float32)
-    return scale[:, :, None], minimum[:, :, None]
+    return half(blocks, 0) * scales.astype(np.float32), -(half(blocks, 2) * minima.astype(np.float32))
 
 
-def q4_k(blocks: Bytes) -> Floats:
+def q4_k(blocks: Bytes) -> BlockCodes:
     """4 bits, 6-bit scales and minima of 32 values, each times a scale."""
-    scale, minimum = _scales_and_minima(blocks)
-    q = fields(blocks[:, 16:].reshape(-1, 4, 32), (0, 4), 15).reshape(-1, 8, 32)
-    return scale * q.astype(np.float32) - minimum
+    codes = fields(blocks[:, 16:].reshape(-1, 4, 32), (0, 4), 15).reshape(-1, 8, 32)
+    return BlockCodes(codes, *_scales_and_minima(blocks))
 
 
-def q5_k(blocks: Bytes) -> Floats:
+def q5_k(blocks: Bytes) -> BlockCodes:
     """5 bits, 6-bit scales and minima of 32 values, each times a scale."""
-    scale, minimum = _scales_and_minima(blocks)
     low = fields(blocks[:, 48:].reshape(-1, 4, 32), (0, 4), 15).reshape(-1, 8, 32)
     fifth = fields(blocks[:, 16:48], tuple(range(8)), 1)
-    return scale * (low | (fifth << np.uint8(4))).astype(np.float32) - minimum
+    return BlockCodes(low | (fifth << np.uint8(4)), *_scales_and_minima(blocks))
 
 
-def q6_k(blocks: Bytes) -> Floats:
+def q6_k(blocks: Bytes) -> BlockCodes:
     """6 bits around 32, signed scales of 16 values, times a scale."""
     low = fields(blocks[:, :128].reshape(-1, 2, 64), (0, 4), 15).reshape(-1, 8, 32)
     high = fields(blocks[:, 128:192].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 8, 32)
-    q = (low | (high << np.uint8(4))).astype(np.float32).reshape(-1, 16, 16) - np.float32(32)
-    scales = blocks[:, 192:208].view(np.int8).astype(np.float32)
-    return (half(blocks, 208) * scales)[:, :, None] * q
+    codes = (low | (high << np.uint8(4))).view(np.int8).reshape(-1, 16, 16) - np.int8(32)
+    return BlockCodes(codes, half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32))

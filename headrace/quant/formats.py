@@ -49,6 +49,8 @@ class Format:
     table_rows: Callable[[dq.Parts, dq.Rows], TableRows] | None = None
     """The given stored rows code by code, for formats that are packed as codes with a table of scales. Blocks of ggml are packed natively,
     and held to this."""
+    split: Callable[[dq.Bytes], dq.BlockCodes] | None = None
+    """Blocks [blocks, bytes] taken apart, for formats whose blocks hold codes and scales and that have no `table_rows`."""
     integers: Callable[[], NDArray[np.int8]] | None = None
     """The values of codes that kernels look up in blocks as they lie: 16, or the points of a grid [points, columns of a point]."""
 
@@ -72,26 +74,26 @@ def _numbers(name: str, nbytes: int, convert: Callable[[dq.Bytes], dq.Floats]) -
     return Format(name, 1, nbytes, dq.of_blocks(convert, 1), _CODES)
 
 
-def _blocks(name: str, spec: QuantSpec, convert: Callable[[dq.Bytes], dq.Floats]) -> Format:
+def _blocks(name: str, spec: QuantSpec, split: Callable[[dq.Bytes], dq.BlockCodes]) -> Format:
     """A format whose blocks, of a group or a super-block, hold codes and scales together."""
     block = spec.super_block or spec.group
-    return Format(name, block, spec.table_bytes(1, block), dq.of_blocks(convert, block), _CODES, spec)
+    return Format(name, block, spec.table_bytes(1, block), dq.of_blocks(dq.values_of(split), block), _CODES, spec, split=split)
 
 
 def _lookup_blocks(name: str, spec: QuantSpec) -> Format:
     """The same for codes that are looked up."""
 
-    def convert(blocks: dq.Bytes) -> dq.Floats:
+    def split(blocks: dq.Bytes) -> dq.BlockCodes:
         from headrace.quant import gguf_blocks  # with its grids, where a model has such blocks
 
-        return gguf_blocks.values(name, blocks)
+        return gguf_blocks.split(name, blocks)
 
     def integers() -> NDArray[np.int8]:
         from headrace.quant import gguf_blocks
 
         return gguf_blocks.integers(name)
 
-    return replace(_blocks(name, spec, convert), integers=integers)
+    return replace(_blocks(name, spec, split), integers=integers)
 
 
 def table_format(
@@ -171,7 +173,7 @@ FORMATS: dict[str, Format] = {
         _lookup_blocks("IQ4_XS", QuantSpec(4, 32, "6-bit", codebook="iq4_nl", super_block=256)),
         _table_blocks("TQ1_0", 256, 54, QuantSpec(2, 256)),
         _table_blocks("TQ2_0", 256, 66, QuantSpec(2, 256)),
-        _blocks("MXFP4", _MXFP4, dq.mxfp4),
+        Format("MXFP4", 32, 17, dq.of_blocks(dq.mxfp4, 32), _CODES, _MXFP4),
         Format("MXFP4_PAIRS", 32, 16, dq.mxfp4_pairs, {**_CODES, "block_scales": TensorPart("u1")}, _MXFP4),
         _table_blocks("NVFP4", 64, 36, QuantSpec(4, 16, codebook="e2m1")),
         Format("I8_ROW", 1, 1, _I8_VALUES, {**_CODES, "row_scales": TensorPart("f4")}, QuantSpec(8, 0, "f32")),

@@ -11,7 +11,7 @@ from functools import cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.quant.dequantise import Bytes, Floats, fields, half, nibbles
+from headrace.quant.dequantise import BlockCodes, Bytes, Floats, fields, half, nibbles
 from headrace.quant.grids import Grid, grid
 from headrace.quant.spec import CODEBOOKS, Codebook, TableRows, small_floats
 
@@ -34,8 +34,8 @@ def integers(name: str) -> Integers:
     return _INTEGERS[name]()
 
 
-def values(name: str, blocks: Bytes) -> Floats:
-    """The values of blocks [blocks, bytes] in such a format: [blocks, 256].
+def split(name: str, blocks: Bytes) -> BlockCodes:
+    """Blocks [blocks, bytes] in such a format, taken apart.
 
     No check is made of scales: one that is infinite or NaN gives values that are, as it does in every format of GGUF files.
     """
@@ -81,10 +81,9 @@ def _signed(points: Integers, signs: Bytes) -> Integers:
     return np.where(np.unpackbits(signs, axis=1, bitorder="little"), -codes, codes)
 
 
-def _scaled(codes: Integers | Floats, scales: Floats) -> Floats:
-    """Codes [blocks, 256] times their scales [blocks, scales of a block]."""
-    scaled: Floats = codes.reshape(*scales.shape, -1) * scales[:, :, None]
-    return scaled.reshape(codes.shape)
+def _scaled(codes: Integers, scales: Floats) -> BlockCodes:
+    """Codes [blocks, 256] with their scales [blocks, scales of a block]."""
+    return BlockCodes(codes.reshape(*scales.shape, -1), scales)
 
 
 def _half_steps(blocks: Bytes, steps: NDArray[np.uint32], unit: float) -> Floats:
@@ -97,7 +96,12 @@ def _odd_steps(scale: Floats, steps: NDArray[np.uint32]) -> Floats:
     return scale * (np.float32(2) * steps.astype(np.float32) + np.float32(1))
 
 
-def _iq2_xxs(blocks: Bytes) -> Floats:
+def _eighths(scale: Floats, steps: NDArray[np.uint32]) -> Floats:
+    """The same, over 8."""
+    return np.float32(0.125) * _odd_steps(scale, steps)
+
+
+def _iq2_xxs(blocks: Bytes) -> BlockCodes:
     """8 values: 8 bits of a point, 7 of signs; 4-bit scales of 32 values."""
     eighths = blocks[:, 2:].reshape(-1, 8, 8)
     words = _words(eighths[:, :, 4:].reshape(-1, 32), 0, 32, "<u4")
@@ -106,55 +110,55 @@ def _iq2_xxs(blocks: Bytes) -> Floats:
     return _scaled(_signed(points, signs), _half_steps(blocks, words >> np.uint32(28), 0.25))
 
 
-def _iq2_xs(blocks: Bytes) -> Floats:
+def _iq2_xs(blocks: Bytes) -> BlockCodes:
     """8 values: 9 bits of a point, 7 of signs; 4-bit scales of 16 values."""
     words = _words(blocks, 2, 66, "<u2")
     codes = _signed(integers("IQ2_XS")[words & np.uint32(511)], _EVEN_SIGNS[words >> np.uint32(9)])
     return _scaled(codes, _half_steps(blocks, _in_turn(blocks[:, 66:], (0, 4), 15), 0.25))
 
 
-def _iq2_s(blocks: Bytes) -> Floats:
+def _iq2_s(blocks: Bytes) -> BlockCodes:
     """8 values: 10 bits of a point, 8 of signs; 4-bit scales of 16 values."""
     points = blocks[:, 2:34] | (_in_turn(blocks[:, 66:74], (0, 2, 4, 6), 3) << np.uint32(8))
     return _scaled(_signed(integers("IQ2_S")[points], blocks[:, 34:66]), _half_steps(blocks, _in_turn(blocks[:, 74:], (0, 4), 15), 0.25))
 
 
-def _iq3_xxs(blocks: Bytes) -> Floats:
+def _iq3_xxs(blocks: Bytes) -> BlockCodes:
     """4 values: 8 bits of a point; 7 bits for 8 signs; 4-bit scales of 32 values."""
     words = _words(blocks, 66, 98, "<u4")
     signs = _EVEN_SIGNS[_in_turn(words, (0, 7, 14, 21), 127)]
     return _scaled(_signed(integers("IQ3_XXS")[blocks[:, 2:66]], signs), _half_steps(blocks, words >> np.uint32(28), 0.5))
 
 
-def _iq3_s(blocks: Bytes) -> Floats:
+def _iq3_s(blocks: Bytes) -> BlockCodes:
     """4 values: 9 bits of a point; all signs; 4-bit scales of 32 values."""
     ninth = _in_turn(blocks[:, 66:74], tuple(range(8)), 1)
     codes = _signed(integers("IQ3_S")[blocks[:, 2:66] | (ninth << np.uint32(8))], blocks[:, 74:106])
     return _scaled(codes, _odd_steps(half(blocks, 0), _in_turn(blocks[:, 106:], (0, 4), 15)))
 
 
-def _shifted(points: NDArray[np.uint32], minus: NDArray[np.uint32]) -> Floats:
-    """Points, over 8, of which 1/8 is taken away, or to which it is added: [blocks, 256]."""
+def _shifted(points: NDArray[np.uint32], minus: NDArray[np.uint32]) -> Integers:
+    """Eight times points from which 1/8 is taken away, or to which it is added: [blocks, 256]."""
     codes = _eightfold()[points] + np.where(minus, np.int8(-1), np.int8(1))[..., None]
-    return codes.reshape(len(points), 256) * np.float32(0.125)
+    return codes.reshape(len(points), 256)
 
 
-def _iq1_s(blocks: Bytes) -> Floats:
+def _iq1_s(blocks: Bytes) -> BlockCodes:
     """8 values: 11 bits of a point; a 3-bit scale and a sign for 32 values."""
     words = _words(blocks, 34, 50, "<u2")
     points = blocks[:, 2:34] | (_in_turn(words, (0, 3, 6, 9), 7) << np.uint32(8))
     codes = _shifted(points, np.repeat(words >> np.uint32(15), 4, axis=1))
-    return _scaled(codes, _odd_steps(half(blocks, 0), (words >> np.uint32(12)) & np.uint32(7)))
+    return _scaled(codes, _eighths(half(blocks, 0), (words >> np.uint32(12)) & np.uint32(7)))
 
 
-def _iq1_m(blocks: Bytes) -> Floats:
+def _iq1_m(blocks: Bytes) -> BlockCodes:
     """8 values: 11 bits of a point and a sign; 3-bit scales of 16 values, above which the scale of all lies in four pieces."""
     points = blocks[:, :32] | (_in_turn(blocks[:, 32:48], (0, 4), 7) << np.uint32(8))
     words = _words(blocks, 48, 56, "<u2")
     pieces = (words >> np.uint32(12)) << np.array([0, 4, 8, 12], np.uint32)
     scale = pieces.sum(axis=1, keepdims=True).astype("<u2").view("<f2").astype(np.float32)
     codes = _shifted(points, _in_turn(blocks[:, 32:48], (3, 7), 1))
-    return _scaled(codes, _odd_steps(scale, _in_turn(words, (0, 3, 6, 9), 7)))
+    return _scaled(codes, _eighths(scale, _in_turn(words, (0, 3, 6, 9), 7)))
 
 
 def _iq4_nl(blocks: Bytes) -> TableRows:
@@ -162,7 +166,7 @@ def _iq4_nl(blocks: Bytes) -> TableRows:
     return TableRows(nibbles(blocks, 2), half(blocks, 0).astype(np.float16))
 
 
-def _iq4_xs(blocks: Bytes) -> Floats:
+def _iq4_xs(blocks: Bytes) -> BlockCodes:
     """4 bits, 6-bit scales of 32 values around 32."""
     codes = integers("IQ4_XS")[fields(blocks[:, 8:].reshape(-1, 8, 16), (0, 4), 15).reshape(-1, 256)]
     high = _in_turn(_words(blocks, 2, 4, "<u2"), tuple(range(0, 16, 2)), 3)
@@ -205,7 +209,7 @@ _INTEGERS: dict[str, Callable[[], Integers]] = {
     "IQ3_S": partial(_points, "iq3_s", "iq3_s"),
     "IQ4_XS": partial(np.array, CODEBOOKS["iq4_nl"], np.int8),
 }
-_LOOKUPS: dict[str, Callable[[Bytes], Floats]] = {
+_LOOKUPS: dict[str, Callable[[Bytes], BlockCodes]] = {
     "IQ1_S": _iq1_s,
     "IQ1_M": _iq1_m,
     "IQ2_XXS": _iq2_xxs,
