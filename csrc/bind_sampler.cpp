@@ -113,6 +113,46 @@ Probabilities probabilities(Sampler& sampler, const Logits& logits, uint32_t pos
   return {data, 1, shape, nb::capsule(data, [](void* p) noexcept { delete[] static_cast<double*>(p); })};
 }
 
+// What the sampler was made with, by the names that its constructor has for them.
+nb::dict options_of(const Sampler& sampler) {
+  const SamplingOptions& o = sampler.options();
+  nb::dict d;
+  d["vocab"] = o.vocab;
+  d["seq_index"] = sampler.seq_index();
+  d["seed"] = o.seed;
+  d["temperature"] = o.temperature;
+  d["top_k"] = o.top_k;
+  d["top_p"] = o.top_p;
+  d["min_p"] = o.min_p;
+  d["repetition_penalty"] = o.repetition_penalty;
+  d["presence_penalty"] = o.presence_penalty;
+  d["frequency_penalty"] = o.frequency_penalty;
+  d["logit_bias"] = nb::cast(o.logit_bias);
+  d["banned"] = nb::cast(o.banned);
+  d["banned_until"] = o.banned_until;
+  return d;
+}
+
+using Ints = nb::ndarray<nb::numpy, int32_t, nb::ndim<2>>;
+
+// The tokens that penalties apply to, each with the number of times it is in the output: [2, tokens].
+Ints seen_by(Sampler& sampler) {
+  const OneCaller::Turn turn = turn_of(sampler);
+  const std::span<const Sampler::Seen> seen = sampler.seen();
+  const size_t n = seen.size(), shape[] = {2, n};
+  auto* data = new int32_t[2 * n];
+  for (size_t i = 0; i < n; i++) {
+    data[i] = seen[i].token;
+    data[n + i] = static_cast<int32_t>(seen[i].in_output);
+  }
+  return {data, 2, shape, nb::capsule(data, [](void* p) noexcept { delete[] static_cast<int32_t*>(p); })};
+}
+
+uint64_t num_appended(Sampler& sampler) {
+  const OneCaller::Turn turn = turn_of(sampler);
+  return sampler.num_appended();
+}
+
 // The fields of a `Draw` of headrace/logit_ops.py, and of its `DraftTree`; what has no type is not read here.
 using DraftFields = std::tuple<std::vector<int>, std::vector<int>, nb::handle, nb::handle, nb::handle>;
 using HeldSampler = std::shared_ptr<Sampler>;  // stays while it draws, whatever becomes of the list that it came in
@@ -274,7 +314,7 @@ void bind_sampler(nb::module_& m) {
         "The fields of the `Ranked` that each `TopTokens` gives; None where its row is not finite.");
   m.def("expand", &expand_all, "pool"_a, "logits"_a, "ops"_a,
         "The tokens of the `Expanded` that each `Expand` gives, whose row it overwrites; None where its row is not finite.");
-  nb::class_<Sampler>(m, "Sampler")
+  nb::class_<Sampler>(m, "Sampler", nb::is_weak_referenceable())
       .def(
           "__init__",
           [](Sampler* self, int vocab, const std::vector<int>& prompt, uint32_t seq_index, uint64_t seed, double temperature, int top_k,
@@ -306,6 +346,10 @@ void bind_sampler(nb::module_& m) {
           "token"_a)
       .def("probabilities", &probabilities, "logits"_a, "position"_a, "masks"_a = nb::none(),
            "The distribution that a draw would be from, [vocab].")
+      .def_prop_ro("options", &options_of, "What it was made with, by the names of the arguments.")
+      .def_prop_ro("has_penalties", &Sampler::has_penalties, "Whether a draw depends on the tokens before it.")
+      .def_prop_ro("num_appended", &num_appended, "Tokens that were drawn with it, or appended.")
+      .def("seen", &seen_by, "The tokens that penalties apply to, and how often each is in the output: [2, tokens].")
       .def("uniforms", &Sampler::uniforms, "position"_a, "Two numbers between 0 and 1, independent of the noise of a draw.");
 }
 

@@ -244,6 +244,7 @@ TokenLogprobs Sampler::likeliest(const float* logits, uint32_t position, Mask ma
 
 void Sampler::append(int token) {
   check_token(token, options_.vocab);
+  num_appended_++;
   if (has_penalties()) see(token, 1);
 }
 

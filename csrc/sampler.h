@@ -69,8 +69,19 @@ class Sampler {
   // The same state under another sequence's noise.
   Sampler clone(uint32_t seq_index) const;
 
+  // A token of the sequence that penalties apply to.
+  struct Seen {
+    int token;
+    uint32_t in_output;  // how often it is there; 0 for one of the prompt alone
+  };
+
   int vocab() const { return options_.vocab; }
-  OneCaller& caller() { return caller_; }  // a caller that draws has a turn
+  const SamplingOptions& options() const { return options_; }
+  uint32_t seq_index() const { return seq_index_; }
+  bool has_penalties() const;
+  std::span<const Seen> seen() const { return seen_; }
+  uint64_t num_appended() const { return num_appended_; }  // a copy elsewhere of what was seen is out of date if this is more than then
+  OneCaller& caller() { return caller_; }                  // a caller that draws has a turn
 
   // The token at `position` from a row as wide as the vocabulary, of those that the mask allows; it becomes part of the state.
   // Log-probabilities, which are those of the row itself, if num_logprobs >= 0. Throws NonFiniteLogits, also where no token is left.
@@ -89,12 +100,6 @@ class Sampler {
   std::pair<double, double> uniforms(uint32_t position) const;
 
  private:
-  struct Seen {
-    int token;
-    uint32_t in_output;
-  };
-
-  bool has_penalties() const;
   bool adjusts(uint32_t position, Mask mask) const;
   const float* adjusted(const float* logits, uint32_t position, Mask mask, std::vector<float>& memory) const;
   void see(int token, uint32_t in_output);
@@ -103,6 +108,7 @@ class Sampler {
   const Kernels* kernels_;
   SamplingOptions options_;
   uint32_t seq_index_;
+  uint64_t num_appended_ = 0;
   std::vector<Seen> seen_;                 // kept only when there are penalties, and of the prompt only what they look at
   std::unordered_map<int, size_t> index_;  // of a token in seen_
 };
