@@ -5,6 +5,7 @@ SECONDS ?= 600
 ROUNDS ?= 200
 CASES ?= 20000
 PICTURES ?= build/page
+CUDA_PYTHON ?= python3.12
 PROMPT ?= How does a water wheel turn falling water into useful work?
 
 BIN := .venv/bin
@@ -15,7 +16,8 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test test-api test-arm test-clients test-page test-ray soak soak-server cli fuzz gguf sanitize mutate lint format bench micro clean
+.PHONY: help run test test-api test-arm test-clients test-cuda test-page test-ray test-triton soak soak-server cli fuzz gguf sanitize mutate lint format \
+	bench bench-cuda cuda-bundle micro clean
 
 help:
 	@echo 'make run     a real model answers a prompt (MODEL=$(MODEL), PROMPT="...")'
@@ -23,8 +25,10 @@ help:
 	@echo 'make test-api CASES=$(CASES) requests made of /openapi.json, by every field of every route; SEED=1: others'
 	@echo 'make test-arm the kernels compiled for aarch64, under qemu: Debian, with g++-aarch64-linux-gnu and qemu-user'
 	@echo 'make test-clients clients of others against running servers: openai, anthropic, litellm, langchain, llm'
+	@echo 'make test-cuda the tests of the GPU backend on a GPU, and what it promises, tried in real dimensions: benchmarks/cuda/checks.py'
 	@echo 'make test-page the page of the server in headless Chromium, with pictures in $(PICTURES)'
 	@echo 'make test-ray replicas on Ray, and what deploy/ has: needs the extra test-ray, 800 MB in .venv'
+	@echo 'make test-triton the long form of the tests of the GPU backend, without a GPU, and all of its kernels compiled for an H100'
 	@echo 'make soak    2,000 rounds of interrupts, closes, forks, failures'
 	@echo 'make soak-server the server under load and faults, in an hour; `python benchmarks/soak SCENARIO`: one of them'
 	@echo 'make fuzz    hostile files, templates, batches and native calls, for SECONDS=$(SECONDS)'
@@ -33,6 +37,8 @@ help:
 	@echo 'make sanitize native tests under three sanitizers; SHORT=1: fewer'
 	@echo 'make lint    ruff, mypy, clang-format; `make format` repairs what can be repaired'
 	@echo 'make bench   cold start, a paired run against llama.cpp, and what serving many requests costs'
+	@echo 'make bench-cuda what the GPU backend makes of a GPU, each figure beside what it should reach'
+	@echo 'make cuda-bundle one folder that a GPU machine without a package index needs, with a native module for $(CUDA_PYTHON): build/cuda-bundle'
 	@echo 'make micro   kernels against the bandwidth and arithmetic of this machine'
 	@echo 'make mutate  deliberate faults that no test notices, in hours (MODULE=planner/roofline: in one file; MODULE=planner: in one part)'
 	@echo 'make clean   remove what the above made'
@@ -60,6 +66,14 @@ test-clients: .venv/.test
 # Needs a browser: Debian's package is `chromium`; HEADRACE_BROWSER names another.
 test-page: .venv/.test
 	HEADRACE_PICTURES=$(PICTURES) $(BIN)/python -m pytest tests/server/check_page.py
+
+# Tests that interpret kernels ten times as long, and all programs of tests/backend/cuda/compiling.py.
+test-triton: .venv/.test
+	HEADRACE_TRITON_EXAMPLES=10 $(BIN)/python -m pytest tests/backend/cuda tests/benchmarks/test_cuda.py
+
+test-cuda: .venv/.test
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n 8 --dist worksteal tests/backend/cuda
+	$(BIN)/python benchmarks/cuda/checks.py
 
 test-ray: .venv/.ray
 	$(BIN)/python -m pytest tests/scaleout/check_deploy.py tests/scaleout/check_ray.py
@@ -103,6 +117,27 @@ bench: .venv/.core
 	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/peers.py --engines llama.cpp --workloads decode,prefill
 	$(BIN)/python benchmarks/serving
+
+bench-cuda: .venv/.test
+	$(BIN)/python benchmarks/cuda
+
+# Wheels of what torch's machines lack, Headrace with its native module for the other Python among them, and tests and benchmarks.
+CUDA_WHEELS := execnet hypothesis iniconfig jinja2 markdown-it-py markupsafe mdurl numpy packaging platformdirs pluggy pygments pytest pytest-xdist rich \
+	sortedcontainers tokenizers
+cuda-bundle: build/cuda-venv/.made
+	@rm -rf build/cuda-bundle
+	@mkdir -p build/cuda-bundle
+	@build/cuda-venv/bin/python -m pip wheel -q --no-build-isolation --no-deps --wheel-dir build/cuda-bundle/wheels . $(CUDA_WHEELS)
+	@cp -r tests benchmarks pyproject.toml build/cuda-bundle
+	@find build/cuda-bundle -name __pycache__ -prune -exec rm -r {} +
+	@du -sh build/cuda-bundle
+
+# It stays, as the native module would be compiled anew in another.
+build/cuda-venv/.made:
+	@echo '[set-up] virtual environment of $(CUDA_PYTHON) in build/cuda-venv'
+	@$(CUDA_PYTHON) -m venv build/cuda-venv
+	@build/cuda-venv/bin/python -m pip install -qq --disable-pip-version-check scikit-build-core nanobind
+	@touch $@
 
 micro: .venv/.core
 	$(BIN)/python benchmarks/micro

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from headrace.record import frozen
 
-KvDtype = Literal["bf16", "f32", "int8", "int4"]
+BackendName = Literal["auto", "cpu", "cuda", "reference"]
+KvDtype = Literal["bf16", "f32", "fp8", "int8", "int4"]
 Activations = Literal["int8", "f32"]
 LatentAttention = Literal["plain", "absorbed"]
 AcceptanceMethod = Literal["exact", "rejection", "typical"]
@@ -22,15 +23,16 @@ class KvConfig:
     block_size: int = 32
     """Token slots in a block."""
     dtype: KvDtype = "bf16"
-    """Number format of keys and values: int8 and int4 have a scale for each token and head."""
+    """Number format of keys and values: fp8, int8 and int4 have a scale for each token and head."""
 
 
 @frozen
 class EngineConfig:
     """How the engine schedules, independent of model and backend."""
 
-    backend: str = "cpu"
-    """`cpu` (C++ kernels) or `reference` (NumPy, the truth in tests)."""
+    backend: BackendName = "auto"
+    """`cpu` (C++ kernels), `cuda` (Triton kernels on a GPU) or `reference` (NumPy, the truth in tests); `auto`: the GPU, where there is one
+    of compute capability 8.0 or more, with the packages of the extra `cuda`, and the model fits in its memory, else the CPU."""
     threads: int = 0
     """Compute threads of each process; 0: one for each physical core that it may use, shared evenly where there are several."""
     tensor_parallel_size: int = 1
@@ -48,13 +50,16 @@ class EngineConfig:
     """Number format of keys and values."""
     activations: Activations = "int8"
     """What quantised weights are multiplied with: int8 by group of 32 columns, or float32, exact and slower. Weights in int8 by row have
-    int8 activations by row either way."""
+    int8 activations by row either way. A GPU multiplies weights in all other formats with bf16 where this is `int8`."""
     latent_attention: LatentAttention = "plain"
     """Form of attention by latent rows, in models that have it (DeepSeek). `plain` keeps a key and a value for each head; `absorbed` keeps
     the latent row, a ninth of that for 16 heads, and computes three times as much. Their roundings differ, so tokens may."""
     kv_blocks: int = 0
     """Blocks of KV for the layers that see furthest; 0: as many as `max_num_seqs` sequences of full length need, within half of the
     memory that is left. Layers with a narrower window have as many blocks of their own as the sequences in these can need."""
+    kv_offload_bytes: int = 0
+    """Bytes of the host's memory for what the prefix cache of a GPU has no blocks for any more, pinned as they are needed; it is copied
+    back where that is quicker than to compute it again. 0: none. Never changes a token. KV on a CPU is there anyway."""
     max_model_len: int = 0
     """Tokens of the longest sequence, prompt and output; 0: the context that the model was trained for."""
     attention_window: int = 0

@@ -36,6 +36,9 @@ class LateExecutable:
         self._run_late()
         self.inner.move_slots(group, source, target)
 
+    def host_blocks(self, num_bytes: int) -> "_LateHostBlocks":
+        return _LateHostBlocks(self.inner.host_blocks(num_bytes), self._run_late)
+
     def remove_adapter(self, number: int) -> None:
         self._run_late()
         self.inner.remove_adapter(number)
@@ -49,6 +52,25 @@ class LateExecutable:
     def _run_late(self) -> None:
         if self._late:
             self._late.wait()
+
+
+class _LateHostBlocks:
+    """Copies that come in their turn."""
+
+    def __init__(self, inner: Any, run_late: Callable[[], None]) -> None:
+        self._inner = inner
+        self._run_late = run_late
+
+    def save(self, group: int, block: int, host_block: int) -> None:
+        self._run_late()
+        self._inner.save(group, block, host_block)
+
+    def load(self, group: int, host_block: int, block: int) -> None:
+        self._run_late()
+        self._inner.load(group, host_block, block)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 def copied(arrays: _T) -> _T:

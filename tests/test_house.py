@@ -143,6 +143,7 @@ class TestImports:
             own = modules([*extras["server"], *extras["otel"], *(extras["route"] + extras["ray"] if part_of(file) == "scaleout" else ())])
             own |= {"grpc"} if "ray" in own else set()  # whose errors Ray passes on
             links = modules(extras["distributed"]) if part_of(file) == "parallel" else set()
+            links |= modules(extras["cuda"]) if name_of(file).startswith("headrace/backend/cuda/") else set()
             assert not {name.partition(".")[0] for name in imports(file)} - known - links - (own if serves else set()), name_of(file)
 
     def test_ray_is_for_the_files_of_its_name(self) -> None:

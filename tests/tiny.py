@@ -21,7 +21,7 @@ from headrace.request import RequestOutput, SamplingParams, Update
 from tests.backend.stored import random_stored
 from tests.late import LateExecutable
 
-BLOCK_SIZE = {"cpu": 32, "reference": 4}
+BLOCK_SIZE = {"cpu": 32, "cuda": 4, "reference": 4}
 """Slots in a block: small, so that little text needs many, where the backend does not insist on its own."""
 
 Tensors = dict[str, StoredTensor]
@@ -174,7 +174,7 @@ def tiny_engine(
     if not release_outside_window:
         groups = tuple(replace(group, window=0, num_sink_tokens=0) for group in groups)
     limits = EngineLimits(spec.vocab_size, max_model_len or spec.max_context, kv, groups)
-    executable = executable or compile_program(backend, program, tensors, kv, options.threads)
+    executable = executable or compile_program(backend, program, tensors, kv, options.threads, options.activations)
     if late:
         executable = LateExecutable(executable)
     vocabulary = vocabulary or TinyVocabulary(spec.vocab_size, eos_ids)

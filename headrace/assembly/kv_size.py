@@ -13,6 +13,17 @@ from headrace.program.kv import KvGroup
 MOST_BLOCKS = 2**26
 
 
+class Memory(NamedTuple):
+    """What models and what runs them may have."""
+
+    available: int
+    """Bytes in all."""
+    to_run: int = RUNTIME_BYTES
+    """Of these, bytes that are set aside for what runs them."""
+    on_gpu: bool = False
+    """Whether they are the GPU's."""
+
+
 class KvUse(NamedTuple):
     """What a model keeps, and most rows that a sequence has in a step of it."""
 
@@ -20,15 +31,16 @@ class KvUse(NamedTuple):
     max_rows: int
 
 
-def size_kv(models: Sequence[KvUse], config: EngineConfig, max_model_len: int, weights: int, available: int) -> list[KvConfig]:
-    """The KV of a model, and of a draft that keeps its own beside it, by bytes of weights and bytes of available memory.
+def size_kv(
+    models: Sequence[KvUse], config: EngineConfig, max_model_len: int, weights: int, memory: Memory, block_size: int = KvConfig.block_size
+) -> list[KvConfig]:
+    """The KV of a model, and of a draft that keeps its own beside it, by bytes of weights and the memory that there is.
 
     The layers that see furthest have as many blocks as asked for, else room for `max_num_seqs` sequences of full length. Where layers see
     less far a sequence needs as many blocks at most, and no more than its window touches: they have enough for all sequences. What is
     not asked for takes no more than half of what weights and runtime leave, unless one sequence needs more, and where that is so there are
     windows for fewer sequences. Raises MemoryLimitError, with the arithmetic.
     """
-    block_size = KvConfig.block_size
     for_one = [[group.num_blocks(max_model_len, model.max_rows, block_size) for group in model.groups] for model in models]
     widest = max(map(max, for_one))
 
@@ -39,18 +51,19 @@ def size_kv(models: Sequence[KvUse], config: EngineConfig, max_model_len: int, w
         pairs = zip((group for model in models for group in model.groups), chain.from_iterable(num_blocks(blocks, seqs)), strict=True)
         return sum(count * group.block_bytes(config.kv_dtype, block_size) for group, count in pairs)
 
-    blocks, seqs, memory = config.kv_blocks, config.max_num_seqs, available - weights - RUNTIME_BYTES
+    blocks, seqs, left = config.kv_blocks, config.max_num_seqs, memory.available - weights - memory.to_run
     if not blocks:
-        in_half = bisect_right(range(1, MOST_BLOCKS), memory // 2, key=lambda n: num_bytes(n, seqs))
+        in_half = bisect_right(range(1, MOST_BLOCKS), left // 2, key=lambda n: num_bytes(n, seqs))
         blocks = max(widest, min(seqs * widest, in_half))
-        seqs = max(1, bisect_right(range(1, seqs + 1), memory // 2, key=lambda n: num_bytes(blocks, n)))
-    fitting = bisect_right(range(1, MOST_BLOCKS), memory, key=lambda n: num_bytes(n, seqs))
+        seqs = max(1, bisect_right(range(1, seqs + 1), left // 2, key=lambda n: num_bytes(blocks, n)))
+    fitting = bisect_right(range(1, MOST_BLOCKS), left, key=lambda n: num_bytes(n, seqs))
     if blocks <= fitting:
         return [KvConfig(counts, block_size, config.kv_dtype) for counts in num_blocks(blocks, seqs)]
     tokens, kv = blocks * block_size, num_bytes(blocks, seqs)
     advice = f"kv_blocks may be {fitting:,}" if config.kv_blocks else f"set max_model_len to {fitting * block_size:,} or less"
+    where, there = ("free on the GPU", "GPU") if memory.on_gpu else ("available", "machine")
     raise MemoryLimitError(
-        f"{weights:,} bytes of weights, {kv:,} bytes of KV for {tokens:,} tokens and {RUNTIME_BYTES:,} bytes to run them are "
-        f"{weights + kv + RUNTIME_BYTES:,} bytes, and {available:,} are available: "
-        f"{advice if fitting else 'the model is too large for this machine'}"
+        f"{weights:,} bytes of weights, {kv:,} bytes of KV for {tokens:,} tokens and {memory.to_run:,} bytes to run them are "
+        f"{weights + kv + memory.to_run:,} bytes, and {memory.available:,} are {where}: "
+        f"{advice if fitting else f'the model is too large for this {there}'}"
     )

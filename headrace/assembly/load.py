@@ -3,28 +3,23 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.assembly.drafts import DraftCheckpoints, compile_draft_models, open_draft_checkpoints, own_program, target_program
-from headrace.assembly.kv_size import KvUse, size_kv
-from headrace.assembly.ranks import compile_ranks, follow_where_not_first, is_spread, mesh_of, rank_programs, threads_of
+from headrace.assembly.choice import with_backend
+from headrace.assembly.drafts import compile_draft_models, open_draft_checkpoints, target_program
+from headrace.assembly.memory import draft_rows, fit_memory, most_logit_rows, step_rows
+from headrace.assembly.ranks import compile_ranks, follow_where_not_first, mesh_of, threads_of
 from headrace.backend import compile_program
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.templates import Renderer
 from headrace.checkpoint.tokenizer import Tokenizer
-from headrace.config import EngineConfig, KvConfig
+from headrace.config import EngineConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.errors import RequestError
-from headrace.planner.host import available_memory
-from headrace.program.trace import Program
 from headrace.prompts import PromptReader
 from headrace.propose import make_proposers
-from headrace.propose.draft_model import max_rows
 
 if TYPE_CHECKING:
     from headrace.parallel.launch import Launcher
-
-_LOGIT_BYTES = 64 << 20
-_LEAST_LOGIT_ROWS = 64
 
 
 class LoadedModel(NamedTuple):
@@ -88,6 +83,7 @@ def load_engine(
     """
     spec, max_model_len, mesh = checkpoint.spec, checkpoint.spec.context, mesh_of(config)
     draft_checkpoints = open_draft_checkpoints(config, checkpoint, tokenizer)
+    config = with_backend(config, checkpoint, draft_checkpoints)
     program = target_program(config, checkpoint)
     kv, draft_kv = fit_memory(config, checkpoint, program, draft_checkpoints, max_model_len)
     threads = threads_of(config, mesh)
@@ -96,31 +92,9 @@ def load_engine(
     draft_models = compile_draft_models(config, draft_checkpoints, checkpoint, executable, draft_kv)
     if ranks:
         ranks.connect()
+    rows = step_rows(config, spec.vocab_size)
+    for one, its_rows in ((executable, rows), *((one, draft_rows(config, rows)) for one in draft_models.executables)):
+        one.prepare(*its_rows)
     limits = EngineLimits(spec.vocab_size, max_model_len, kv, program.kv_groups, program.attention_crossover)
     config = replace(config, threads=threads, max_logit_rows=config.max_logit_rows or most_logit_rows(spec.vocab_size))
     return Engine(executable, tokenizer, limits, config, make_proposers(config, draft_models), name=model)
-
-
-def most_logit_rows(vocab_size: int) -> int:
-    """`EngineConfig.max_logit_rows` where that is 0."""
-    return max(_LEAST_LOGIT_ROWS, _LOGIT_BYTES // (4 * vocab_size))
-
-
-def fit_memory(
-    config: EngineConfig, checkpoint: Checkpoint, program: Program, draft_checkpoints: DraftCheckpoints, max_model_len: int
-) -> tuple[KvConfig, KvConfig | None]:
-    """The KV of a model, which runs this program, and of its draft model, beside the weights of all that runs, as the backend holds them.
-
-    Ranks on this machine share its memory; of those that are spread over several, this one is to hold the largest. No weight is read.
-    Raises MemoryLimitError where they do not fit in the memory that is available.
-    """
-    programs, spread = rank_programs(config, program, checkpoint.tensors), is_spread(mesh_of(config))
-    shares = [own.weight_bytes for own in programs]
-    weights = (max(shares) if spread else sum(shares)) + draft_checkpoints.weight_bytes(config.backend, checkpoint.spec)
-    uses = [KvUse(own.kv_groups, config.max_num_batched_tokens) for own in programs]
-    if spread:
-        uses = [max(uses, key=lambda use: sum(group.block_bytes(config.kv_dtype, KvConfig.block_size) for group in use.groups))]
-    if draft := draft_checkpoints.draft:
-        uses.append(KvUse(own_program(config, draft).kv_groups, max_rows(config.draft_depth)))
-    kv, *others = size_kv(uses, config, max_model_len, weights, available_memory())
-    return kv, others[-1] if draft else None

@@ -5,8 +5,7 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from headrace.assembly.kv_size import MOST_BLOCKS
-from headrace.backend import BACKENDS
-from headrace.config import SERVING, AcceptanceMethod, Activations, EngineConfig, FaceDefaults, KvDtype, LatentAttention
+from headrace.config import SERVING, AcceptanceMethod, Activations, BackendName, EngineConfig, FaceDefaults, KvDtype, LatentAttention
 from headrace.engine.engine import SCHEDULERS
 from headrace.errors import RequestError
 from headrace.propose import PROPOSERS, check_speculation
@@ -17,6 +16,7 @@ _INTEGERS = {  # option: least, most
     "tensor_parallel_size": (1, 1024),
     "pipeline_parallel_size": (1, 1024),
     "kv_blocks": (0, MOST_BLOCKS),
+    "kv_offload_bytes": (0, 2**48),
     "max_model_len": (0, 2**26),
     "attention_window": (0, 2**26),
     "attention_sinks": (0, 2**26),
@@ -33,7 +33,7 @@ _INTEGERS = {  # option: least, most
 _TIMES = {"target_token_ms": 1e6, "multi_step_ms": 1e6, "queue_timeout": 1e8}
 """Numbers from 0 on, with their most."""
 _CHOICES = {
-    "backend": BACKENDS,
+    "backend": get_args(BackendName),
     "kv_dtype": get_args(KvDtype),
     "activations": get_args(Activations),
     "latent_attention": get_args(LatentAttention),

@@ -25,7 +25,7 @@ def mesh_of(config: EngineConfig) -> Mesh:
     """The mesh that a configuration asks for. Raises RequestError for a backend, or an installation, that cannot have several ranks."""
     sizes = config.tensor_parallel_size, config.pipeline_parallel_size
     mesh = Mesh(*sizes, config.enable_expert_parallel, config.enable_sequence_parallel, config.pipeline_layers)
-    if mesh.ranks > 1 and config.backend != "cpu":
+    if mesh.ranks > 1 and config.backend not in ("auto", "cpu"):
         raise RequestError(f"the {config.backend} backend has one rank: choose backend 'cpu', or a parallel size of 1")
     if mesh.ranks > 1 and find_spec("torch") is None:
         raise RequestError("several ranks need the package torch: pip install 'headrace[distributed]'")

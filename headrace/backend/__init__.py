@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import Protocol
+from typing import Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.batch import Ints, RaggedBatch, StepTimes
-from headrace.config import Activations, KvConfig
+from headrace.config import Activations, KvConfig, KvDtype
 from headrace.errors import RequestError
 from headrace.logit_ops import LogitOp, StepResult, Ticket
 from headrace.program.adapter import Adapter
@@ -17,7 +17,32 @@ from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 
-BACKENDS = ("cpu", "reference")
+BACKENDS = ("cpu", "cuda", "reference")
+KV_DTYPES: Mapping[str, tuple[KvDtype, ...]] = {
+    "cpu": ("bf16", "f32", "int8", "int4"),
+    "cuda": ("bf16", "f32", "fp8", "int8"),
+    "reference": get_args(KvDtype),
+}
+"""Number formats of KV that each backend keeps."""
+KV_BLOCK_SIZES: Mapping[str, int] = {"cpu": 32, "cuda": 64, "reference": 32}
+"""Tokens of a block of KV."""
+
+
+class HostBlocks(Protocol):
+    """Blocks in the host's memory for copies of those that an executable stores, made in order with its launches."""
+
+    num_blocks: tuple[int, ...]
+    """Most of each group. They take memory when they are first used, the lowest first."""
+    block_bytes: tuple[int, ...]
+    """Bytes of one of each group."""
+    block_seconds: float
+    """What it takes to copy a block of every group back."""
+
+    def save(self, group: int, block: int, host_block: int) -> None:
+        """Copy a block of a group to the host, all layers and heads. Raises MemoryError where there is no memory for it."""
+
+    def load(self, group: int, host_block: int, block: int) -> None:
+        """Copy a block of the host back, into any block of its group."""
 
 
 class Executable(Protocol):
@@ -29,6 +54,9 @@ class Executable(Protocol):
     """Launches that may be outstanding before one is waited for: 1 where a launch runs at once."""
     kv_groups: tuple[KvGroup, ...]
     """The groups of the KV that it stores; a program that is attached over the same KV uses those of the program it is attached to."""
+
+    def prepare(self, max_rows: int, max_logit_rows: int) -> None:
+        """Do what steps of up to so many rows, and of these so many with logits, would else wait for. It may take a while."""
 
     def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Ticket:
         """One forward over all rows of the batch, and these ops on its logits.
@@ -60,6 +88,9 @@ class Executable(Protocol):
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         """Copy the KV of slots `source[i]` to `target[i]`, in order, all layers and heads of a group."""
 
+    def host_blocks(self, num_bytes: int) -> HostBlocks | None:
+        """Blocks in so many bytes of the host's memory; None where all KV is there, or the bytes are too few."""
+
     def close(self) -> None:
         """Give the memory back; the executable is not used afterwards."""
 
@@ -77,9 +108,22 @@ def lower_program(backend: str, program: Program, weights: Mapping[str, StoredTe
 def compile_program(
     backend: str, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int, activations: Activations = "int8"
 ) -> Executable:
-    """Compile for the named backend. Raises RequestError for a name that is not in BACKENDS."""
+    """Compile for the named backend. Raises RequestError for a name that is not in BACKENDS, and for KV that it does not keep."""
+    check_kv_dtype(backend, kv.dtype)
     executable: Executable = _module(backend).compile(program, weights, kv, threads, activations)
     return executable
+
+
+def check_kv_dtype(backend: str, dtype: KvDtype) -> None:
+    """Raises RequestError for a number format of KV that the named backend does not keep."""
+    if dtype not in (kept := KV_DTYPES.get(backend, ())) and kept:
+        raise RequestError(f"the {backend} backend keeps no KV in {dtype}: choose int8 for as little memory, or {' or '.join(kept)}")
+
+
+def host_block_counts(num_bytes: int, groups: Sequence[tuple[int, int]]) -> list[int]:
+    """How many blocks of each group so many bytes are for, in proportion to the blocks that there are, which have so many bytes each."""
+    whole = sum(num_blocks * size for num_blocks, size in groups)
+    return [num_bytes * num_blocks // whole for num_blocks, _ in groups]
 
 
 def forward(executable: Executable, batch: RaggedBatch) -> StepResult:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.backend import expert_table
+from headrace.backend import HostBlocks, expert_table
 from headrace.backend.cpu_lowering import Links, Lowering
 from headrace.backend.packing import column_order, named_in_errors, packed_bytes
 from headrace.batch import Ints, RaggedBatch, StepTimes
@@ -132,6 +132,9 @@ class CpuExecutable:
         other._fill_plan(weights, self._lowering)
         return other
 
+    def prepare(self, max_rows: int, max_logit_rows: int) -> None:
+        """Nothing is made ahead."""
+
     def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Done:
         self.run(batch, tokens_of(batch, self._values))
         rows = self.logits(batch)
@@ -206,6 +209,10 @@ class CpuExecutable:
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         self.plan.move_slots(group, np.ascontiguousarray(source, np.int32), np.ascontiguousarray(target, np.int32))
+
+    def host_blocks(self, num_bytes: int) -> HostBlocks | None:
+        """None: its KV is in the host's memory."""
+        return None
 
     def close(self) -> None:
         del self.plan, self.pool, self._lowering, self._views, self._values

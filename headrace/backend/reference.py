@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backend import expert_table, reference_mixture
+from headrace.backend import HostBlocks, expert_table, host_block_counts, reference_mixture
 from headrace.backend.reference_activations import activated, gated
+from headrace.backend.reference_kv import ReferenceHostBlocks, Store
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import Activations, KvConfig
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program import mixture, ops
 from headrace.program.adapter import Adapter
-from headrace.program.kv import KvGroup
 from headrace.program.op import Op, RowKind, Value, Weight
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
@@ -52,12 +52,15 @@ class ReferenceExecutable:
         self.kv = kv
         self.weights = _floats(program, weights)
         self.kv_groups = program.kv_groups
-        self.stores = [_Store(group, num_blocks * kv.block_size) for group, num_blocks in zip(self.kv_groups, kv.num_blocks, strict=True)]
+        self.stores = [Store(group, num_blocks * kv.block_size) for group, num_blocks in zip(self.kv_groups, kv.num_blocks, strict=True)]
         self.places = {layer: (number, i) for number, group in enumerate(self.kv_groups) for i, layer in enumerate(group.layers)}
         self._results: list[LogitOpResult] = []
         """Results of the logit ops of the last launch."""
         self.loads = _no_loads(self.program)
         self.adapters: dict[int, Adapter] = {}
+
+    def prepare(self, max_rows: int, max_logit_rows: int) -> None:
+        """Nothing is made ahead."""
 
     def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Done:
         step = _Step(self, batch._replace(tokens=tokens_of(batch, self._results)))
@@ -105,6 +108,11 @@ class ReferenceExecutable:
             for s, t in zip(source, target, strict=True):
                 cache[:, t] = cache[:, s]
 
+    def host_blocks(self, num_bytes: int) -> HostBlocks | None:
+        blocks = [(num, store.block_bytes(self.kv.block_size)) for num, store in zip(self.kv.num_blocks, self.stores, strict=True)]
+        counts = host_block_counts(num_bytes, blocks)
+        return ReferenceHostBlocks(self.stores, counts, self.kv.block_size) if all(counts) else None
+
     def close(self) -> None:
         self.weights.clear()
         self.stores.clear()
@@ -113,15 +121,6 @@ class ReferenceExecutable:
 def _no_loads(program: Program) -> dict[int, NDArray[np.int64]]:
     """Rows that have gone to each expert, none yet, by the id of what the op over experts writes."""
     return {op.out.id: np.zeros(len(op.gate), np.int64) for op in program.ops if isinstance(op, mixture.Experts)}
-
-
-class _Store:
-    """Keys and values of a group of layers, [layers, slots, heads, numbers]."""
-
-    def __init__(self, group: KvGroup, num_slots: int) -> None:
-        layout, shape = group.layout, (len(group.layers), num_slots, group.layout.num_heads)
-        self.keys = np.zeros((*shape, layout.key_dim), _DTYPE)
-        self.values = np.zeros((*shape, layout.value_dim), _DTYPE)
 
 
 def _floats(program: Program, weights: Mapping[str, StoredTensor], known: Mapping[str, Floats] = MappingProxyType({})) -> dict[str, Floats]:

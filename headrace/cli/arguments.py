@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
-from headrace.config import Activations, EngineConfig, KvDtype
+from headrace.config import Activations, BackendName, EngineConfig, KvDtype
 
 DEFAULT_MODEL = "smollm2"
 _MOST_DIGITS = 40
@@ -17,6 +17,12 @@ def add_model(parser: argparse.ArgumentParser, *, optional: bool) -> None:
         parser.add_argument("model", metavar="MODEL", nargs="?", default=DEFAULT_MODEL, help=f"{what}; {DEFAULT_MODEL} if left out")
     else:
         parser.add_argument("model", metavar="MODEL", help=what)
+
+
+def add_backend(parser: Any) -> None:
+    """`--backend`, on every verb that computes with a model; `parser` may be a group of one."""
+    what = "what computes: cpu, cuda (a GPU) or reference (NumPy, slow); auto: the GPU where there is one that can have the model"
+    parser.add_argument("--backend", choices=get_args(BackendName), default=EngineConfig.backend, help=what)
 
 
 def add_threads(parser: Any) -> None:

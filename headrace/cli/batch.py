@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from headrace.cli.arguments import DEFAULT_MODEL, PARALLEL, add_activations, add_kv_dtype, add_parallel, add_threads
+from headrace.cli.arguments import DEFAULT_MODEL, PARALLEL, add_activations, add_backend, add_kv_dtype, add_parallel, add_threads
 from headrace.config import OFFLINE, EngineConfig
 
 
@@ -21,6 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ignore-advised-sampling", action="store_true", help="leave alone what generation_config.json says of temperature and the like"
     )
+    add_backend(parser)
     add_threads(parser)
     add_kv_dtype(parser)
     add_activations(parser)
@@ -45,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     from headrace.server.batch import run_batch
     from headrace.server.settings import Settings
 
-    options = {name: getattr(args, name) for name in ("threads", "kv_dtype", "activations", "max_model_len", "max_num_seqs", *PARALLEL)}
+    names = ("backend", "threads", "kv_dtype", "activations", "max_model_len", "max_num_seqs", *PARALLEL)
+    options = {name: getattr(args, name) for name in names}
     settings = Settings(
         model_name=model_name(args.model),
         ignore_advised_sampling=args.ignore_advised_sampling,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.cli.arguments import (
     PARALLEL,
     add_activations,
+    add_backend,
     add_kv_dtype,
     add_model,
     add_parallel,
@@ -57,6 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_setting(throughput, "prompt_tokens", "prompt of each request, in tokens")
     _add_setting(throughput, "output_tokens", "output of each request, in tokens")
     both = parser.add_argument_group("both")
+    add_backend(both)
     add_threads(both)
     add_kv_dtype(both)
     add_activations(both)
@@ -108,12 +110,14 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def _measure(args: argparse.Namespace, settings: dict[str, Any]) -> "Iterator[Row]":
     """Rows as they are done; each carries all that is needed to read it later."""
+    from headrace.assembly.choice import with_backend
     from headrace.assembly.options import engine_config
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
 
     longest, most = _longest(args.kind, settings), max(settings.get("concurrency", (1,)))
     options = {
+        "backend": args.backend,
         "threads": args.threads,
         "kv_dtype": args.kv_dtype,
         "activations": args.activations,
@@ -133,11 +137,12 @@ def _measure(args: argparse.Namespace, settings: dict[str, Any]) -> "Iterator[Ro
 
     try:
         show_status("measuring this machine")
-        machine = hardware.measure(config.threads)
+        config = with_backend(config, checkpoint)
+        machine = hardware.measure(config.threads, config.backend)
         host.forget_peak_memory()
         show_status("loading the model")
         with measure.Bench(args.model, config) as bench:
-            facts, limits = _facts(args, checkpoint, machine), measure.SpeedLimits(checkpoint, machine, config)
+            facts, limits = _facts(args, checkpoint, machine, config.backend), measure.SpeedLimits(checkpoint, machine, config)
             rows: Callable[..., Iterator[Row]] = measure.latency if args.kind == "latency" else measure.throughput
             for row in rows(bench, limits, show_status, **settings):
                 show_status("")
@@ -153,7 +158,7 @@ def _longest(kind: str, settings: dict[str, Any]) -> int:
     return int(max(1, *settings["depth"]) + max(*settings["pp"], *settings["tg"]) + 1)
 
 
-def _facts(args: argparse.Namespace, checkpoint: "Checkpoint", machine: "Machine") -> dict[str, Any]:
+def _facts(args: argparse.Namespace, checkpoint: "Checkpoint", machine: "Machine", backend: str) -> dict[str, Any]:
     """What does not change from row to row."""
     from datetime import UTC, datetime
     from importlib.metadata import version
@@ -167,8 +172,9 @@ def _facts(args: argparse.Namespace, checkpoint: "Checkpoint", machine: "Machine
         "parameters": sum(tensor.rows * tensor.cols for tensor in checkpoint.tensors.values()),
         "version": version("headrace"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "backend": backend,
         "cpu": machine.cpu,
-        "isa": os.environ.get("HEADRACE_ISA") or machine.isa,
+        "isa": (not machine.is_gpu and os.environ.get("HEADRACE_ISA")) or machine.isa,
         "threads": machine.threads,
         "kv_dtype": args.kv_dtype,
         "bandwidth": machine.bandwidth,
@@ -178,14 +184,16 @@ def _facts(args: argparse.Namespace, checkpoint: "Checkpoint", machine: "Machine
 
 def _print(kind: str, rows: "list[Row]") -> None:
     from headrace.cli.table import print_figures, print_table, size
+    from headrace.planner.hardware import Machine
 
     row = rows[0]
+    machine = Machine(*(row[name] for name in ("cpu", "isa", "threads", "bandwidth", "rates")))
     rates = f"memory read {row['bandwidth'] / 1e9:.1f} GB/s, int8 {row['rates']['int8'] / 1e9:,.0f} G operations/s"
     print_figures(
         f"{row['name']}: {kind}",
         {
             "model": f"{size(row['file_bytes'])}, {row['parameters'] / 1e6:,.1f} M parameters",
-            "engine": f"headrace {row['version']}, cpu backend ({row['isa']}), {row['threads']} threads, {row['kv_dtype']} KV",
+            "engine": f"headrace {row['version']}, {row['backend']} backend ({row['isa']}), {machine.at_work}, {row['kv_dtype']} KV",
             "machine": f"{row['cpu']}; {rates}",
         },
     )

@@ -6,9 +6,10 @@ follows from how often it is right and from what steps cost. The best candidate 
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import add_json, add_model, add_threads, whole_number, whole_numbers
+from headrace.cli.arguments import add_backend, add_json, add_model, add_threads, whole_number, whole_numbers
 from headrace.cli.terminal import show_status
 from headrace.errors import RequestError
 
@@ -40,6 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", metavar="TEXT", default=_PROMPT, help="how the text begins; take a prompt like those you will use")
     parser.add_argument("--tokens", type=whole_number(16, 2**20), metavar="N", default=192, help="length of the text, in tokens")
     parser.add_argument("--depth", type=whole_number(1, 64), metavar="K", default=8, help="most draft tokens one after the other")
+    add_backend(parser)
     add_threads(parser)
     add_json(parser)
 
@@ -69,8 +71,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> "list[Candidate]":
+    from headrace.assembly.choice import with_backend
     from headrace.assembly.drafts import open_draft_checkpoints
-    from headrace.assembly.load import fit_memory
+    from headrace.assembly.memory import fit_memory
     from headrace.assembly.options import engine_config
     from headrace.backend import compile_program
     from headrace.checkpoint.load import open_checkpoint
@@ -80,7 +83,7 @@ def _measure(args: argparse.Namespace) -> "list[Candidate]":
     from headrace.planner.host import usable_cores
 
     draft = {"proposer": "draft_model", "draft_model": args.draft} if args.draft else {}
-    config = engine_config({"threads": args.threads, "max_num_seqs": 1, **draft})
+    config = engine_config({"backend": args.backend, "threads": args.threads, "max_num_seqs": 1, **draft})
     checkpoint = open_checkpoint(resolve(args.model))
     tokenizer = checkpoint.load_tokenizer()
     prompt = tokenizer.encode(args.prompt)
@@ -90,6 +93,8 @@ def _measure(args: argparse.Namespace) -> "list[Candidate]":
     if checkpoint.spec.num_layers == 1 and not args.draft:
         raise RequestError("the model has one layer, and with none left out nothing is faster: name a smaller model with --draft")
     draft_checkpoints = open_draft_checkpoints(config, checkpoint, tokenizer)
+    config = with_backend(replace(config, max_model_len=length), checkpoint, draft_checkpoints)
+    args.backend = config.backend  # also of the trial that follows
     program = trace_model(checkpoint.spec, checkpoint.tensors)
     kv, draft_kv = fit_memory(config, checkpoint, program, draft_checkpoints, length)
     show_status("writing a text")
@@ -138,6 +143,7 @@ def _try(args: argparse.Namespace, best: "Candidate") -> dict[str, Any]:
         ours = {"proposer": "self_draft", "draft_layers": int(best.name.partition(" ")[0])}
     options = ours | {"draft_depth": best.best.depth}
     common: dict[str, Any] = {
+        "backend": args.backend,
         "threads": args.threads,
         "max_num_seqs": 1,
         "kv_blocks": (len(args.prompt.encode()) + args.tokens) // KvConfig.block_size + 2,

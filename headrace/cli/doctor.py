@@ -1,4 +1,4 @@
-"""Measure this machine's memory bandwidth and arithmetic, and test that the engine computes correctly on it."""
+"""Measure the memory bandwidth and arithmetic of this machine and of its GPU, and test that the engine computes correctly on them."""
 
 import argparse
 import os
@@ -24,7 +24,8 @@ def run(args: argparse.Namespace) -> int:
     facts = examine(threads)
     if not args.json:
         _print(facts)
-    checks = list(run_checks(threads))
+    backends = ("cpu", "cuda") if facts["gpu"] and facts["gpu"]["rates"] else ("cpu",)
+    checks = [check for backend in backends for check in run_checks(threads, backend)]
     failed = [check for check in checks if not check.ok]
     if args.json:
         print_json(facts | {"self_test": [check._asdict() for check in checks], "ok": not failed})
@@ -38,6 +39,7 @@ def examine(threads: int) -> dict[str, Any]:
     from importlib.metadata import version
 
     from headrace import _native
+    from headrace.cli.doctor_gpu import gpu_facts
     from headrace.planner import hardware, host
 
     machine = hardware.measure(threads)
@@ -57,10 +59,12 @@ def examine(threads: int) -> dict[str, Any]:
         "ridge_int8": machine.ridge("int8"),
         "system": platform.platform(),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in ("headrace", "numpy", "tokenizers")},
+        **gpu_facts(),
     }
 
 
 def _print(facts: dict[str, Any]) -> None:
+    from headrace.cli.doctor_gpu import print_gpu
     from headrace.cli.table import print_figures, size
 
     print_figures(
@@ -79,6 +83,7 @@ def _print(facts: dict[str, Any]) -> None:
     rates = {f"{kind} dot products": f"{rate / 1e9:,.0f} G operations/s" for kind, rate in facts["rates"].items()}
     ridge = {"ridge": f"{facts['ridge_int8']:.0f} int8 operations per byte; a program with fewer is limited by memory bandwidth"}
     print_figures(f"Measured with {facts['threads']} threads", {"memory read": f"{facts['bandwidth'] / 1e9:.1f} GB/s"} | rates | ridge)
+    print_gpu(facts)
 
 
 def _nodes(counts: dict[int, int]) -> str:

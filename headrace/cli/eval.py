@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli.arguments import add_activations, add_json, add_kv_dtype, add_model, add_threads, whole_number
+from headrace.cli.arguments import add_activations, add_backend, add_json, add_kv_dtype, add_model, add_threads, whole_number
 from headrace.cli.calibrating import MOST_TOKENS, add_calibration
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=whole_number(2, MOST_TOKENS), default=4096, metavar="N", help="tokens of the text that count")
     add_kv_dtype(parser)
     add_activations(parser)
+    add_backend(parser)
     add_threads(parser)
     add_json(parser)
 

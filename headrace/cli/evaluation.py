@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from headrace.assembly.choice import with_backend
+from headrace.assembly.options import engine_config
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.cli.calibrating import calibration_pieces
@@ -62,6 +64,8 @@ class Evaluation:
         self._checkpoint = open_checkpoint(resolve(args.model))
         self._threads = args.threads or usable_cores()
         self._length = min(args.length, self._checkpoint.spec.max_context)
+        options = {name: getattr(args, name) for name in ("backend", "kv_dtype", "activations")}
+        self._backend = with_backend(engine_config(options | {"max_model_len": self._length}), self._checkpoint).backend
         ids = self._checkpoint.load_tokenizer().encode(read_text(args.text, "evaluation"), add_special=False, parse_special=False)
         if len(ids) < 2:
             raise RequestError("a text to judge by has two tokens at least")
@@ -108,16 +112,16 @@ class Evaluation:
     def _reference(self) -> Scorer:
         named = self._args.reference
         if named in (None, EXACT):
-            return self._scorer(self._checkpoint, self._checkpoint.tensors, "reference" if named else "cpu")
+            return self._scorer(self._checkpoint, self._checkpoint.tensors, "reference" if named else "")
         other, spec = open_checkpoint(resolve(named)), self._checkpoint.spec
         if other.spec.vocab_size != spec.vocab_size:
             sizes = f"{other.spec.vocab_size:,} and {spec.vocab_size:,}"
             raise RequestError(f"--reference {named}: its vocabulary is another one ({sizes} tokens)")
         return self._scorer(other, other.tensors)
 
-    def _scorer(self, checkpoint: Checkpoint, tensors: Mapping[str, "StoredTensor"], backend: str = "cpu") -> Scorer:
+    def _scorer(self, checkpoint: Checkpoint, tensors: Mapping[str, "StoredTensor"], backend: str = "") -> Scorer:
         args = self._args
-        return Scorer(checkpoint.spec, tensors, self._length, backend, self._threads, args.kv_dtype, args.activations)
+        return Scorer(checkpoint.spec, tensors, self._length, backend or self._backend, self._threads, args.kv_dtype, args.activations)
 
     def _row(self, name: str, tensors: Mapping[str, "StoredTensor"], said: Remembered, errors: Mapping[int, float]) -> Row:
         """How one model does; `said` is what the reference said, if there is one."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from headrace.cli.arguments import (
     PARALLEL,
     add_activations,
+    add_backend,
     add_json,
     add_kv_dtype,
     add_model,
@@ -52,6 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         shown = ",".join(map(str, default))
         parser.add_argument(f"--{flag}", type=counts_or_none, metavar="N,...", help=f"{what}, or `none` (default: {shown}, where they fit)")
     parser.add_argument("--batch", type=counts, default="1,4,8,16,32", metavar="N,...", help="sequences that decode together")
+    add_backend(parser)
     add_threads(parser)
     add_kv_dtype(parser)
     add_activations(parser)
@@ -103,6 +105,7 @@ def examine(args: argparse.Namespace) -> "Report":
     Raises ModelError as every verb does, MemoryLimitError where not one phase fits in memory, and RequestError where none is
     left to run.
     """
+    from headrace.assembly.choice import with_backend
     from headrace.assembly.options import engine_config
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
@@ -112,9 +115,10 @@ def examine(args: argparse.Namespace) -> "Report":
     from headrace.program.kv import number_bytes
     from headrace.program.mixture import Experts
 
-    names = ("threads", "kv_dtype", "activations", *PARALLEL)
-    config = engine_config({name: getattr(args, name) for name in names})
+    names = ("backend", "threads", "kv_dtype", "activations", *PARALLEL)
+    asked_for = engine_config({name: getattr(args, name) for name in names})
     checkpoint = open_checkpoint(resolve(args.model))
+    config = with_backend(asked_for, checkpoint)
     traced = trace_model(checkpoint.spec, checkpoint.tensors)
     _check_context(args, checkpoint.spec.max_context)
     if args.experts and not any(isinstance(op, Experts) for op in traced.ops):
@@ -138,27 +142,29 @@ def _check_context(args: argparse.Namespace, context: int) -> None:
 
 def _choose(asked: "Sequence[Phase]", checkpoint: "Checkpoint", config: EngineConfig) -> "tuple[list[Phase], dict[str, str]]":
     """The phases that can run here, and why the others cannot, by name."""
-    from headrace.backend import lower_program
-    from headrace.cli.stopwatch import BLOCK_SIZE, num_blocks
+    from headrace.assembly.memory import memory_for
+    from headrace.backend import KV_BLOCK_SIZES, lower_program
+    from headrace.cli.stopwatch import num_blocks
     from headrace.model import trace_model
-    from headrace.planner import host
     from headrace.planner.fit import Fit
     from headrace.planner.hardware import READ_BYTES
     from headrace.program.kv import token_bytes
 
     spec = checkpoint.spec
     program = lower_program(config.backend, trace_model(spec, checkpoint.tensors), checkpoint.tensors)
-    kv_per_token = token_bytes(program.kv_groups, config.kv_dtype)
-    fit = Fit(host.available_memory(), program.weight_bytes, spec.max_context * kv_per_token, spec.max_context)
+    kv_per_token, block_size = token_bytes(program.kv_groups, config.kv_dtype), KV_BLOCK_SIZES[config.backend]
+    memory = memory_for(config, program)
+    fit = Fit(memory.available, program.weight_bytes, spec.max_context * kv_per_token, spec.max_context, memory.to_run)
     budget = fit.kv_budget - READ_BYTES
     if budget <= 0:
         raise MemoryLimitError(
-            f"{program.weight_bytes:,} bytes of weights leave too little of the {fit.memory:,} bytes that are available: "
-            "the model is too large for this machine"
+            f"{program.weight_bytes:,} bytes of weights leave too little of the {fit.memory:,} bytes that are "
+            f"{'free on the GPU' if memory.on_gpu else 'available'}: "
+            f"the model is too large for this {'GPU' if memory.on_gpu else 'machine'}"
         )
     fitting, skipped, short = [], {}, 0
     for phase in asked:
-        needed = num_blocks(phase) * BLOCK_SIZE * kv_per_token + 4 * phase.seqs * spec.vocab_size
+        needed = num_blocks(phase, block_size) * block_size * kv_per_token + 4 * phase.seqs * spec.vocab_size
         if phase.length > spec.max_context:
             skipped[phase.name] = f"needs {phase.length:,} tokens of context, and the model's ends at {spec.max_context:,}"
         elif needed > budget:
@@ -183,6 +189,7 @@ def _run(
     from rich.console import Console
     from rich.progress import Progress
 
+    from headrace.backend import KV_BLOCK_SIZES
     from headrace.cli.stopwatch import Stopwatch, num_blocks
     from headrace.planner.experts import expert_profile
     from headrace.planner.hardware import measure
@@ -190,18 +197,18 @@ def _run(
 
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("loading", total=turns * len(fitting) + 1)
-        stopwatch = Stopwatch(model, checkpoint, config, max(map(num_blocks, fitting)))
+        stopwatch = Stopwatch(model, checkpoint, config, max(num_blocks(phase, KV_BLOCK_SIZES[config.backend]) for phase in fitting))
         try:
             rounds: list[list[list[StepTimes]]] = [[] for _ in fitting]
             machines = []
             for _ in range(turns):
-                machines.append(measure(config.threads))
+                machines.append(measure(config.threads, config.backend))
                 for phase, times in zip(fitting, rounds, strict=True):
                     bar.update(task, advance=1, description=phase.name)
                     times += stopwatch.turn(phase)
             program = stopwatch.executable.program
             routed = fitting if any(isinstance(op, Experts) for op in program.ops) else ()
             experts = [expert_profile(phase, program, stopwatch.expert_rows(phase)) for phase in routed]
-            return program, rounds, [*machines, measure(config.threads)], experts
+            return program, rounds, [*machines, measure(config.threads, config.backend)], experts
         finally:
             stopwatch.close()

@@ -19,7 +19,7 @@ import sys
 from dataclasses import fields
 from typing import Any
 
-from headrace.cli.arguments import DEFAULT_MODEL, PARALLEL, add_activations, add_kv_dtype, add_model, add_parallel, add_threads
+from headrace.cli.arguments import DEFAULT_MODEL, PARALLEL, add_activations, add_backend, add_kv_dtype, add_model, add_parallel, add_threads
 from headrace.config import INTERACTIVE, EngineConfig
 from headrace.errors import RequestError
 from headrace.request import SamplingParams
@@ -30,7 +30,7 @@ _DEFAULTS |= {**INTERACTIVE.engine, **INTERACTIVE.sampling}
 _SHARED_PARAMS = ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "max_tokens", "stop")
 _DRAW_PARAMS = ("temperature", "top_p", "top_k", "min_p")
 _BEAM_PARAMS = ("beam_width", "length_penalty")
-_ENGINE_OPTIONS = ("threads", "kv_dtype", "activations", "max_model_len", "attention_window", "attention_sinks", *PARALLEL)
+_ENGINE_OPTIONS = ("backend", "threads", "kv_dtype", "activations", "max_model_len", "attention_window", "attention_sinks", *PARALLEL)
 _SPECULATION_OPTIONS = (
     *("proposer", "max_draft_tokens", "adaptive_speculation", "acceptance_method"),
     *("draft_model", "draft_layers", "medusa_heads", "draft_depth", "draft_width"),
@@ -48,6 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     _add_sampling(parser.add_argument_group("sampling", "The same seed gives the same answer."))
     engine = parser.add_argument_group("engine")
+    add_backend(engine)
     add_threads(engine)
     add_kv_dtype(engine)
     add_activations(engine)

@@ -1,4 +1,4 @@
-"""A tiny random model, run on the `cpu` backend and held against `reference`: do the kernels compute right on this processor?"""
+"""A tiny random model, run on a backend and held against `reference`: do the kernels compute right on this processor, or GPU?"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -40,16 +40,18 @@ class Check(NamedTuple):
     detail: str
 
 
-def run_checks(threads: int = 0) -> Iterator[Check]:
+def run_checks(threads: int = 0, backend: str = "cpu") -> Iterator[Check]:
     """Each weight format against the reference, then chunked against whole, which must be equal to the last bit."""
     for name in ("Q4_1", "Q8_0", "BF16"):
         tensors = _random_model(name)
-        whole = _logits(tensors, "cpu", [_TOKENS], threads)
+        whole = _logits(tensors, backend, [_TOKENS], threads)
         truth = _logits(tensors, "reference", [_TOKENS], threads)
         error = float(np.linalg.norm(whole - truth) / np.linalg.norm(truth))
-        yield Check(f"{name} against reference", error < _TOLERANCE, f"relative error {error:.4f}")
-        chunked = _logits(tensors, "cpu", [17, 1, 1, _TOKENS - 19], threads)
-        yield Check(f"{name} whole and in chunks", bool((whole == chunked).all()), "bit-equal" if (whole == chunked).all() else "differs")
+        yield Check(f"{backend}: {name} against reference", error < _TOLERANCE, f"relative error {error:.4f}")
+        chunked = _logits(tensors, backend, [17, 1, 1, _TOKENS - 19], threads)
+        yield Check(
+            f"{backend}: {name} whole and in chunks", bool((whole == chunked).all()), "bit-equal" if (whole == chunked).all() else "differs"
+        )
 
 
 def _random_model(format_name: str) -> dict[str, StoredTensor]:

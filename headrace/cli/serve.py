@@ -9,7 +9,7 @@ import os
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import PARALLEL, add_activations, add_kv_dtype, add_parallel, add_threads
+from headrace.cli.arguments import PARALLEL, add_activations, add_backend, add_kv_dtype, add_parallel, add_threads
 from headrace.cli.server_flags import add_server, announce, check_installed, settings_of
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
 _ENGINE_OPTIONS = (
-    *("threads", "kv_dtype", "activations", "max_model_len", "max_num_seqs", "kv_blocks", "chunked_prefill_size", "queue_timeout"),
-    *("proposer", "draft_model"),
+    *("backend", "threads", "kv_dtype", "activations", "max_model_len", "max_num_seqs", "kv_blocks", "kv_offload_bytes"),
+    *("chunked_prefill_size", "queue_timeout", "proposer", "draft_model"),
     *PARALLEL,
 )
 
@@ -41,12 +41,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     several.add_argument("--scale-up-seconds", type=float, default=10.0, metavar="S", help="of too few replicas before there are more")
     several.add_argument("--scale-down-seconds", type=float, default=120.0, metavar="S", help="the same for too many")
     engine = parser.add_argument_group("engine")
+    add_backend(engine)
     add_threads(engine)
     add_kv_dtype(engine)
     add_activations(engine)
     _add(engine, "max_model_len", "longest sequence, in tokens; 0: the model's whole context", int)
     _add(engine, "max_num_seqs", "most sequences in one step", int)
     _add(engine, "kv_blocks", "blocks of KV; 0: what these need, within half of the memory", int)
+    _add(engine, "kv_offload_bytes", "bytes of the host's memory for KV that a GPU has no blocks for; 0: none", int)
     _add(engine, "chunked_prefill_size", "prompt tokens in a step that also decodes", int)
     _add(engine, "proposer", "what drafts: off, auto, ngram, ...; never changes a token", str)
     _add(engine, "draft_model", "for draft_model: a smaller model with the same vocabulary", str)

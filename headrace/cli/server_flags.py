@@ -82,8 +82,9 @@ def announce(served: "ServedModel", port: int, *more: str) -> None:
     url = f"http://{host}:{port}"
     key = " -H 'Authorization: Bearer KEY'" if settings.api_keys else ""
     body = f'{{"model": "{settings.model_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    runs_on = hello.backend if hello.backend == "cuda" else f"{hello.backend}, {hello.threads} threads"
     lines = [
-        f"model     {settings.model_name} ({hello.architecture}), {hello.backend}, {hello.threads} threads",
+        f"model     {settings.model_name} ({hello.architecture}), {runs_on}",
         f"memory    {hello.weight_bytes / 1e6:,.0f} MB of weights, {hello.kv_bytes / 1e6:,.0f} MB of KV in {hello.kv_dtype}",
         f"context   {hello.max_model_len:,} tokens; KV for {hello.kv_tokens:,}, at most {hello.max_num_seqs:,} sequences at once",
         *more,

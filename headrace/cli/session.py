@@ -24,8 +24,8 @@ class Session:
 
     def __init__(self, model: str, config: EngineConfig, adapter: tuple[str, str] | None = None) -> None:
         """`adapter`: name and path of the one that all is answered with."""
-        self.config = config
         self._engine, self._prompts, _, self._checkpoint = load_model(model, config)
+        self.config = self._engine.config
         gc.freeze()  # all of it stays, so that the collector need not look at it again, at exit either
         self._adapter = adapter[0] if adapter else None
         self._matrices: Adapter = {}
@@ -99,9 +99,9 @@ class Session:
         loads = decode_loads(result, number_bytes(program.kv_groups, self.config.kv_dtype), self._beam_width)
         if not loads or not result.timing.decode:
             return 0.0
-        threads = self.config.threads
-        share = decode_seconds(program, hardware.this_machine(threads), loads) / result.timing.decode
+        here = self.config.threads, self.config.backend
+        share = decode_seconds(program, hardware.this_machine(*here), loads) / result.timing.decode
         if share > 1:
-            hardware.measure(threads)
-            share = decode_seconds(program, hardware.this_machine(threads), loads) / result.timing.decode
+            hardware.measure(*here)
+            share = decode_seconds(program, hardware.this_machine(*here), loads) / result.timing.decode
         return share

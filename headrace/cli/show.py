@@ -2,11 +2,12 @@
 
 import argparse
 from collections import Counter
+from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import PARALLEL, add_json, add_model, add_parallel
-from headrace.config import EngineConfig, KvConfig, KvDtype
+from headrace.cli.arguments import PARALLEL, add_backend, add_json, add_model, add_parallel
+from headrace.config import BackendName, EngineConfig, KvDtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this verb."""
     add_model(parser, optional=True)
     add_json(parser)
+    add_backend(parser)
     add_parallel(parser)
 
 
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the facts; nothing of the weights is read."""
     from headrace.cli.table import print_json
 
-    facts = describe(args.model, {name: getattr(args, name) for name in PARALLEL})
+    facts = describe(args.model, {name: getattr(args, name) for name in ("backend", *PARALLEL)})
     if args.json:
         print_json(facts)
     else:
@@ -42,34 +44,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def describe(model: str, parallel: "Mapping[str, Any]" = _ALONE) -> dict[str, Any]:
-    """All facts, as they go to JSON: bytes, counts and tokens per second; `parallel`: options by the names in `arguments.PARALLEL`."""
+def describe(model: str, options: "Mapping[str, Any]" = _ALONE) -> dict[str, Any]:
+    """All facts, as they go to JSON: bytes, counts and tokens per second; `options`: the backend, and those in `arguments.PARALLEL`."""
+    from headrace.assembly.choice import choose
     from headrace.assembly.options import engine_config
     from headrace.backend import lower_program
     from headrace.checkpoint.imagined import imagined_tensors, is_bare, open_config
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
     from headrace.model import trace_model
-    from headrace.planner import host
-    from headrace.planner.fit import Fit
-    from headrace.program.kv import token_bytes
     from headrace.quant.formats import FORMATS
 
     path = resolve(model)
     bare = is_bare(path)
     checkpoint = open_config(path) if bare else open_checkpoint(path)
     spec, tensors = checkpoint.spec, checkpoint.tensors.values()
-    traced, config = trace_model(spec, checkpoint.tensors), engine_config(parallel)
+    traced, config = trace_model(spec, checkpoint.tensors), engine_config(options)
+    choice = choose(config, checkpoint)
+    config = replace(config, backend=choice.backend)
     program = lower_program(config.backend, traced, checkpoint.tensors)
     formats: Counter[str] = Counter()
     for tensor in tensors:
         formats[tensor.format.name] += tensor.nbytes
-    memory = host.available_memory()
-    groups, weights = program.kv_groups, program.weight_bytes
-    kv = {dtype: token_bytes(groups, dtype) for dtype in get_args(KvDtype)}
-    fits = {dtype: Fit(memory, weights, _sequence_bytes(groups, dtype, spec.max_context), spec.max_context) for dtype in kv}
     return {
         "model": model,
+        "backend": choice.backend,
+        "backend_remark": choice.remark,
         "path": str(checkpoint.path),
         "name": spec.name,
         "architecture": spec.architecture,
@@ -87,21 +87,38 @@ def describe(model: str, parallel: "Mapping[str, Any]" = _ALONE) -> dict[str, An
         "chat_template": checkpoint.chat_template is not None,
         "bytes_by_type": dict(formats.most_common()),
         "bytes": formats.total(),
-        "bytes_in_memory": weights,
+        "bytes_in_memory": program.weight_bytes,
         "bytes_in_format": {name: sum(t.nbytes for t in imagined_tensors(spec, FORMATS[name]).values()) for name in _FORMATS if bare},
-        "kv_bytes_per_token": kv,
-        "kv_groups": [_group(group) for group in groups],
-        "memory_available": memory,
-        "fits": {dtype: {"tokens": fit.tokens, "full_sequences": fit.sequences} for dtype, fit in fits.items()},
-        "limits": _limits(program),
+        "kv_groups": [_group(group, choice.backend) for group in program.kv_groups],
+        **_memory(config, program, spec.max_context),
+        "limits": _limits(program, choice.backend),
         "ranks": _ranks(config, traced, checkpoint.tensors),
     }
 
 
-def _group(group: "KvGroup") -> dict[str, Any]:
+def _memory(config: EngineConfig, program: "Program", context: int) -> dict[str, Any]:
+    """The memory that the backend has, and how much KV fits in it beside the weights, by number format."""
+    from headrace.assembly.memory import memory_for
+    from headrace.backend import KV_DTYPES
+    from headrace.planner.fit import Fit
     from headrace.program.kv import token_bytes
 
-    sizes = {dtype: token_bytes((group,), dtype) for dtype in get_args(KvDtype)}
+    memory, groups, dtypes = memory_for(config, program), program.kv_groups, KV_DTYPES[config.backend]
+    sizes = {dtype: _sequence_bytes(groups, dtype, context, config.backend) for dtype in dtypes}
+    fits = {dtype: Fit(memory.available, program.weight_bytes, size, context, memory.to_run) for dtype, size in sizes.items()}
+    return {
+        "kv_bytes_per_token": {dtype: token_bytes(groups, dtype) for dtype in dtypes},
+        "memory_available": memory.available,
+        "memory_of_gpu": memory.on_gpu,
+        "fits": {dtype: {"tokens": fit.tokens, "full_sequences": fit.sequences} for dtype, fit in fits.items()},
+    }
+
+
+def _group(group: "KvGroup", backend: BackendName) -> dict[str, Any]:
+    from headrace.backend import KV_DTYPES
+    from headrace.program.kv import token_bytes
+
+    sizes = {dtype: token_bytes((group,), dtype) for dtype in KV_DTYPES[backend]}
     return {"layers": len(group.layers), "window": group.window, "kv_bytes_per_token": sizes}
 
 
@@ -140,18 +157,20 @@ def _experts(program: "Program", spec: "ModelSpec") -> dict[str, int]:
     return experts | {"active_parameters": parameters - unused}
 
 
-def _sequence_bytes(groups: "Sequence[KvGroup]", dtype: KvDtype, context: int) -> int:
+def _sequence_bytes(groups: "Sequence[KvGroup]", dtype: KvDtype, context: int, backend: BackendName) -> int:
     """Bytes of KV that a sequence of full length holds at once."""
-    rows, size = EngineConfig.max_num_batched_tokens, KvConfig.block_size
+    from headrace.backend import KV_BLOCK_SIZES
+
+    rows, size = EngineConfig.max_num_batched_tokens, KV_BLOCK_SIZES[backend]
     return sum(group.num_blocks(context, rows, size) * group.block_bytes(dtype, size) for group in groups)
 
 
-def _limits(program: "Program") -> dict[str, float] | None:
-    """Most tokens per second with bf16 KV, where this machine has been measured."""
+def _limits(program: "Program", backend: BackendName) -> dict[str, float] | None:
+    """Most tokens per second with bf16 KV, where what the backend runs on has been measured."""
     from headrace.planner import hardware, roofline
     from headrace.program.kv import number_bytes
 
-    machine = hardware.remembered()
+    machine = hardware.remembered(backend=backend)
     if machine is None:
         return None
     kv_bytes = number_bytes(program.kv_groups, "bf16")
@@ -207,6 +226,7 @@ def _print(facts: dict[str, Any]) -> None:
             "vocabulary": f"{facts['vocabulary']:,}",
             "context": f"{facts['context']:,} tokens",
             "chat template": "yes" if facts["chat_template"] else "no",
+            "runs on": f"{facts['backend']}{'; ' if facts['backend_remark'] else ''}{facts['backend_remark']}",
             **_weight_sizes(facts),
             "KV per token": _token_sizes(facts["kv_bytes_per_token"]),
             **_group_sizes(facts["kv_groups"]),
@@ -216,7 +236,8 @@ def _print(facts: dict[str, Any]) -> None:
         f"with {dtype} KV": f"{fit['tokens']:,} tokens at once: {fit['full_sequences']:,} sequences of full length"
         for dtype, fit in facts["fits"].items()
     }
-    print_figures(f"What fits in {size(facts['memory_available'])} of available memory", fits)
+    whose = "memory that is free on the GPU" if facts["memory_of_gpu"] else "available memory"
+    print_figures(f"What fits in {size(facts['memory_available'])} of {whose}", fits)
     if facts["ranks"]:
         headings = ["rank", ">stage", ">layers", ">weights", ">KV per token", ">received, 1 row", ">512 rows"]
         rows = [

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from headrace.assembly.drafts import target_program
 from headrace.assembly.ranks import compile_ranks, mesh_of, threads_of
-from headrace.backend import Executable, compile_program
+from headrace.backend import KV_BLOCK_SIZES, Executable, compile_program
 from headrace.batch import KvRows, RaggedBatch, StepTimes
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig, KvConfig
@@ -16,14 +16,13 @@ from headrace.planner.profile import Phase
 from headrace.planner.roofline import PREFILL_CHUNK
 from headrace.program.op import Load
 
-BLOCK_SIZE = KvConfig.block_size
 _SECONDS = 0.3
 """Of a turn: a phase goes on for so long, and its last round is always a whole one."""
 
 
-def num_blocks(phase: Phase) -> int:
-    """KV blocks that a phase needs."""
-    return phase.seqs * _blocks_of_sequence(phase.length)
+def num_blocks(phase: Phase, block_size: int) -> int:
+    """KV blocks of so many tokens that a phase needs."""
+    return phase.seqs * -(-phase.length // block_size)
 
 
 class Stopwatch:
@@ -34,8 +33,8 @@ class Stopwatch:
 
     def __init__(self, model: str, checkpoint: Checkpoint, config: EngineConfig, blocks: int) -> None:
         program, mesh = trace_model(checkpoint.spec, checkpoint.tensors), mesh_of(config)
-        self._num_groups = len(program.kv_groups)
-        kv, threads = KvConfig((blocks,) * self._num_groups, BLOCK_SIZE, config.kv_dtype), threads_of(config, mesh)
+        self._num_groups, self._block_size = len(program.kv_groups), KV_BLOCK_SIZES[config.backend]
+        kv, threads = KvConfig((blocks,) * self._num_groups, self._block_size, config.kv_dtype), threads_of(config, mesh)
         self.executable: Executable
         if mesh.ranks > 1:
             ranks = compile_ranks(model, config, mesh, checkpoint, target_program(config, checkpoint), kv)
@@ -44,7 +43,7 @@ class Stopwatch:
         else:
             self.executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads, config.activations)
         self._vocab = checkpoint.spec.vocab_size
-        slots = np.arange(blocks * BLOCK_SIZE, dtype=np.int32)
+        slots = np.arange(blocks * self._block_size, dtype=np.int32)
         filled = min(PREFILL_CHUNK, len(slots))
         self.executable.launch(self._batch(Load(((0, filled),), 1, 0))).wait()
         for group in range(self._num_groups):
@@ -78,8 +77,8 @@ class Stopwatch:
         seq = np.repeat(np.arange(len(rows), dtype=np.int32), rows)
         row = np.arange(ends[-1], dtype=np.int32)
         positions = row - (ends - rows)[seq] + context[seq]
-        blocks = _blocks_of_sequence(int((context + rows).max()))
-        slots, block_table = seq * (blocks * BLOCK_SIZE) + positions, np.arange(len(rows) * blocks, dtype=np.int32)
+        blocks = -(-int((context + rows).max()) // self._block_size)
+        slots, block_table = seq * (blocks * self._block_size) + positions, np.arange(len(rows) * blocks, dtype=np.int32)
         return RaggedBatch(
             tokens=row * 37 % self._vocab,
             positions=positions,
@@ -91,7 +90,3 @@ class Stopwatch:
             logit_rows=ends - 1,
             seq_of=np.arange(len(rows), dtype=np.int32),
         )
-
-
-def _blocks_of_sequence(length: int) -> int:
-    return -(-length // BLOCK_SIZE)

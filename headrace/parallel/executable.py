@@ -6,6 +6,7 @@ from copy import copy
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.backend import HostBlocks
 from headrace.backend.cpu import CpuExecutable
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
@@ -67,6 +68,9 @@ class ParallelExecutable:
         except BaseException:
             self.close()
             raise
+
+    def prepare(self, max_rows: int, max_logit_rows: int) -> None:
+        """Nothing is made ahead."""
 
     def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> "_Ticket":
         values = self._last.wait().values if self._last and batch.token_source is not None else []
@@ -152,6 +156,10 @@ class ParallelExecutable:
         with self._followers.at_work():
             self._followers.send(Command(Kind.MOVE_SLOTS, group, [source, target]))
             self._local.move_slots(group, source, target)
+
+    def host_blocks(self, num_bytes: int) -> HostBlocks | None:
+        """None: its KV is in the host's memory."""
+        return None
 
     def close(self) -> None:
         self._last = None  # which refers to this, and to the samplers of its draws

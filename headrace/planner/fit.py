@@ -16,11 +16,13 @@ class Fit:
     """Bytes that a sequence of full length holds at once."""
     context: int
     """Its tokens."""
+    to_run: int = RUNTIME_BYTES
+    """Bytes that are set aside for what runs it."""
 
     @property
     def kv_budget(self) -> int:
         """Bytes left for KV, never below zero."""
-        return max(0, self.memory - self.weights - RUNTIME_BYTES)
+        return max(0, self.memory - self.weights - self.to_run)
 
     @property
     def tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""The machine as a roofline sees it: bytes per second from memory, operations per second of each kind."""
+"""The machine, or its GPU, as a roofline sees it: bytes per second from memory, operations per second of each kind."""
 
 import json
 import math
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
-from headrace.planner import host
+from headrace.planner import gpu, host
 from headrace.program.op import Kind
 from headrace.record import frozen
 
@@ -31,16 +31,28 @@ _AGREEMENT = 0.9
 
 @frozen
 class Machine:
-    """What was measured of a machine, with `threads` threads at work."""
+    """What was measured of a machine, with `threads` threads at work, or of its GPU."""
 
     cpu: str
+    """The name of the processor, or of the GPU."""
     isa: str
     """Instruction set that the kernels run on."""
     threads: int
+    """Of a GPU its multiprocessors."""
     bandwidth: float
     """Bytes per second read from memory."""
     rates: Mapping[Kind, float]
     """Operations per second (a multiply-add counts as two)."""
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether this is a GPU."""
+        return self.isa.startswith("sm_")
+
+    @property
+    def at_work(self) -> str:
+        """What works at the same time: `8 threads`."""
+        return f"{self.threads:,} {'multiprocessor' if self.is_gpu else 'thread'}{'s' * (self.threads != 1)}"
 
     def ridge(self, kind: Kind) -> float:
         """Operations per byte above which arithmetic, not memory, bounds the time (Williams et al. 2009)."""
@@ -57,46 +69,80 @@ class _Reading:
     rates: Mapping[Kind, float]
 
 
-def measure(threads: int = 0) -> Machine:
-    """Measure this machine as it is now, in about half a second, and remember the result. `threads` 0: as many as the process may use."""
-    from headrace import _native
+class _Processor(NamedTuple):
+    """What is measured."""
 
-    threads = threads or host.usable_cores()
-    bandwidth = _native.read_bandwidth(threads, READ_BYTES)
-    rates: dict[Kind, float] = {kind: _native.dot_rate(kind, threads) for kind in KINDS}
-    machine = Machine(host.cpu_name(), _native.isa(), threads, bandwidth, rates)
-    _remember(_key(threads), _Reading(time.time(), bandwidth, rates))
-    return machine
+    name: str
+    isa: str
+    threads: int
+    gpu: bool = False
+
+    @property
+    def key(self) -> str:
+        """Under which its readings are kept."""
+        return f"{self.name} / {self.isa} / {self.threads}"
 
 
-def remembered(threads: int = 0) -> Machine | None:
+def measure(threads: int = 0, backend: str = "cpu") -> Machine:
+    """Measure what a backend runs on as it is now, in about half a second, and remember the result.
+
+    `threads` 0: as many as the process may use. Kernels for a GPU that are interpreted run on the processor.
+    """
+    return _measured(_processor(threads, backend))
+
+
+def remembered(threads: int = 0, backend: str = "cpu") -> Machine | None:
     """The best that was measured of this processor with as many threads in the last day; the newest measurement where all are older.
 
     A busy machine is measured too slow, and none too fast: of several measurements the highest is the nearest to what it can do.
     """
-    threads = threads or host.usable_cores()
-    return _best(_known(threads), threads)
+    processor = _processor(threads, backend)
+    return _best(_known(processor), processor)
 
 
-def this_machine(threads: int = 0) -> Machine:
+def this_machine(threads: int = 0, backend: str = "cpu") -> Machine:
     """The best that was measured in the last day, after one more measurement where that may be too low."""
-    threads = threads or host.usable_cores()
-    known = _known(threads)
-    best = _best(known, threads) if _is_settled(known) else None
+    processor = _processor(threads, backend)
+    known = _known(processor)
+    best = _best(known, processor) if _is_settled(known) else None
     if best is None:
-        measured = measure(threads)
-        best = remembered(threads) or measured  # nothing is remembered where the cache cannot be written
+        measured = measure(threads, backend)
+        best = remembered(threads, backend) or measured  # nothing is remembered where the cache cannot be written
     return best
 
 
-def _best(readings: list[_Reading], threads: int) -> Machine | None:
-    """The highest of each figure."""
+def _processor(threads: int, backend: str) -> _Processor:
+    """What a backend runs on."""
     from headrace import _native
 
+    if backend == "cuda" and not gpu.interprets():
+        found, _ = gpu.find_gpu()
+        if found:
+            return _Processor(found.name, found.isa, found.multiprocessors, gpu=True)
+    return _Processor(host.cpu_name(), _native.isa(), threads or host.usable_cores())
+
+
+def _measured(processor: _Processor) -> Machine:
+    from headrace import _native
+
+    rates: dict[Kind, float]
+    if processor.gpu:
+        from headrace.backend.cuda.measure import rate, read_bandwidth
+
+        bandwidth, rates = read_bandwidth(), {kind: rate(kind) for kind in KINDS}
+    else:
+        bandwidth = _native.read_bandwidth(processor.threads, READ_BYTES)
+        rates = {kind: _native.dot_rate(kind, processor.threads) for kind in KINDS}
+    _remember(processor.key, _Reading(time.time(), bandwidth, rates))
+    return Machine(processor.name, processor.isa, processor.threads, bandwidth, rates)
+
+
+def _best(readings: list[_Reading], processor: _Processor) -> Machine | None:
+    """The highest of each figure."""
     if not readings:
         return None
     rates: dict[Kind, float] = {kind: max(reading.rates[kind] for reading in readings) for kind in KINDS}
-    return Machine(host.cpu_name(), _native.isa(), threads, max(reading.bandwidth for reading in readings), rates)
+    return Machine(processor.name, processor.isa, processor.threads, max(reading.bandwidth for reading in readings), rates)
 
 
 def _is_settled(readings: list[_Reading]) -> bool:
@@ -106,9 +152,9 @@ def _is_settled(readings: list[_Reading]) -> bool:
     return num_fresh >= _MOST_FRESH or (num_fresh > 0 and second >= _AGREEMENT * best)
 
 
-def _known(threads: int) -> list[_Reading]:
-    """What is remembered of this processor with so many threads."""
-    return _recent(_readings(_load().get(_key(threads))))
+def _known(processor: _Processor) -> list[_Reading]:
+    """What is remembered of a processor."""
+    return _recent(_readings(_load().get(processor.key)))
 
 
 def _recent(readings: list[_Reading]) -> list[_Reading]:
@@ -124,12 +170,6 @@ def _readings(entry: object) -> list[_Reading]:
     except (KeyError, TypeError, ValueError):
         return []
     return [r for r in found if all(0 < figure < math.inf for figure in (r.time, r.bandwidth, *r.rates.values()))]
-
-
-def _key(threads: int) -> str:
-    from headrace import _native
-
-    return f"{host.cpu_name()} / {_native.isa()} / {threads}"
 
 
 def _cache_file() -> Path:

@@ -82,8 +82,7 @@ def roofline_svg(title: str, machine: Machine, profiles: Sequence[PhaseProfile])
 
 
 def _subtitle(machine: Machine) -> str:
-    threads = f"{machine.threads} thread" + "s" * (machine.threads > 1)
-    return f"{machine.cpu}, {threads}, {machine.isa}; memory and arithmetic measured in the same run"
+    return f"{machine.cpu}, {machine.at_work}, {machine.isa}; memory and arithmetic measured in the same run"
 
 
 def _left_out(profiles: Sequence[PhaseProfile], drawn: set[str]) -> Iterator[str]:

@@ -30,9 +30,8 @@ class Report:
 
     @property
     def title(self) -> str:
-        """Model, processor and threads in one line."""
-        threads = f"{self.machine.threads} thread" + "s" * (self.machine.threads > 1)
-        return f"{self.spec.name} on {self.machine.cpu}, {threads}"
+        """Model, processor and what works of it in one line."""
+        return f"{self.spec.name} on {self.machine.cpu}, {self.machine.at_work}"
 
     def barriers_per_layer(self, profile: PhaseProfile) -> float:
         """Of one step, those around the layers included."""

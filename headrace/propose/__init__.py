@@ -55,6 +55,11 @@ class DraftModels:
     heads: Sequence[Executable] = ()
     """Medusa heads, the nearest first."""
 
+    @property
+    def executables(self) -> list[Executable]:
+        """All that draft."""
+        return [*([self.draft.executable] if self.draft else []), *([self.short] if self.short else []), *self.heads]
+
 
 NO_DRAFT_MODELS = DraftModels()
 

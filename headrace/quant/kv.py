@@ -17,13 +17,16 @@ Floats = NDArray[np.float64]
 def block_bytes(dtype: KvDtype, key_dim: int, value_dim: int) -> int:
     """Bytes of one block, its K and V, of one layer and KV head, with scales and padding (csrc/kernels.h, `KvRecord`).
 
-    A `value_dim` of 0 stands for values that are part of the keys.
+    A `value_dim` of 0 stands for values that are part of the keys. In fp8, which GPUs alone keep, there is a float32 for each vector.
     """
+    if dtype == "fp8":
+        return BLOCK_SIZE * sum(dim + 4 for dim in (key_dim, value_dim) if dim)
     return _native.kv_block_bytes(dtype, key_dim, value_dim)
 
 
 def stored(x: Floats, dtype: KvDtype) -> Floats:
-    """Keys or values [..., numbers of one] as attention reads them again: rounded to bf16, or rotated and quantised.
+    """Keys or values [..., numbers of one] as attention reads them again: rounded to bf16, scaled and rounded to fp8, or rotated and
+    quantised.
 
     Values that are part of keys are the first numbers of what this gives for the keys.
     """
@@ -31,6 +34,8 @@ def stored(x: Floats, dtype: KvDtype) -> Floats:
         return x
     if dtype == "bf16":
         return round_bf16(x)
+    if dtype == "fp8":
+        return _scaled_e4m3(x)
     rotation = hadamard(x.shape[-1])
     return _quantised(x @ rotation, _BITS[dtype]) @ rotation
 
@@ -39,6 +44,16 @@ def round_bf16(x: Floats) -> Floats:
     """Nearest bfloat16, ties to even."""
     bits = x.astype(np.float32).view(np.uint32)
     return _from_bits(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+
+
+def _scaled_e4m3(x: Floats) -> Floats:
+    """Numbers in E4M3, rounded to the nearest, ties to even, times a float32 by which the largest of each vector is 448 in it."""
+    numbers = x.astype(np.float32)
+    scale = np.abs(numbers).max(axis=-1, keepdims=True) / np.float32(448)
+    scaled = (numbers / np.where(scale > 0, scale, np.float32(1))).astype(np.float64)
+    step = np.ldexp(1.0, np.maximum(np.frexp(scaled)[1] - 1, -6) - 3)  # between neighbours; the least normal exponent is -6
+    rounded: Floats = np.rint(scaled / step) * step * scale
+    return rounded
 
 
 def hadamard(n: int) -> Floats:

@@ -13,7 +13,7 @@ from headrace.checkpoint.adapter import read_adapter
 from headrace.checkpoint.source import resolve
 from headrace.engine.engine import Engine
 from headrace.engine.thread import EngineThread
-from headrace.errors import ClosedError, HeadraceError, NonFiniteLogitsError, RequestError
+from headrace.errors import ClosedError, HeadraceError, MemoryLimitError, NonFiniteLogitsError, RequestError
 from headrace.model.spec import ModelSpec
 from headrace.request import RequestOutput, Update
 from headrace.server import frames
@@ -126,6 +126,8 @@ def refused(request_id: str, error: BaseException) -> frames.Refused:
             return frames.Refused(request_id, "not_finite", str(error))
         case ClosedError():
             return frames.Refused(request_id, "closed", str(error))
+        case MemoryLimitError():  # of a step that failed of this request alone
+            return frames.Refused(request_id, "internal", str(error))
         case HeadraceError():
             return frames.Refused(request_id, "request", str(error))
     return frames.Refused(request_id, "internal", f"{type(error).__name__}: {error}")

@@ -19,7 +19,7 @@ class Roofline:
 
     def __init__(self, program: Program, hello: Hello) -> None:
         self._program = program
-        self._machine = hardware.remembered(hello.threads)
+        self._machine = hardware.remembered(hello.threads, hello.backend)
         self._number_bytes = number_bytes(program.kv_groups, hello.kv_dtype)
         self._slot_bytes = hello.kv_bytes / hello.kv_tokens
 

@@ -61,6 +61,21 @@ def test_from_file_to_text(model: Path, how: str, width: int) -> None:
         assert how != "draft_model" or width > 1 or stats.accepted == stats.drafted  # the model itself
 
 
+def test_drafts_on_the_gpu_backend(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over KV in the blocks that it has, and with graphs of the steps of all that drafts."""
+    monkeypatch.setattr("headrace.backend.cuda.stream.HostStream.has_graphs", True)
+    monkeypatch.setattr("headrace.backend.cuda.step_shape._MOST_GRAPH_ROWS", 2)
+    options = {**OPTIONS, "backend": "cuda", "max_num_seqs": 2, "max_num_batched_tokens": 8}
+    params, tokens = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), {}
+    for how in ("off", "draft_model", "self_draft", "medusa"):
+        own = {} if how == "off" else options_for(how, model)
+        with LLM(str(model), **options, **own, proposer=how) as llm:
+            tokens[how] = llm.generate("hello", params)[0].outputs[0].token_ids
+            stats = llm.stats()
+        assert stats.proposer_failures == 0 and (stats.drafted > 0) == (how != "off")
+    assert len(set(map(tuple, tokens.values()))) == 1
+
+
 @pytest.mark.parametrize("how", ["draft_model", "self_draft", "medusa"])
 def test_closing_gives_everything_back(model: Path, how: str) -> None:
     llm = LLM(str(model), proposer=how, **OPTIONS, **options_for(how, model))
@@ -75,7 +90,7 @@ def test_closing_gives_everything_back(model: Path, how: str) -> None:
 def test_the_memory_of_a_draft_counts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = open_checkpoint(model)
     weights = lower_program("cpu", trace_model(target.spec, target.tensors), target.tensors).weight_bytes
-    monkeypatch.setattr("headrace.assembly.load.available_memory", lambda: RUNTIME_BYTES + int(1.9 * weights))
+    monkeypatch.setattr("headrace.assembly.memory.available_memory", lambda: RUNTIME_BYTES + int(1.9 * weights))
     LLM(str(model), max_model_len=32).close()
     with pytest.raises(MemoryLimitError, match="the model is too large"):
         LLM(str(model), max_model_len=32, proposer="draft_model", draft_model=str(model))
@@ -83,7 +98,7 @@ def test_the_memory_of_a_draft_counts(model: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_memory_of_heads_is_that_of_their_weights(model: Path) -> None:
     """As the executables beside the target's hold them, to the byte."""
-    config = engine_config({"proposer": "medusa"} | options_for("medusa", model))
+    config = engine_config({"backend": "cpu", "proposer": "medusa"} | options_for("medusa", model))
     target = open_checkpoint(model)
     kv = KvConfig((2,))
     draft_checkpoints = open_draft_checkpoints(config, target, target.load_tokenizer())

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from headrace.assembly.kv_size import KvUse, size_kv
+from headrace.assembly.kv_size import KvUse, Memory, size_kv
 from headrace.assembly.options import engine_config
 from headrace.config import KvConfig
 from headrace.errors import MemoryLimitError
@@ -21,7 +21,7 @@ class TestKvSize:
     def size(self, blocks: float, **options: Any) -> KvConfig:
         """With memory for so many blocks beside the weights and what it takes to run them."""
         models = [KvUse(trace_model(*self.MODEL).kv_groups, 512)]
-        (kv,) = size_kv(models, engine_config(options), 1000, self.WEIGHTS, self.WEIGHTS + RUNTIME_BYTES + int(blocks * self.BLOCK))
+        (kv,) = size_kv(models, engine_config(options), 1000, self.WEIGHTS, Memory(self.WEIGHTS + RUNTIME_BYTES + int(blocks * self.BLOCK)))
         return kv
 
     def test_enough_for_all_sequences(self) -> None:
@@ -44,7 +44,7 @@ class TestKvSize:
         of_sequence = [128 * self.BLOCK, 19 * 2 * self.BLOCK]
 
         def sizes(memory: int, **options: Any) -> tuple[int, ...]:
-            (kv,) = size_kv([KvUse(groups, 512)], engine_config(options), 4096, self.WEIGHTS, self.WEIGHTS + RUNTIME_BYTES + memory)
+            (kv,) = size_kv([KvUse(groups, 512)], engine_config(options), 4096, self.WEIGHTS, Memory(self.WEIGHTS + RUNTIME_BYTES + memory))
             return kv.num_blocks
 
         assert sizes(10**9, max_num_seqs=3) == (3 * 128, 3 * 19)

@@ -9,7 +9,7 @@ from headrace import LLM, SamplingParams
 from headrace.assembly import drafts, load
 from headrace.assembly.load import load_model, most_logit_rows
 from headrace.assembly.options import engine_config
-from headrace.backend import BACKENDS, lower_program
+from headrace.backend import BACKENDS, KV_BLOCK_SIZES, lower_program
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.config import OFFLINE
 from headrace.errors import MemoryLimitError, ModelNotFoundError, RequestError
@@ -91,12 +91,12 @@ class TestMemory:
         weights = program.weight_bytes
         assert weights > sum(tensor.nbytes for tensor in checkpoint.tensors.values())
         (group,) = program.kv_groups
-        needed = RUNTIME_BYTES + weights + 2 * group.block_bytes("bf16", 32)
+        needed = RUNTIME_BYTES + weights + 2 * group.block_bytes("bf16", KV_BLOCK_SIZES[backend])
         options: dict[str, Any] = {"backend": backend, "max_model_len": 64, "kv_blocks": 2}
-        monkeypatch.setattr("headrace.assembly.load.available_memory", lambda: needed)
+        monkeypatch.setattr("headrace.assembly.memory.available_memory", lambda: needed)
         with LLM(str(model), **options) as llm:
             assert len(llm.generate("hello", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0].outputs[0].token_ids) == 8
-        monkeypatch.setattr("headrace.assembly.load.available_memory", lambda: needed - 1)
+        monkeypatch.setattr("headrace.assembly.memory.available_memory", lambda: needed - 1)
         monkeypatch.setattr("headrace.assembly.load.compile_program", lambda *arguments: pytest.fail("compiled"))
         with pytest.raises(MemoryLimitError, match=f"{weights:,} bytes of weights, .* {needed:,} bytes, and {needed - 1:,} are available"):
             LLM(str(model), **options)

@@ -13,7 +13,7 @@ from headrace.errors import RequestError
     ("options", "message"),
     [
         ({"max_modle_len": 5}, "unknown option 'max_modle_len'; did you mean max_model_len?"),
-        ({"backend": "cuda"}, "backend must be one of cpu, reference, not 'cuda'"),
+        ({"backend": "gpu"}, "backend must be one of auto, cpu, cuda, reference, not 'gpu'"),
         ({"proposer": "nrgam"}, "proposer must be one of off, auto, ngram"),
         ({"draft_model": "smollm2"}, "draft_model is for proposer 'draft_model' or 'auto', and the proposer is 'off'"),
         ({"proposer": "ngram", "draft_layers": 2}, "draft_layers is for proposer 'self_draft'"),
@@ -25,7 +25,7 @@ from headrace.errors import RequestError
         ({"proposer": "self_draft", "draft_layers": 1, "draft_width": 2, "acceptance_method": "rejection"}, "draft_width 1"),
         ({"max_draft_tokens": 0}, "max_draft_tokens must be a whole number from 1"),
         ({"adaptive_speculation": "no"}, "adaptive_speculation must be true or false, not 'no'"),
-        ({"kv_dtype": "int3"}, "kv_dtype must be one of bf16, f32, int8, int4"),
+        ({"kv_dtype": "int3"}, "kv_dtype must be one of bf16, f32, fp8, int8, int4"),
         ({"backend": ["cpu"]}, "backend must be one of"),
         ({"max_num_seqs": 0}, "max_num_seqs must be a whole number from 1"),
         ({"threads": -1}, "threads"),

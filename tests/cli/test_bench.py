@@ -26,7 +26,7 @@ MACHINE = Machine("a processor", "an isa", 1, 1e9, {"int8": 1e12, "bf16": 1e12, 
 @pytest.fixture(autouse=True)
 def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of known speed: measuring this one takes half a second each time."""
-    monkeypatch.setattr("headrace.planner.hardware.measure", lambda threads: MACHINE)
+    monkeypatch.setattr("headrace.planner.hardware.measure", lambda threads, backend="cpu": MACHINE)
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ class TestRefusal:
         assert row["test"] == "tg254"
 
     def test_no_model_is_measured_before_it_is_found(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        monkeypatch.setattr("headrace.planner.hardware.measure", lambda threads: pytest.fail("measured"))
+        monkeypatch.setattr("headrace.planner.hardware.measure", lambda threads, backend="cpu": pytest.fail("measured"))
         assert cli.main(["bench", "latency", "no-such-model"]) == 3
         assert len(capsys.readouterr().err.splitlines()) == 1
 
@@ -164,7 +164,7 @@ class TestRuns:
     def test_prompts_are_new_every_time_and_repeatable(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def prompts() -> list[list[int]]:
             seen: list[list[int]] = []
-            with Bench(model, EngineConfig(max_model_len=64, threads=1)) as bench:
+            with Bench(model, EngineConfig(backend="cpu", max_model_len=64, threads=1)) as bench:
                 add = bench._engine.add_request
                 monkeypatch.setattr(bench._engine, "add_request", lambda ids, params: seen.append(ids) or add(ids, params))
                 runs = [bench.run(2, 12, 3), *bench.repeat(2, 12, 3)]
@@ -178,8 +178,8 @@ class TestRuns:
         assert prompts() == first
 
     def test_limits(self, model: str) -> None:
-        with Bench(model, EngineConfig(max_model_len=64, threads=1)) as bench:
-            limits, checkpoint = SpeedLimits(bench.checkpoint, MACHINE, EngineConfig(kv_dtype="f32")), bench.checkpoint
+        with Bench(model, EngineConfig(backend="cpu", max_model_len=64, threads=1)) as bench:
+            limits, checkpoint = SpeedLimits(bench.checkpoint, MACHINE, EngineConfig(backend="cpu", kv_dtype="f32")), bench.checkpoint
         program = lower_program("cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors)
         step = {rows: step_seconds(program, Load(((20, 1),) * rows, rows, 4), MACHINE) for rows in (1, 3)}
         assert limits.decode(8, 16) == pytest.approx(1 / step[1])

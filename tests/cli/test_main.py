@@ -13,13 +13,20 @@ from headrace.cli.signals import Ended
 from headrace.errors import MemoryLimitError, RequestError
 
 ELSEWHERE = {
-    *("rich", "torch", "transformers", "jinja2", "huggingface_hub", "msgspec", "llguidance", "uvicorn"),
+    *("rich", "torch", "triton", "transformers", "jinja2", "huggingface_hub", "msgspec", "llguidance", "uvicorn"),
     *("email", "importlib.metadata", "hashlib", "statistics", "asyncio", "multiprocessing", "urllib.request"),
-    *("headrace.server", "headrace.llm", "headrace.backend.reference", "headrace.cli.chat", "headrace.checkpoint.tokenizer_hf"),
+    *(
+        "headrace.server",
+        "headrace.llm",
+        "headrace.backend.reference",
+        "headrace.backend.cuda",
+        "headrace.cli.chat",
+        "headrace.checkpoint.tokenizer_hf",
+    ),
     *(f"headrace.model.{file}" for file in ("mistral", "qwen2", "qwen_moe", "gemma", "gpt2", "deepseek", "gpt_oss")),
 }
 """What an answer of a Llama in a GGUF file does not need."""
-HEAVY = {"numpy", "rich", "torch", "transformers", "jinja2", "tokenizers", "huggingface_hub", "headrace._native"}
+HEAVY = {"numpy", "rich", "torch", "triton", "transformers", "jinja2", "tokenizers", "huggingface_hub", "headrace._native"}
 
 
 class TestStart:

@@ -41,7 +41,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.checkpoint.source.resolve", lambda model: Path(model))
     monkeypatch.setattr("headrace.checkpoint.load.open_checkpoint", lambda path: checkpoint)
     machines = cycle((HERE, replace(HERE, bandwidth=18e9)))
-    monkeypatch.setattr("headrace.planner.hardware.measure", lambda threads: replace(next(machines), threads=threads or 2))
+    monkeypatch.setattr("headrace.planner.hardware.measure", lambda threads, backend="cpu": replace(next(machines), threads=threads or 2))
 
 
 def facts_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class TestTiny:
 
     def test_what_does_not_fit_in_memory_is_left_out(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         free = 3 * 32 * token_bytes(PROGRAM.kv_groups, "bf16") + 4 * SPEC.vocab_size * 3  # three blocks, and the logits of three rows
-        monkeypatch.setattr("headrace.planner.host.available_memory", lambda: PROGRAM.weight_bytes + RUNTIME_BYTES + READ_BYTES + free)
+        monkeypatch.setattr("headrace.assembly.memory.available_memory", lambda: PROGRAM.weight_bytes + RUNTIME_BYTES + READ_BYTES + free)
         words = ("--prefill", "none", "--depth", "8", "--batch", "3,4", "--turns", "1")
         facts = facts_of(capsys, *words)
         assert [phase["name"] for phase in facts["phases"]] == ["decode, depth 8, batch 3"]
@@ -130,7 +130,7 @@ def mixture(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint(Path("mixture"), *made, None, Path("mixture"))
     monkeypatch.setattr("headrace.checkpoint.source.resolve", lambda model: Path(model))
     monkeypatch.setattr("headrace.checkpoint.load.open_checkpoint", lambda path: checkpoint)
-    monkeypatch.setattr("headrace.planner.hardware.measure", lambda threads: replace(HERE, threads=threads or 2))
+    monkeypatch.setattr("headrace.planner.hardware.measure", lambda threads, backend="cpu": replace(HERE, threads=threads or 2))
 
 
 @pytest.mark.usefixtures("mixture")
@@ -174,11 +174,11 @@ class TestRefusals:
         assert "--prefill" in self.refused(capsys, 2, "--prefill", "none", "--depth", "none")
 
     def test_weights_beyond_memory(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("headrace.planner.host.available_memory", lambda: 1000)
+        monkeypatch.setattr("headrace.assembly.memory.available_memory", lambda: 1000)
         assert "too large for this machine" in self.refused(capsys, 4)
 
     def test_no_phase_within_memory(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("headrace.planner.host.available_memory", lambda: PROGRAM.weight_bytes + RUNTIME_BYTES + READ_BYTES + 100)
+        monkeypatch.setattr("headrace.assembly.memory.available_memory", lambda: PROGRAM.weight_bytes + RUNTIME_BYTES + READ_BYTES + 100)
         assert "100 are left beside the weights" in self.refused(capsys, 4, "--prefill", "40", "--depth", "none")
 
     def test_a_picture_that_cannot_be_written(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ class TestRefusal:
 
     def test_no_memory_for_the_kv(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.setattr(
-            "headrace.assembly.load.available_memory", lambda: 270_000_000
+            "headrace.assembly.memory.available_memory", lambda: 270_000_000
         )  # the weights, and little more than it takes to run them
         monkeypatch.setattr(verb, "_is_piped", lambda: False)
         assert cli.main(["run", "smollm2", CAPITAL]) == 4

@@ -17,7 +17,7 @@ from headrace.request import CompletionOutput, DraftStats, RequestOutput, Timing
 from tests.tiny import tiny_model
 
 SPEC, TENSORS = tiny_model(0, format="Q4_0", dim=64)
-CONFIG = EngineConfig()
+CONFIG = EngineConfig(backend="cpu")
 MACHINE = Machine("Zen 4", "avx512", 2, 36e9, {"int8": 940e9, "bf16": 470e9, "f32": 235e9})
 DRAFTS = {"ngram": DraftStats(10, 60, 50)}
 
@@ -26,8 +26,8 @@ DRAFTS = {"ngram": DraftStats(10, 60, 50)}
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What is known of the machine, in `now`; `after` is what one more measurement makes of it."""
     known = SimpleNamespace(now=MACHINE, after=MACHINE)
-    monkeypatch.setattr("headrace.planner.hardware.this_machine", lambda threads: known.now)
-    monkeypatch.setattr("headrace.planner.hardware.measure", lambda threads: setattr(known, "now", known.after))
+    monkeypatch.setattr("headrace.planner.hardware.this_machine", lambda threads, backend="cpu": known.now)
+    monkeypatch.setattr("headrace.planner.hardware.measure", lambda threads, backend="cpu": setattr(known, "now", known.after))
     return known
 
 
@@ -38,7 +38,7 @@ def answer(num_out: int, decode: float, **more: Any) -> RequestOutput:
 
 def closing_line(monkeypatch: pytest.MonkeyPatch, result: RequestOutput, config: EngineConfig = CONFIG) -> str:
     checkpoint = SimpleNamespace(spec=SPEC, tensors=TENSORS)
-    monkeypatch.setattr("headrace.cli.session.load_model", lambda model, config: (None, None, None, checkpoint))
+    monkeypatch.setattr("headrace.cli.session.load_model", lambda model, config: (SimpleNamespace(config=config), None, None, checkpoint))
     session = Session("tiny", config)
     session.result = result
     return session.closing_line()
@@ -98,5 +98,5 @@ def test_cached_tokens_take_no_time(monkeypatch: pytest.MonkeyPatch, machine: Si
 
 
 def test_what_is_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = closing_line(monkeypatch, answer(1, 0.0), EngineConfig(attention_window=512))
+    line = closing_line(monkeypatch, answer(1, 0.0), EngineConfig(backend="cpu", attention_window=512))
     assert line == "[20 in, 2,000 tok/s · 1 out · lossy: sees the first 4 tokens and the last 512 alone]"

@@ -1,14 +1,14 @@
 """Adapters in the engine: many in a batch, each request as it would be by itself, loaded and unloaded while others run."""
 
 from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.config import KvDtype
+from headrace.backend import KV_DTYPES
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
 from headrace.model import linear_weights, tensor_shapes
@@ -99,7 +99,7 @@ def test_a_draft_model_without_the_adapter_only_drafts(how: str) -> None:
     assert engine.stats().drafted > 0 and engine.stats().proposer_failures == 0
 
 
-@pytest.mark.parametrize("kv_dtype", get_args(KvDtype))
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES["cpu"])
 def test_nothing_leaks_through_the_prefix_cache(kv_dtype: str) -> None:
     engine = engine_with(tiny_engine(model(0), "cpu", eos_ids=EOS, kv_dtype=kv_dtype, slots=800), 0)
     prompt = REQUESTS[2][0] * 2, SamplingParams(temperature=0, max_tokens=5)

@@ -18,6 +18,7 @@ from headrace.batch import Ints, RaggedBatch
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.kv.blocks import NULL_BLOCK
+from headrace.kv.host import HostTier
 from headrace.kv.manager import KvManager, Tables
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program.kv import KvGroup, KvLayout
@@ -69,9 +70,11 @@ def toy_groups(windows: tuple[int, ...], sinks: int = 0) -> tuple[KvGroup, ...]:
     return tuple(KvGroup((layer,), KvLayout(1, 2, 2), window, sinks if window else 0) for layer, window in enumerate(windows))
 
 
-def toy_kv(num_blocks: int, block_size: int, windows: tuple[int, ...] = FULL, max_rows: int = 512, sinks: int = 0) -> KvManager:
+def toy_kv(
+    num_blocks: int, block_size: int, windows: tuple[int, ...] = FULL, max_rows: int = 512, sinks: int = 0, host: HostTier | None = None
+) -> KvManager:
     """So many blocks for each group."""
-    return KvManager(toy_groups(windows, sinks), KvConfig((num_blocks,) * len(windows), block_size), max_rows)
+    return KvManager(toy_groups(windows, sinks), KvConfig((num_blocks,) * len(windows), block_size), max_rows, host)
 
 
 class Kept(NamedTuple):
@@ -81,6 +84,26 @@ class Kept(NamedTuple):
     text: int
     """Hash of all tokens up to its own."""
     is_broken: bool
+
+
+class ToyHostBlocks:
+    """Copies of blocks, of one byte each, beside the dictionaries."""
+
+    block_seconds = 0.0
+
+    def __init__(self, kv: list[dict[int, Kept]], block_size: int, num_blocks: int) -> None:
+        self.num_blocks, self.block_bytes = (num_blocks,) * len(kv), (1,) * len(kv)
+        self._kv, self._size = kv, block_size
+        self._copies: dict[tuple[int, int], list[Kept]] = {}
+
+    def save(self, group: int, block: int, host_block: int) -> None:
+        self._copies[group, host_block] = [self._kv[group][slot] for slot in self._slots(block)]
+
+    def load(self, group: int, host_block: int, block: int) -> None:
+        self._kv[group] |= zip(self._slots(block), self._copies[group, host_block], strict=True)
+
+    def _slots(self, block: int) -> range:
+        return range(block * self._size, (block + 1) * self._size)
 
 
 class ToyExecutable:
@@ -99,6 +122,9 @@ class ToyExecutable:
         self.kv: list[dict[int, Kept]] = [{} for _ in windows]  # of each group, by slot
         self.largest = (0, 0, 0)  # most rows, logit rows and sequences in a step
         self.closed = False
+
+    def prepare(self, max_rows: int, max_logit_rows: int) -> None:
+        pass
 
     def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Done:
         rows, pooled = self.forward(batch._replace(tokens=tokens_of(batch, self._values)))
@@ -159,6 +185,10 @@ class ToyExecutable:
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         for s, t in zip(source.tolist(), target.tolist(), strict=True):
             self.kv[group][t] = self.kv[group].get(s, Kept(-1, 0, False))
+
+    def host_blocks(self, num_bytes: int) -> ToyHostBlocks:
+        """So many for each group."""
+        return ToyHostBlocks(self.kv, self.block_size, num_bytes)
 
     def check(self, kv: KvManager, tables: Tables, tokens: list[int]) -> None:
         """Assert that the slots of a sequence keep these tokens, as far as it still has them."""

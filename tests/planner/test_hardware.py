@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from headrace.planner import hardware, host
+from headrace.planner.gpu import Gpu
 from headrace.planner.hardware import Machine
 
 RATES = {"int8": 940e9, "bf16": 470e9, "f32": 235e9}
@@ -181,3 +182,30 @@ def test_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = hardware.measure()
     assert 1e8 < machine.bandwidth < 1e13
     assert all(1e8 < machine.rates[kind] < 1e16 for kind in hardware.KINDS)
+
+
+class TestGpu:
+    FOUND = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 85_000_000_000, 132, (12, 8))
+
+    @pytest.fixture
+    def there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A GPU whose figures are made up."""
+        from headrace.backend.cuda import measure
+
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        monkeypatch.setattr("headrace.planner.gpu.find_gpu", lambda: (self.FOUND, ""))
+        monkeypatch.setattr(measure, "read_bandwidth", lambda: 3e12)
+        monkeypatch.setattr(measure, "rate", lambda kind: 1000 * RATES[kind])
+
+    @pytest.mark.usefixtures("there")
+    def test_it_has_figures_of_its_own(self, native: SimpleNamespace) -> None:
+        machine = hardware.measure(2, "cuda")
+        assert machine == Machine(self.FOUND.name, "sm_90", 132, 3e12, {kind: 1000 * rate for kind, rate in RATES.items()})
+        assert machine == hardware.remembered(7, "cuda") == hardware.this_machine(backend="cuda") and native.calls == 0
+        assert machine.is_gpu and machine.at_work == "132 multiprocessors"
+        assert hardware.remembered(2) is None and hardware.measure(2).at_work == "2 threads" and not hardware.measure(1).is_gpu
+
+    @pytest.mark.usefixtures("there")
+    def test_kernels_that_are_interpreted_run_on_the_processor(self, native: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert hardware.measure(2, "cuda") == hardware.remembered(2) and native.calls == 1

@@ -136,7 +136,9 @@ def test_a_model_that_runs(kv_dtype: str) -> None:
     """Prefill over several chunks and batches of all sizes, on the cpu backend."""
     asked = phases((100, 600), (0, 5, 600), (1, 3), 2 if kv_dtype == "bf16" else 4)
     checkpoint = Checkpoint(Path("tiny"), SPEC, TENSORS, None, Path("tiny"))
-    stopwatch = Stopwatch("tiny", checkpoint, EngineConfig(threads=2, kv_dtype=kv_dtype), max(map(num_blocks, asked)))
+    stopwatch = Stopwatch(
+        "tiny", checkpoint, EngineConfig(backend="cpu", threads=2, kv_dtype=kv_dtype), max(num_blocks(phase, 32) for phase in asked)
+    )
     try:
         for phase in asked:
             rounds = stopwatch.turn(phase)

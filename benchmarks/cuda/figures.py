@@ -1,0 +1,224 @@
+"""What is measured on a GPU, each figure beside the least that it should be."""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from programs import decoding, draws, executable_of, plan_of, seconds, sequences_of, step_of, synchronise, weight_bytes
+
+from headrace.backend.cuda import CudaExecutable
+from headrace.backend.cuda.device import DEVICE
+from headrace.backend.cuda.interpreter import is_interpreting
+from headrace.backend.cuda.launch import Launch
+from headrace.batch import RaggedBatch
+from headrace.config import EngineConfig, KvConfig, KvDtype
+from headrace.engine.engine import Engine, EngineLimits
+from headrace.model.spec import ModelSpec
+from headrace.propose import make_proposers
+from headrace.request import SamplingParams
+from tests.backend.cuda.hollow import SPECS
+from tests.tiny import TinyVocabulary
+
+FORMATS = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+FLOORS = {
+    ("8b", "bf16", "share of copy bandwidth"): 0.80,
+    ("8b", "int4", "share of copy bandwidth"): 0.55,
+    ("1b", "bf16", "share of copy bandwidth"): 0.65,
+    ("8b", "bf16", "prefill"): 350.0,
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A median with its spread, and what it should reach: at least, or with `less_is_better` at most."""
+
+    name: str
+    unit: str
+    value: float
+    low: float
+    high: float
+    floor: float | None = None
+    less_is_better: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, unit: str, values: Iterable[float], floor: float | None = None, less_is_better: bool = False) -> "Figure":
+        """The median of values."""
+        found = list(values)
+        return cls(name, unit, statistics.median(found), min(found), max(found), floor, less_is_better)
+
+    @property
+    def is_reached(self) -> bool | None:
+        """Whether it is what it should be; None: nothing is asked of it."""
+        if self.floor is None:
+            return None
+        return self.value <= self.floor if self.less_is_better else self.value >= self.floor
+
+    def as_json(self) -> dict[str, Any]:
+        """A line of the report."""
+        return asdict(self) | {"is_reached": self.is_reached}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured: on a GPU, or so little that an interpreter can do it."""
+
+    specs: tuple[str, ...] = ("135m", "1b", "8b")
+    copied: int = 2 << 30
+    rounds: int = 11
+    batches: tuple[int, ...] = (1, 8, 64)
+    chunk: int = 2048
+    context: int = 512
+    long_context: int = 32_768
+    long_contexts: tuple[int, ...] = (1, 4)
+    tokens: int = 64
+    host_steps: int = 200
+    compared_rows: tuple[int, ...] = (1, 64, 512)
+
+
+SMOKE = Sizes(("tiny",), 1 << 16, 1, (2,), 6, 5, 20, (1,), 4, 2, (2,))
+
+
+def copy_bandwidth(sizes: Sizes) -> Figure:
+    """Bytes read and written a second by copies within the memory of the GPU, in GB/s."""
+    source, to = (torch.zeros(sizes.copied, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    return Figure.of("copy", "GB/s", (2e-9 * sizes.copied / t for t in seconds(lambda: to.copy_(source), sizes.rounds, 5)))
+
+
+def model_figures(name: str, number: str, copied: float, sizes: Sizes) -> Iterator[Figure]:
+    """Those of a model with weights in a number format."""
+    spec = SPECS[name]
+    most = max(sizes.batches)
+    slots = most * (sizes.context + sizes.tokens + 2) + sizes.chunk
+    executable = executable_of(spec, FORMATS[number], slots=slots + most * 64)
+    own = f"{name} {number}"
+    batch = decoding(executable, 1, sizes.context)
+    plan = plan_of(executable, batch)
+    assert plan.graph
+    took = seconds(plan.graph, sizes.rounds, 5)
+    read = weight_bytes(executable) + kv_bytes(executable, sizes.context)
+    floor = FLOORS.get((name, number, "share of copy bandwidth"))
+    yield Figure.of(f"{own}: share of copy bandwidth", "", (read / t / copied for t in took), floor)
+    kernels = kernel_seconds(executable, plan.launches)
+    step = Figure.of(f"{own}: step of one row", "ms", (1e3 * t for t in took))
+    yield replace(step, more={"kernels": {kernel: 1e3 * t for kernel, t in kernels.items()}, "sum": 1e3 * sum(kernels.values())})
+    yield from prefill(executable, spec, own, FLOORS.get((name, number, "prefill")), sizes)
+    if number == "bf16":
+        yield from invariance(executable, own, sizes)
+    if number == "int4":
+        yield host_work(executable, spec, own, sizes)
+    for seqs in sizes.batches:
+        plan_of(executable, decoding(executable, seqs, 1))
+        yield Figure.of(f"{own}: {seqs} sequences", "tokens/s", serve(executable, spec, seqs, sizes))
+
+
+def kv_bytes(executable: CudaExecutable, context: int) -> int:
+    """Bytes of the KV of so many tokens."""
+    return sum(store.bytes // (store.keys.shape[1] * store.block_size) * context for store in executable._stores)
+
+
+def kernel_seconds(executable: CudaExecutable, launches: list[Launch]) -> dict[str, float]:
+    """Time of each kernel in a step, by name."""
+    if is_interpreting():
+        times = executable._stream.times(launches)
+        return {name: sum(t for one, t in zip(launches, times, strict=True) if one.name == name) for name in {one.name for one in launches}}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        executable._stream.run(launches)
+        synchronise()
+    return {event.key: 1e-6 * event.self_device_time_total for event in profile.key_averages() if event.self_device_time_total}
+
+
+def prefill(executable: CudaExecutable, spec: ModelSpec, own: str, floor: float | None, sizes: Sizes) -> Iterator[Figure]:
+    """Arithmetic of the chunk of a prompt, in TFLOPS, all its products counted."""
+    rows = sizes.chunk
+    batch = step_of(executable, sequences_of(1, rows), [(np.arange(rows) % spec.vocab_size).tolist()], all_logits=False)
+    plan = plan_of(executable, batch, captured=False)
+    layer = spec.dim * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads) + 3 * spec.dim * spec.ffn_dim
+    products = 2 * spec.num_layers * (rows * layer + rows * rows * spec.num_heads * spec.head_dim)
+    took = seconds(lambda: executable._stream.run(plan.launches), max(2, sizes.rounds // 2))
+    yield Figure.of(f"{own}: prefill of {rows} rows", "TFLOPS", (1e-12 * products / t for t in took), floor)
+
+
+def invariance(executable: CudaExecutable, own: str, sizes: Sizes) -> Iterator[Figure]:
+    """How much longer steps take than with products by cuBLAS, which have other bits in every batch: a share of the latter's time.
+
+    What follows a product in our kernel is left out there.
+    """
+    for rows in sizes.compared_rows:
+        batch = step_of(executable, sequences_of(1, rows), [[5] * rows], all_logits=False)
+        plan = plan_of(executable, batch)
+        assert plan.graph
+        capture = executable._stream.capture
+        others = [_by_cublas(launch) if launch.name == "linear_kernel" else launch for launch in plan.launches]
+        executable._stream.run(others)
+        theirs = capture(others)
+        pairs = [(seconds(plan.graph, 1, 3)[0], seconds(theirs, 1, 3)[0]) for _ in range(sizes.rounds)]
+        yield Figure.of(f"{own}: over cuBLAS at {rows} rows", "", (a / b - 1 for a, b in pairs), 0.05, less_is_better=True)
+
+
+def _by_cublas(launch: Launch) -> Any:
+    """The product of a launch, as torch computes it."""
+    x, codes = launch.args[1:3]
+    rows = torch.randn(len(x), codes.shape[1], device=DEVICE).to(codes.dtype)
+    product, weight = torch.empty(len(x), len(codes), dtype=codes.dtype, device=DEVICE), codes.T
+    return lambda: torch.mm(rows, weight, out=product)
+
+
+def host_work(executable: CudaExecutable, spec: ModelSpec, own: str, sizes: Sizes) -> Figure:
+    """Time of the host for a step of plain decoding whose tokens stay on the device: to launch it, and to read its results once there."""
+    number = max(sizes.batches)
+    batch = decoding(executable, number, sizes.context)
+    plan_of(executable, batch)
+    ops = draws(batch, spec.vocab_size)
+    pending = batch._replace(token_source=np.arange(number, dtype=np.int32))
+    tickets, took = deque([executable.launch(batch, ops)]), []
+    for _ in range(sizes.host_steps):
+        begun = time.perf_counter()
+        tickets.append(executable.launch(pending, ops))
+        launched = time.perf_counter()
+        while not tickets[0].ready:
+            time.sleep(0)
+        ready = time.perf_counter()
+        tickets.popleft().wait()
+        took.append(1e6 * (launched - begun + time.perf_counter() - ready))
+    tickets.popleft().wait()
+    return Figure.of(f"{own}: work of the host at {number} sequences", "us", took[len(took) // 4 :], 30.0, less_is_better=True)
+
+
+def serve(executable: CudaExecutable, spec: ModelSpec, number: int, sizes: Sizes) -> list[float]:
+    """Tokens a second of so many requests in an engine, by the steps in which all of them decode."""
+    blocks = tuple(store.keys.shape[1] - 1 for store in executable._stores)
+    config = EngineConfig(backend="cuda", multi_step_ms=0, proposer="off", prefix_cache=False, chunked_prefill_size=512)
+    limits = EngineLimits(spec.vocab_size, spec.max_context, KvConfig(blocks, 64, "bf16"), executable.kv_groups)
+    engine = Engine(executable, TinyVocabulary(spec.vocab_size), limits, config, make_proposers(config))
+    for i in range(number):
+        engine.add_request([3 + i] * 8, SamplingParams(temperature=0, max_tokens=sizes.tokens, ignore_eos=True))
+    took = []
+    while engine.has_work:
+        begun = time.perf_counter()
+        tokens = sum(len(update.token_ids) for update in engine.step())
+        if tokens == number:
+            took.append(tokens / (time.perf_counter() - begun))
+    return took[len(took) // 4 : -2] or took
+
+
+def long_contexts(copied: float, sizes: Sizes) -> Iterator[Figure]:
+    """The share of copy bandwidth at which attention reads the KV of a long context, in the dimensions of the 8B model."""
+    spec = replace(SPECS["8b" if "8b" in sizes.specs else "tiny"], num_layers=4, vocab_size=4096)
+    kinds: tuple[KvDtype, ...] = ("bf16", "fp8", "int8")
+    for kind in kinds:
+        for number in sizes.long_contexts:
+            executable = executable_of(spec, "Q4_0", kind, slots=number * (sizes.long_context + 64))
+            batch: RaggedBatch = decoding(executable, number, sizes.long_context)
+            plan = plan_of(executable, batch)
+            launches = [launch for launch in plan.launches if launch.name.startswith("attention")]
+            run = executable._stream.capture(launches)
+            read = number * kv_bytes(executable, sizes.long_context)
+            name = f"KV in {kind}: {number} x {sizes.long_context} tokens"
+            shares = (read / t / copied for t in seconds(run, sizes.rounds, 5))
+            yield Figure.of(name, "", shares, 0.75 if kind == "bf16" else None)

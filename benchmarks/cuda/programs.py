@@ -1,0 +1,138 @@
+"""Programs in the dimensions of well-known models, with weights that the GPU makes itself, and the steps that they are given."""
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # tests/ lends its models without numbers and its batches
+if "--smoke" in sys.argv:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import numpy as np
+import torch
+import triton
+
+from headrace import _native
+from headrace.backend.cuda import CudaExecutable
+from headrace.backend.cuda.device import DEVICE
+from headrace.backend.cuda.executable import Plan
+from headrace.backend.cuda.interpreter import is_interpreting
+from headrace.backend.cuda.launch import Launch
+from headrace.backend.cuda.step_shape import StepShape, shape_of
+from headrace.backend.cuda.stream import make_stream
+from headrace.batch import RaggedBatch
+from headrace.config import KvConfig, KvDtype
+from headrace.logit_ops import Draw
+from headrace.model import trace_model
+from headrace.model.spec import ModelSpec
+from headrace.program import ops
+from tests.backend.batches import Sequence, batch_of
+from tests.backend.cuda.hollow import hollow_tensors, make_weights_in_place
+
+BLOCK_SIZE = 64
+
+
+def executable_of(spec: ModelSpec, format: str, kv: KvDtype = "bf16", *, slots: int, experts: str = "") -> CudaExecutable:
+    """A model with random weights, and KV for so many tokens."""
+    make_weights_in_place(DEVICE)
+    tensors = hollow_tensors(spec, format, experts)
+    program = trace_model(spec, tensors)
+    blocks = (-(-slots // BLOCK_SIZE) + 1,) * len(program.kv_groups)
+    return CudaExecutable(program, tensors, KvConfig(blocks, BLOCK_SIZE, kv), torch.bfloat16, make_stream())
+
+
+def weight_bytes(executable: CudaExecutable) -> int:
+    """Bytes of weights that a step of one row reads: of embeddings it reads a row."""
+    read = {w.name: w.nbytes for op in executable.program.ops if not isinstance(op, ops.Embed) for w in op.matrices()}
+    return sum(read.values())
+
+
+def sequences_of(number: int, slots: int) -> list[Sequence]:
+    """Sequences with room for so many tokens each, in blocks that nothing puts in order."""
+    each = -(-slots // BLOCK_SIZE)
+    order = np.random.default_rng(0).permutation(number * each)
+    return [Sequence([int(block) for block in part], BLOCK_SIZE) for part in np.array_split(order, number)]
+
+
+def step_of(executable: CudaExecutable, sequences: list[Sequence], tokens: list[list[int]], *, all_logits: bool = True) -> RaggedBatch:
+    """A step without drafts, with logits of all rows, or of the last of each sequence."""
+    batch = batch_of(sequences, tokens, [([], [])] * len(sequences), False, len(executable.kv_groups))
+    if all_logits:
+        return batch
+    last = (batch.row_start[1:] - 1).astype(np.int32)
+    return batch._replace(logit_rows=last, seq_of=np.arange(len(last), dtype=np.int32))
+
+
+def decoding(executable: CudaExecutable, number: int, context: int) -> RaggedBatch:
+    """A step of plain decoding, of so many sequences with so many tokens before it."""
+    sequences = sequences_of(number, context + 1)
+    for sequence in sequences:
+        sequence.computed = context
+    return step_of(executable, sequences, [[7 + i] for i in range(number)])
+
+
+def draws(batch: RaggedBatch, vocab: int, **params: float) -> list[Draw]:
+    """A draw from each row of a step of plain decoding."""
+    return [
+        Draw(row, int(position) + 1, _native.Sampler(vocab, [1, 2], seed=row, **(params or {"temperature": 0.0})))
+        for row, position in enumerate(batch.positions)
+    ]
+
+
+def compile_together(launches: Iterable[Launch]) -> None:
+    """Compile the kernels of launches on all cores, before the first of them waits for its own."""
+    if is_interpreting():
+        return
+    with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor):
+        for launch in launches:
+            launch.kernel.run(*launch.args, grid=launch.grid, warmup=True, **launch.constants, enable_fp_fusion=False)
+
+
+def plan_of(executable: CudaExecutable, batch: RaggedBatch, captured: bool = True) -> Plan:
+    """The plan of a step, as a graph perhaps, with its numbers on the device."""
+    shape: StepShape = shape_of(batch)
+    compile_together(executable._plan(shape).launches)
+    if captured:
+        executable._captured.add(shape)
+        executable._capture(executable._plan(shape))
+    executable.launch(batch).wait()
+    return executable._plan(shape)
+
+
+def synchronise() -> None:
+    """Wait for the device."""
+    if not is_interpreting():
+        torch.cuda.synchronize()
+
+
+def seconds(run: Callable[[], object], rounds: int, times: int = 1) -> list[float]:
+    """How long the device takes for a run, in several rounds of so many in a row, after one that does not count."""
+    run()
+    synchronise()
+    if is_interpreting():
+        found = []
+        for _ in range(rounds):
+            begun = time.perf_counter()
+            run()
+            found.append(time.perf_counter() - begun)
+        return found
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
+    events[0].record()
+    for event in events[1:]:
+        for _ in range(times):
+            run()
+        event.record()
+    synchronise()
+    return [1e-3 * a.elapsed_time(b) / times for a, b in pairwise(events)]
+
+
+def forget() -> None:
+    """Give the memory of what is no longer used back to the device."""
+    gc.collect()
+    if not is_interpreting():
+        torch.cuda.empty_cache()

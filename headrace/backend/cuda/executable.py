@@ -1,0 +1,325 @@
+"""A program on a GPU: its weights, its KV, and the launches of its steps, by the shapes that these are rounded up to."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.backend import HostBlocks, expert_table, host_block_counts
+from headrace.backend.cuda.adapters import Adapters
+from headrace.backend.cuda.device import DEVICE
+from headrace.backend.cuda.drawing import Drawing, DrawStep
+from headrace.backend.cuda.drawing_layout import DrawLayout
+from headrace.backend.cuda.host_blocks import CudaHostBlocks
+from headrace.backend.cuda.kv_store import KvStore
+from headrace.backend.cuda.launch import Launch
+from headrace.backend.cuda.lowering import Lowering
+from headrace.backend.cuda.memory import within_memory
+from headrace.backend.cuda.plain_draws import PlainStep
+from headrace.backend.cuda.progress import with_progress
+from headrace.backend.cuda.step_input import StepInput, most_ints
+from headrace.backend.cuda.step_shape import StepShape, decoding, graph_rows, prefill, shape_of
+from headrace.backend.cuda.stream import Stream
+from headrace.backend.cuda.ticket import CudaTicket, Slot, Slots
+from headrace.backend.cuda.weights import Weights, read_wide, sized
+from headrace.backend.cuda.workspace import Buffers, Workspace
+from headrace.batch import Ints, RaggedBatch, StepTimes
+from headrace.config import KvConfig
+from headrace.logit_ops import LogitOp, LogitOpResult, StepResult
+from headrace.program import mixture, ops
+from headrace.program.adapter import Adapter
+from headrace.program.fuse import fuse
+from headrace.program.op import Value
+from headrace.program.trace import Program
+from headrace.quant.formats import StoredTensor
+from headrace.sampling import host as sampling
+
+
+def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
+    """The program in fused ops, with the bytes that its weights have on a GPU; nothing of them is read."""
+    return sized(fuse(program), weights)
+
+
+@dataclass
+class Draws:
+    """The launches of draws of one layout, behind those of a plan."""
+
+    launches: list[Launch]
+    results: torch.Tensor
+    graph: Callable[[], None] | None = None
+    has_run: bool = False
+
+
+@dataclass
+class Plan:
+    """The launches of all steps of one shape."""
+
+    step: StepInput
+    launches: list[Launch]
+    names: list[str]
+    """The op that each of them is for, or a part of."""
+    value: Callable[[Value], torch.Tensor]
+    draws: dict[DrawLayout, Draws]
+    graph: Callable[[], None] | None = None
+    """What launches them all at once; None: they are launched one by one."""
+
+
+class CudaExecutable:
+    """Launches steps of a program in one stream, ahead of their results."""
+
+    max_in_flight = 2
+
+    def __init__(
+        self, program: Program, tensors: Mapping[str, StoredTensor], kv: KvConfig, activations: torch.dtype, stream: Stream
+    ) -> None:
+        self.kv_groups = program.kv_groups
+        self._stores = [
+            KvStore(group, num_blocks, kv.block_size, kv.dtype) for group, num_blocks in zip(self.kv_groups, kv.num_blocks, strict=True)
+        ]
+        self._weights, self._workspace, self._adapters = Weights(tensors), Workspace(), Adapters()
+        self._packed, self._stream = activations, stream
+        self._begin(lower(program, tensors))
+        self._plan(decoding(1))  # which packs the weights
+
+    def _begin(self, program: Program) -> None:
+        """What an executable has for itself, also when it is attached to another."""
+        assert program.logits, "a stage without logits is run with all others"
+        self.program, self._logits = program, program.logits
+        self._buffers = Buffers(program, self._packed, read_wide(program, self._weights.tensors))
+        self._drawing = Drawing(program.logits.width, DEVICE)
+        self._input = next((op.out for op in program.ops if isinstance(op, ops.Input)), None)
+        self._ints = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+        self._plans: dict[StepShape, Plan] = {}
+        self._captured: set[StepShape] = set()
+        """Shapes whose plans are graphs."""
+        self._bound = (0, 0)
+        """What the tensors that plans are bound to depend on: how often the workspace grew, and adapters changed."""
+        self._in_flight: deque[CudaTicket] = deque()
+        self._slots = Slots()
+        experts = [op for op in program.ops if isinstance(op, mixture.Experts)]
+        self._loads = {op.out.id: torch.zeros(len(op.gate), dtype=torch.int64, device=DEVICE) for op in experts}
+
+    @within_memory
+    def attach(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None) -> "CudaExecutable":
+        if kv is not None:
+            other = CudaExecutable(program, weights, kv, self._packed, self._stream)
+            other._workspace = self._workspace
+            return other
+        other = copy(self)
+        other._weights.add(weights)
+        other._begin(lower(program, other._weights.tensors))
+        return other
+
+    @within_memory
+    def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> CudaTicket:
+        needs_host = batch.token_source is not None and any(ticket.runs_on_host for ticket in self._in_flight)
+        repeated = self._drawing.again(ops)
+        if self._in_flight and (needs_host or (not repeated and self._drawing.must_wait(ops))):
+            self._in_flight[-1].wait()
+        slot = self._slots.next()
+        self._stream.catch_up()
+        draw = repeated or self._drawing.begin(ops)
+        try:
+            plan, needed = self._plan_of(batch, draw.layout)
+            self._send(plan, batch, draw, slot, needed)
+            self._run(plan)
+            drawn = self._draw(plan, draw.layout)
+            return self._receive(plan, batch, draw, ops, drawn, slot, (logits, hidden))
+        except BaseException:
+            draw.cancel()
+            raise
+
+    def _plan_of(self, batch: RaggedBatch, layout: DrawLayout) -> tuple[Plan, int]:
+        """The plan of a batch, and how many integers its step has at most, for which there is room."""
+        plan = self._plan(shape_of(batch))
+        needed = most_ints(batch, plan.step.end + _draw_ints(layout, self._drawing.mask_words))
+        if needed > len(self._ints):
+            self._grow(needed)
+            plan = self._plan(shape_of(batch))
+        return plan, needed
+
+    def _plan(self, shape: StepShape) -> Plan:
+        """The launches of steps of a shape; made anew where the memory that they are bound to has moved."""
+        if (bound := (self._workspace.grown, self._adapters.changed)) != self._bound:
+            self._plans.clear()
+            self._bound = bound
+        if shape not in self._plans:
+            plan = self._plans[shape] = self._lowered(shape)
+            if self._workspace.grown != self._bound[0]:
+                return self._plan(shape)
+            if shape in self._captured:
+                self._capture(plan)
+        return self._plans[shape]
+
+    def _lowered(self, shape: StepShape) -> Plan:
+        stores = self._stores if self.program.kv_groups else []  # heads keep nothing
+        step = StepInput(shape, self.program, stores, self._drawing.last_tokens)
+        if len(self._ints) < step.end:
+            self._grow(step.end)
+        step.bind(self._ints)
+        value = self._buffers.bind(self._workspace, shape.counts)
+        adapters = self._adapters if shape.has_adapters else None
+        lowering = Lowering(value, self._weights, self._workspace, step, adapters, self._loads, self._packed)
+        names: list[str] = []
+        for op in self.program.ops:
+            lowering.lower(op)
+            names += [op.name] * (len(lowering.launches) - len(names))
+        return Plan(step, lowering.launches, names, value, {})
+
+    @within_memory
+    def prepare(self, max_rows: int, max_logit_rows: int) -> None:
+        """Make room for the largest steps, and graphs of those whose rows all have logits: plain decoding, and draft trees."""
+        if not self._stream.has_graphs:
+            return
+        self._plan(prefill(max_rows, max_logit_rows))
+        for rows in with_progress(graph_rows(min(max_rows, max_logit_rows)), "graphs of steps"):
+            shape = decoding(rows)
+            self._captured.add(shape)
+            self._capture(self._plan(shape))
+
+    def _capture(self, plan: Plan) -> None:
+        """Make a graph of the launches of a plan, which run once before, over rows that are padding."""
+        if plan.graph is None:
+            slot = self._slots.next()
+            host = slot.take("step", plan.step.end)
+            plan.step.fill_with_padding(host.numpy())
+            self._stream.copy(self._ints[: plan.step.end], host)
+            slot.mark = self._stream.mark()
+            self._stream.run(plan.launches)
+            plan.graph = self._stream.capture(plan.launches)
+
+    def _run(self, plan: Plan) -> None:
+        if plan.graph:
+            plan.graph()
+        else:
+            self._stream.run(plan.launches)
+
+    def _grow(self, size: int) -> None:
+        """Make room for the numbers of a larger step; plans are bound to what there was."""
+        self._ints = torch.zeros(2 * size, dtype=torch.int32, device=DEVICE)
+        self._workspace.grown += 1
+
+    def _send(self, plan: Plan, batch: RaggedBatch, draw: DrawStep | PlainStep, slot: Slot, needed: int) -> None:
+        """Copy what the host knows of a step to the device."""
+        host = slot.take("step", needed)
+        numbers, first, layout = host.numpy(), plan.step.end, draw.layout
+        draw.fill(numbers[first : first + layout.num_ints])
+        before = first + _draw_ints(layout, self._drawing.mask_words)
+        masks = numbers[before - layout.masks * self._drawing.mask_words : before].view(np.uint32)
+        draw.fill_masks(masks.reshape(layout.masks, self._drawing.mask_words))
+        used = plan.step.fill(batch, numbers, before)
+        self._stream.copy(self._ints[:used], host[:used])
+        if self._input:
+            assert batch.inputs is not None, "a program with input rows needs them"
+            rows = slot.take("inputs", *batch.inputs.shape, dtype=torch.float32)
+            rows.numpy()[:] = batch.inputs
+            self._stream.copy(plan.value(self._input)[: len(rows)], rows)
+
+    def _draw(self, plan: Plan, layout: DrawLayout) -> torch.Tensor:
+        """Launch the draws of a step; returns where their results come to."""
+        if layout not in plan.draws:
+            first, words = plan.step.end, self._drawing.mask_words
+            before = first + _draw_ints(layout, words)
+            masks = self._ints[before - layout.masks * words : before].reshape(layout.masks, words)
+            results = torch.zeros(layout.num_results, dtype=torch.int32, device=DEVICE)
+            area = self._ints[first : first + layout.num_ints]
+            launches = self._drawing.launches(layout, plan.value(self._logits), area, masks, results)
+            plan.draws = {known: one for known, one in plan.draws.items() if known.slots == layout.slots}
+            plan.draws[layout] = Draws(launches, results)
+        draws = plan.draws[layout]
+        if plan.graph and draws.has_run and not draws.graph:
+            draws.graph = self._stream.capture(draws.launches)
+        if draws.graph:
+            draws.graph()
+        else:
+            self._stream.run(draws.launches)
+            draws.has_run = True
+        return draws.results
+
+    def _receive(
+        self,
+        plan: Plan,
+        batch: RaggedBatch,
+        draw: DrawStep | PlainStep,
+        ops: Sequence[LogitOp],
+        drawn: torch.Tensor,
+        slot: Slot,
+        wanted: tuple[bool, bool],
+    ) -> CudaTicket:
+        """Copy what is wanted of a step to the host; returns the ticket for it."""
+        of_host = [] if len(draw.indices) == len(ops) else sorted(set(range(len(ops))) - set(draw.indices))
+        on_host = [ops[i] for i in of_host]
+        values = {
+            "logits": self._logits if wanted[0] or on_host else None,
+            "hidden": self.program.hidden if wanted[1] else None,
+            "pooled": self.program.pooled if batch.pooled_rows is not None else None,
+        }
+        results = slot.take("results", len(drawn))
+        self._stream.copy(results, drawn)
+        rows: dict[str, NDArray[np.float32]] = {}
+        for name, value in values.items():
+            if value:
+                count = len(batch.logit_rows) if batch.pooled_rows is None or name != "pooled" else len(batch.pooled_rows)
+                own = slot.take(name, count, value.width, dtype=torch.float32)
+                self._stream.copy(own, plan.value(value)[:count])
+                rows[name] = own.numpy()
+        slot.mark = self._stream.mark()
+
+        def read() -> StepResult:
+            found: list[LogitOpResult] = [None] * len(ops)
+            for i, result in zip(draw.indices, draw.read(results.numpy()), strict=True):
+                found[i] = result
+            if on_host:
+                its_values = sampling.run_logit_ops(on_host, rows["logits"], rows.get("pooled"))
+                for i, result in zip(of_host, its_values, strict=True):
+                    found[i] = result
+                self._drawing.set_last_tokens(of_host, its_values)
+            return StepResult(found, rows.get("logits") if wanted[0] else None, rows.get("hidden"))
+
+        return CudaTicket(slot.mark, read, self._in_flight, runs_on_host=bool(on_host))
+
+    @within_memory
+    def profile(self, batch: RaggedBatch) -> StepTimes:
+        started = time.perf_counter()
+        draw = self._drawing.begin([])
+        plan, needed = self._plan_of(batch, draw.layout)
+        self._send(plan, batch, draw, self._slots.next(), needed)
+        prepared = time.perf_counter() - started
+        seconds: dict[str, float] = {}
+        for name, took in zip(plan.names, self._stream.times(plan.launches), strict=True):
+            seconds[name] = seconds.get(name, 0.0) + took
+        return StepTimes(prepared + sum(seconds.values()), seconds, 0)
+
+    def expert_loads(self) -> NDArray[np.int64]:
+        return expert_table([loads.tolist() for loads in self._loads.values()])
+
+    @within_memory
+    def add_adapter(self, adapter: Adapter) -> int:
+        self._stream.catch_up()
+        return self._adapters.add(adapter)
+
+    def remove_adapter(self, number: int) -> None:
+        self._stream.catch_up()
+        self._adapters.remove(number)
+
+    @within_memory
+    def move_slots(self, group: int, source: Ints, target: Ints) -> None:
+        self._stream.catch_up()
+        self._stores[group].move_slots(source, target)
+
+    def host_blocks(self, num_bytes: int) -> HostBlocks | None:
+        counts = host_block_counts(num_bytes, [(store.num_blocks, store.block_bytes) for store in self._stores])
+        return CudaHostBlocks(self._stores, counts, self._stream) if all(counts) else None
+
+    def close(self) -> None:
+        del self._plans, self._weights, self._stores, self._workspace, self._drawing, self._ints
+
+
+def _draw_ints(layout: DrawLayout, mask_words: int) -> int:
+    """Integers of the draws of a step, and behind them their masks, which begin at a multiple of 16 bytes."""
+    return -(-layout.num_ints // 4) * 4 + layout.masks * mask_words

@@ -1,0 +1,1 @@
+"""Triton kernels, one file each: beside each a function that binds it to tensors (`launch.py`)."""

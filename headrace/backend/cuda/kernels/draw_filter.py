@@ -1,0 +1,269 @@
+"""Draws under min_p, top_k and top_p, without a sort.
+
+What filters keep are the best tokens of a row down to some place, and a draw is the noisiest of them. So the noisiest token of all is the
+draw where it is kept, which the mass of the tokens that are better tells; otherwise the draw is among these, and so on. On average that
+ends after one or two passes over the row. Only top_k has its place found first, since the mass that top_p counts is what it keeps.
+
+A floor that all kept tokens are above, by min_p, or by the k-th of the tops of chunks, mostly leaves few tokens. They are listed first.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from headrace.backend.cuda.kernels.draw_noise import MAX_GUMBEL, noisiest, score, word_of, words_of_tile
+from headrace.backend.cuda.kernels.draw_table import COLUMNS, IS_FILTERED, MIN_P_DEPTH, NO_TOKEN, TEMPERATURE, TOP_K, TOP_P, logits_of
+from headrace.backend.cuda.launch import Launch, blocks, power_of_2
+
+LISTED = 4096
+"""Most tokens that are listed; where there are more, the row itself is read."""
+
+
+def draw_filter(
+    logits: Any,
+    adjusted: Any,
+    table: Any,
+    doubles: Any,
+    chunk_tops: Any,
+    lists: tuple[Any, Any, Any, Any],
+    tops: Any,
+    tokens: Any,
+    chunk: int,
+    block: int = LISTED,
+) -> list[Launch]:
+    """Replace the tokens [draws] of those draws that have filters, by the highest logit of each row, `tops`, and of each chunk.
+
+    `lists` is memory for the logits and the ids of listed tokens [draws, listed], their number [draws] and the floor that they are above.
+    """
+    draws, vocab = len(tokens), logits.shape[1]
+    num_chunks = blocks(vocab, chunk)
+    rows = (logits, logits.stride(0), adjusted, adjusted.stride(0), table, doubles)
+    listed = lists[0].shape[1]
+    warps = 16 if block >= LISTED else 4
+    listing = {"BLOCK": chunk, "CHUNKS": power_of_2(num_chunks), "num_warps": 8 if chunk >= 2048 else 4}
+    return [
+        Launch(draw_list_kernel, (draws,), (*rows, chunk_tops, *lists, tops, tokens, vocab, num_chunks, listed), listing),
+        Launch(draw_filter_kernel, (draws,), (*rows, *lists, tops, tokens, vocab, listed), {"BLOCK": block, "num_warps": warps}),
+    ]
+
+
+@triton.jit
+def draw_list_kernel(
+    logits,
+    stride,
+    adjusted,
+    adjusted_stride,
+    table,
+    doubles,
+    chunk_tops,
+    list_logits,
+    list_ids,
+    list_sizes,
+    floors,
+    tops,
+    tokens,
+    vocab,
+    num_chunks,
+    listed,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """The tokens of one draw that may be kept, by ascending ids; more than can be listed where there is no floor."""
+    d = tl.program_id(0)
+    fields = table + d * COLUMNS
+    if (tl.load(fields + IS_FILTERED) != 0) & (tl.load(tokens + d) >= 0):
+        row = logits_of(logits, stride, adjusted, adjusted_stride, fields, d)
+        depth = tl.load(doubles + d * (COLUMNS // 2) + MIN_P_DEPTH)
+        floor = (tl.load(tops + d).to(tl.float64) + depth).to(tl.float32)
+        k = tl.load(fields + TOP_K)
+        chunks = tl.arange(0, CHUNKS)
+        its_tops = tl.load(chunk_tops + d * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf"))
+        if (k > 0) & (k <= num_chunks):
+            floor = tl.maximum(floor, _kth(its_tops, k))
+        size = listed + 1 + 0 * k
+        if floor > float("-inf"):
+            size = 0 * k
+            chunk = tl.min(tl.where(its_tops >= floor, chunks, CHUNKS), 0)
+            while chunk < CHUNKS:
+                ids = chunk * BLOCK + tl.arange(0, BLOCK)
+                x = tl.load(row + ids, mask=ids < vocab, other=float("-inf"))
+                may = (x >= floor).to(tl.int32)
+                at = size + tl.cumsum(may, 0) - 1
+                fits = (may != 0) & (at < listed)
+                tl.store(list_logits + d * listed + at, x, mask=fits)
+                tl.store(list_ids + d * listed + at, ids, mask=fits)
+                size += tl.sum(may, 0)
+                chunk = tl.min(tl.where((its_tops >= floor) & (chunks > chunk), chunks, CHUNKS), 0)
+        tl.store(list_sizes + d, size)
+        tl.store(floors + d, floor)
+
+
+@triton.jit
+def draw_filter_kernel(
+    logits,
+    stride,
+    adjusted,
+    adjusted_stride,
+    table,
+    doubles,
+    list_logits,
+    list_ids,
+    list_sizes,
+    floors,
+    tops,
+    tokens,
+    vocab,
+    listed,
+    BLOCK: tl.constexpr,
+):
+    """One draw."""
+    d = tl.program_id(0)
+    fields = table + d * COLUMNS
+    numbers = doubles + d * (COLUMNS // 2)
+    token = tl.load(tokens + d)
+    if (tl.load(fields + IS_FILTERED) != 0) & (token >= 0):
+        row = logits_of(logits, stride, adjusted, adjusted_stride, fields, d)
+        token_x = tl.load(row + token)
+        size = tl.load(list_sizes + d)
+        is_listed = size <= listed
+        names = list_ids + d * listed
+        if is_listed:
+            row = list_logits + d * listed
+        else:
+            size = vocab + 0 * size
+        top = tl.load(tops + d)
+        floor = tl.load(floors + d)
+        last = NO_TOKEN + 0 * token
+        k = tl.load(fields + TOP_K)
+        if k > 0:
+            floor, last = _worst_of_best(row, names, is_listed, size, floor, k, BLOCK)
+        share = tl.load(numbers + TOP_P)
+        is_kept = _is_kept(token_x, token, floor, last)
+        bound_x = floor
+        bound = last
+        is_going = (share < 1) | (is_kept == 0)
+        while is_going:
+            if is_kept == 0:
+                token_x, token = _noisiest_of(row, names, is_listed, size, bound_x, bound, top, numbers, fields, BLOCK)
+            is_going = share < 1
+            if is_going:
+                total, better = _masses(row, names, is_listed, size, floor, last, token_x, token, top, numbers, BLOCK)
+                is_kept = better < share * total
+                bound_x = token_x
+                bound = token - 1
+                is_going = is_kept == 0
+        tl.store(tokens + d, token)
+
+
+@triton.jit
+def _is_kept(x, ids, floor, last):
+    """Whether tokens are among the best down to the token `last`, whose logit is `floor`: of equal logits the lower id is better."""
+    return (x > floor) | ((x == floor) & (ids <= last))
+
+
+@triton.jit
+def _load(row, names, is_listed, first, size, BLOCK: tl.constexpr):
+    """Logits and ids of a block; past the end they are -inf and NO_TOKEN."""
+    at = first + tl.arange(0, BLOCK)
+    x = tl.load(row + at, mask=at < size, other=float("-inf"))
+    ids = tl.where(at < size, at, NO_TOKEN)
+    if is_listed:
+        ids = tl.load(names + at, mask=at < size, other=NO_TOKEN)
+    return x, ids
+
+
+@triton.jit
+def _masses(row, names, is_listed, size, floor, last, token_x, token, top, numbers, BLOCK: tl.constexpr):
+    """The mass of the kept tokens, and of those that are better than a token.
+
+    The sums are in float64: with two equal tokens and a little more, the first has no half.
+    """
+    factor = (1 / tl.load(numbers + TEMPERATURE)).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float64)
+    better = tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, size, BLOCK):
+        x, ids = _load(row, names, is_listed, first, size, BLOCK)
+        weights = tl.where(_is_kept(x, ids, floor, last), tl.exp((x - top) * factor), 0.0).to(tl.float64)
+        total += weights
+        better += tl.where(_is_kept(x, ids, token_x, token - 1), weights, 0.0)
+    return tl.sum(total, 0), tl.sum(better, 0)
+
+
+@triton.jit
+def _noisiest_of(row, names, is_listed, size, floor, last, top, numbers, fields, BLOCK: tl.constexpr):
+    """Logit and id of the token with the best score among the best tokens, down to one."""
+    temperature = tl.load(numbers + TEMPERATURE)
+    best = float("-inf") + 0 * temperature
+    best_x = top
+    token = NO_TOKEN + 0 * last
+    for first in range(0, size, BLOCK):
+        x, ids = _load(row, names, is_listed, first, size, BLOCK)
+        x = tl.where(_is_kept(x, ids, floor, last), x, float("-inf"))
+        tile_top = tl.max(x, 0)
+        if (tile_top.to(tl.float64) - top.to(tl.float64)) / temperature + MAX_GUMBEL > best:
+            words = word_of(ids, fields) if is_listed else words_of_tile(first, fields, BLOCK)
+            tile_token, tile_x = noisiest(x, ids, words, tile_top, numbers, fields)
+            if tile_token < NO_TOKEN:
+                tile_score = score(tile_x, top, tile_token, numbers, fields)
+                if tile_score > best:
+                    best = tile_score
+                    best_x = tile_x
+                    token = tile_token
+    return best_x, token
+
+
+@triton.jit
+def _keys(x):
+    """Integers in the order of the logits; of the two zeros one."""
+    bits = (x + 0.0).to(tl.uint32, bitcast=True)
+    return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@triton.jit
+def _logit(key):
+    """The logit of such an integer."""
+    return tl.where(key >> 31 != 0, key ^ 0x80000000, key ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _kth(x, k):
+    """The k-th highest of some logits, bit by bit of its key."""
+    keys = _keys(x)
+    key = tl.zeros((), tl.uint32)
+    bit = key + 0x80000000
+    while bit != 0:
+        count = tl.sum((keys >= (key | bit)).to(tl.int32), 0)
+        key = tl.where(count >= k, key | bit, key)
+        bit = bit >> 1
+    return _logit(key)
+
+
+@triton.jit
+def _worst_of_best(row, names, is_listed, size, floor, k, BLOCK: tl.constexpr):
+    """Logit and id of the k-th best token, or of the last with a logit from `floor` on where those are fewer."""
+    prefix = tl.zeros((), tl.uint32)
+    left = k
+    digits = tl.arange(0, 256)
+    for step in range(4):  # digits of 8 bits, from the highest on
+        shift = 24 - 8 * step
+        counts = tl.zeros((256,), tl.int32)
+        for first in range(0, size, BLOCK):
+            x, ids = _load(row, names, is_listed, first, size, BLOCK)
+            keys = _keys(x)
+            inside = (ids < NO_TOKEN) & (x >= floor) & ((keys >> shift >> 8) == prefix)
+            counts += tl.histogram(((keys >> shift) & 255).to(tl.int32), 256, mask=inside)
+        left = tl.minimum(left, tl.sum(counts, 0))
+        better = tl.sum(counts, 0) - tl.cumsum(counts, 0)
+        has_it = (better < left) & (left <= better + counts)
+        left -= tl.sum(tl.where(has_it, better, 0), 0)
+        prefix = (prefix << 8) | tl.sum(tl.where(has_it, digits, 0), 0).to(tl.uint32)
+    last = NO_TOKEN + 0 * k
+    seen = 0 * k
+    for first in range(0, size, BLOCK):
+        x, ids = _load(row, names, is_listed, first, size, BLOCK)
+        is_equal = (ids < NO_TOKEN) & (_keys(x) == prefix)
+        number = seen + tl.cumsum(is_equal.to(tl.int32), 0)
+        last = tl.minimum(last, tl.min(tl.where(is_equal & (number == left), ids, NO_TOKEN), 0))
+        seen += tl.sum(is_equal.to(tl.int32), 0)
+    return _logit(prefix), last

@@ -1,0 +1,70 @@
+"""The columns of the tables that draws read: one row of numbers for each row that a token is drawn from, for each op, and so on.
+
+A row of the first table is 32 words, which lie in one line of a cache; its first words are three numbers in float64.
+"""
+
+import triton
+import triton.language as tl
+
+COLUMNS = tl.constexpr(32)
+
+# In units of 8 bytes.
+TEMPERATURE = tl.constexpr(0)
+MIN_P_DEPTH = tl.constexpr(1)  # temperature * log(min_p), -inf where there is none: how far below the top the last kept logit is
+TOP_P = tl.constexpr(2)
+
+# In units of 4 bytes.
+REPETITION = tl.constexpr(6)
+PRESENCE = tl.constexpr(7)
+FREQUENCY = tl.constexpr(8)
+SEED_LOW = tl.constexpr(9)
+SEED_HIGH = tl.constexpr(10)
+SEQ_INDEX = tl.constexpr(11)
+TOP_K = tl.constexpr(12)  # 0: all
+IS_NOISY = tl.constexpr(13)
+IS_FILTERED = tl.constexpr(14)
+ROW = tl.constexpr(15)  # of the logits; -1 in a row of padding
+POSITION = tl.constexpr(16)
+PARENT = tl.constexpr(17)  # of the draft node that the row is of, -2 in the row of the last known token
+DRAFT_TOKEN = tl.constexpr(18)  # of that node
+STATE = tl.constexpr(19)  # row of the state of the penalties; -1: there are none
+MASK = tl.constexpr(20)  # row of the masks; -1: all tokens may be drawn
+FIRST_ENTRY = tl.constexpr(21)
+NUM_ENTRIES = tl.constexpr(22)
+IS_ADJUSTED = tl.constexpr(23)
+
+# Of an op.
+OP_COLUMNS = tl.constexpr(4)
+FIRST_DRAW = tl.constexpr(0)  # -1 in a row of padding
+NUM_DRAWS = tl.constexpr(1)  # 1 + draft nodes
+OP_STATE = tl.constexpr(2)
+OP_INDEX = tl.constexpr(3)  # in the list of the launch
+
+# Of a token with a logit that is adjusted beyond what the state of the penalties says.
+ENTRY_COLUMNS = tl.constexpr(4)
+ENTRY_TOKEN = tl.constexpr(0)
+ENTRY_BIAS = tl.constexpr(1)
+ENTRY_COUNT = tl.constexpr(2)  # how often it is on the way to a draft node
+ENTRY_BAN = tl.constexpr(3)
+
+# Of a row to describe.
+DESCRIBED_COLUMNS = tl.constexpr(4)
+DESCRIBED_ROW = tl.constexpr(0)  # of the logits; -1 in a row of padding
+DESCRIBED_DRAW = tl.constexpr(1)  # the draw that gives the token; -1: it is known
+DESCRIBED_TOKEN = tl.constexpr(2)
+DESCRIBED_TOP = tl.constexpr(3)  # likeliest tokens that are wanted
+
+# What a token in the output adds to its count in the state of the penalties; the lowest bit is for tokens of the prompt.
+ONCE = tl.constexpr(2)
+
+NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def logits_of(logits, stride, adjusted, adjusted_stride, fields, d):
+    """Where the logits are that draw `d` is from."""
+    if tl.load(fields + IS_ADJUSTED) != 0:
+        row = adjusted + d.to(tl.int64) * adjusted_stride
+    else:
+        row = logits + tl.load(fields + ROW).to(tl.int64) * stride
+    return row

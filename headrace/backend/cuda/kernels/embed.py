@@ -1,0 +1,83 @@
+"""Rows of a table: embeddings of tokens, some of which the launch before has drawn and only the GPU knows, and of positions."""
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.backend.cuda.kernels.product import halves, meaning, weight_args, weight_constants
+from headrace.backend.cuda.launch import Launch, blocks, power_of_2
+from headrace.backend.cuda.packing import PackedWeight
+
+
+def embed(out: torch.Tensor, weight: PackedWeight, tokens: torch.Tensor, source: torch.Tensor, last_tokens: torch.Tensor) -> Launch:
+    """out[t] = weight[token of t], float32 [rows, cols]; the token is `tokens[t]`, or `last_tokens[source[t]]` where `source` is not -1."""
+    return _embed(out, weight, tokens, source, last_tokens)
+
+
+def embed_position(out: torch.Tensor, weight: PackedWeight, positions: torch.Tensor) -> Launch:
+    """out[t] = weight[position of t]; a position beyond the last is that."""
+    return _embed(out, weight, positions, None, positions)
+
+
+def _embed(out: torch.Tensor, weight: PackedWeight, index: torch.Tensor, source: torch.Tensor | None, last: torch.Tensor) -> Launch:
+    constants = weight_constants(weight, torch.float32)
+    block = power_of_2(min(weight.cols, 1024))
+    return Launch(
+        embed_kernel,
+        (len(out), blocks(weight.cols, block)),
+        (
+            *(out, index, index if source is None else source, last, *weight_args(weight)[:4]),
+            *(weight.rows, weight.cols, weight.layout.padded_cols(weight.cols), out.stride(0)),
+        ),
+        {
+            **{name: constants[name] for name in ("STORE", "SCALE", "ZERO", "ZERO_STORE", "OFFSET", "LOOKUP", "GROUP", "PART")},
+            **{"HAS_SOURCE": source is not None, "BLOCK": block, "num_warps": 4},
+        },
+    )
+
+
+@triton.jit
+def _numbers(table, group, row, num_rows, NUMBER: tl.constexpr):
+    """The numbers of a row for some groups of columns."""
+    if NUMBER == "f32":
+        numbers = tl.load(table + group * num_rows + row)
+    else:
+        low, high = halves(tl.load(table + group // 2 * num_rows + row), NUMBER)
+        numbers = tl.where(group % 2 == 0, low, high)
+    return numbers
+
+
+@triton.jit
+def embed_kernel(
+    out, index, source, last, codes, scales, zeros, lookup, num_rows, columns, padded, out_stride,
+    STORE: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
+    GROUP: tl.constexpr, PART: tl.constexpr, HAS_SOURCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program has a block of columns of a row."""
+    row, columns_of = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.load(index + row)
+    if HAS_SOURCE:
+        drawn_by = tl.load(source + row)
+        number = tl.where(drawn_by >= 0, tl.load(last + tl.maximum(drawn_by, 0)), number)
+    number = tl.minimum(number, num_rows - 1).to(tl.int64)
+    inside = columns_of < columns
+    k = tl.where(inside, columns_of, 0)
+    if STORE == "int4":
+        at = k // (2 * PART) * PART + k % PART
+        stored = tl.load(codes + number * (padded // 2) + at)
+        stored = (stored.to(tl.int32) >> (k // PART % 2 * 4)) & 15
+    else:
+        stored = tl.load(codes + number * padded + k)
+    if SCALE != "":
+        values = meaning(stored, lookup, OFFSET, LOOKUP)
+        group = k // GROUP if GROUP else k * 0
+        scale = _numbers(scales, group, number, num_rows, SCALE)
+        if ZERO == "point":
+            values = (values - _numbers(zeros, group, number, num_rows, ZERO_STORE)) * scale
+        elif ZERO == "minimum":
+            values = values * scale + _numbers(zeros, group, number, num_rows, ZERO_STORE)
+        else:
+            values = values * scale
+    else:
+        values = stored.to(tl.float32)
+    tl.store(out + row.to(tl.int64) * out_stride + columns_of, values, mask=inside)

@@ -1,0 +1,181 @@
+"""Products of rows with a packed matrix: what kernels of linear ops, experts and heads have in common.
+
+A product sums over the columns in their order, in one float32 accumulator for each number, whatever the shape of the tile: so a row has the
+same bits in every batch. Codes become numbers in registers, in float32, and are rounded once to what tensor cores multiply.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.backend.cuda.kernels.quantise_rows import is_outlier
+from headrace.backend.cuda.packing import PackedWeight
+from headrace.quant.spec import CODEBOOKS
+
+
+def weight_args(weight: PackedWeight) -> tuple[Any, ...]:
+    """The tensors of a weight, as kernels take them; the codes stand for tables that it has not, and are not read as such."""
+    codes = weight.codes
+    return codes, *(codes if t is None else t for t in (weight.scales, weight.zeros, weight.lookup, weight.column_order))
+
+
+def weight_constants(weight: PackedWeight, activations: torch.dtype) -> dict[str, Any]:
+    """What a kernel is compiled for by the layout of a weight, and by the activations that it is multiplied with."""
+    layout = weight.layout
+    is_wide = activations == torch.float32 or layout.is_wide
+    return {
+        "STORE": layout.store,
+        "SCALE": layout.scale or "",
+        "ZERO": layout.zero,
+        "ZERO_STORE": layout.zero_store or "",
+        "OFFSET": layout.offset,
+        "LOOKUP": "" if not layout.lookup else "e2m1" if layout.lookup == CODEBOOKS["e2m1"] else "table",
+        "ORDERED": weight.column_order is not None,
+        "GROUP": layout.group,
+        "PART": layout.part,
+        "COMPUTE": tl.float32 if is_wide else tl.bfloat16,
+        # float16 has no more digits than TF32: tensor cores multiply it without loss.
+        "PRECISION": "tf32" if layout.store == "f16" and activations != torch.float32 else "ieee",
+    }
+
+
+@triton.jit
+def halves(words, NUMBER: tl.constexpr):
+    """The two numbers of 16 bits in each word, in float32."""
+    if NUMBER == "bf16":
+        low = (words << 16).to(tl.float32, bitcast=True)
+        high = (words & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = words.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (words >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def spread(table, first_column, rows, num_rows, NUMBER: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr):
+    """The numbers of a table for columns from `first_column` on: [rows, PART], or [rows, 1] where one serves all.
+
+    Those of 16 bits are loaded in pairs: only loads of 32 bits can be on their way while others are multiplied.
+    """
+    group = first_column // GROUP if GROUP else 0
+    if NUMBER == "f32":
+        if GROUP == 0 or GROUP >= PART:
+            numbers = tl.load(table + group * num_rows + rows)[:, None]
+        else:
+            groups = group + tl.arange(0, PART // GROUP)
+            each = tl.load(table + groups[None, :] * num_rows + rows[:, None])
+            repeated = tl.broadcast_to(each[:, :, None], [rows.shape[0], PART // GROUP, GROUP])
+            numbers = tl.reshape(repeated, [rows.shape[0], PART])
+    elif GROUP == 0 or GROUP >= PART:
+        low, high = halves(tl.load(table + group // 2 * num_rows + rows), NUMBER)
+        numbers = tl.where(group % 2 == 0, low, high)[:, None]
+    else:
+        column = tl.arange(0, PART)[None, :]
+        numbers = tl.zeros([rows.shape[0], PART], tl.float32)
+        for pair in tl.static_range(PART // GROUP // 2):
+            low, high = halves(tl.load(table + (group // 2 + pair) * num_rows + rows), NUMBER)
+            its = tl.where(column < (2 * pair + 1) * GROUP, low[:, None], high[:, None])
+            numbers = tl.where(column < 2 * pair * GROUP, numbers, its)
+    return numbers
+
+
+@triton.jit
+def meaning(codes, lookup, OFFSET: tl.constexpr, LOOKUP: tl.constexpr):
+    """What codes stand for before they are scaled, in float32."""
+    if LOOKUP == "table":
+        values = tl.load(lookup + codes.to(tl.int32))
+    elif LOOKUP == "e2m1":  # as the lowest numbers of float32, which have the same exponents and fractions but for a factor
+        values = ((codes & 7) << 22 | (codes & 8) << 28).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
+    else:
+        values = codes.to(tl.float32) + OFFSET
+    return values
+
+
+@triton.jit
+def dequantised(
+    codes, scales, zeros, lookup, first_column, rows, num_rows,
+    SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
+    GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Codes [rows, PART] as numbers that a product takes."""
+    if SCALE == "":
+        values = codes
+    else:
+        values = meaning(codes, lookup, OFFSET, LOOKUP)
+        scale = spread(scales, first_column, rows, num_rows, SCALE, GROUP, PART)
+        if ZERO == "point":
+            values = (values - spread(zeros, first_column, rows, num_rows, ZERO_STORE, GROUP, PART)) * scale
+        elif ZERO == "minimum":
+            values = values * scale + spread(zeros, first_column, rows, num_rows, ZERO_STORE, GROUP, PART)
+        else:
+            values = values * scale
+    return values.to(COMPUTE)
+
+
+@triton.jit
+def activations(x, row_offsets, row_mask, order, first, columns, ORDERED: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr):
+    """PART columns of rows from `first` on, in the order of the matrix; 0 behind the last of `columns`."""
+    k = first + tl.arange(0, PART)
+    at = tl.load(order + k, mask=k < columns, other=0) if ORDERED else k
+    return tl.load(x + row_offsets[:, None] + at[None, :], mask=row_mask[:, None] & (k < columns)[None, :], other=0).to(COMPUTE)
+
+
+@triton.jit
+def product(
+    acc, x, row_offsets, row_mask, columns, codes, scales, zeros, lookup, order, rows, num_rows,
+    STORE: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
+    ORDERED: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Acc + x @ weight.T, for rows of x that lie at `row_offsets` and the given `rows` of the matrix: [rows of x, rows]."""
+    part = tl.arange(0, PART)
+    tile: tl.constexpr = 2 * PART if STORE == "int4" else PART
+    num_tiles = tl.cdiv(columns, tile)
+    at = codes + rows.to(tl.int64)[:, None] * (num_tiles * PART) + part[None, :]
+    for number in range(0, num_tiles):
+        stored = tl.load(at + number * PART)
+        first = number * tile
+        low = (stored.to(tl.int32) & 15) if STORE == "int4" else stored
+        w = dequantised(low, scales, zeros, lookup, first, rows, num_rows, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, GROUP, PART, COMPUTE)
+        a = activations(x, row_offsets, row_mask, order, first, columns, ORDERED, PART, COMPUTE)
+        acc = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)
+        if STORE == "int4":
+            first += PART
+            high = stored.to(tl.int32) >> 4
+            w = dequantised(
+                high, scales, zeros, lookup, first, rows, num_rows, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, GROUP, PART, COMPUTE
+            )
+            a = activations(x, row_offsets, row_mask, order, first, columns, ORDERED, PART, COMPUTE)
+            acc = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def int8_product(
+    x_codes, x_scales, x, m, row_mask, code_offsets, row_offsets, columns, codes, scales, rows,
+    PART: tl.constexpr, OUTLIERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Rows in int8, [rows, whole tiles], times a matrix in int8, each with a scale for each row: sums of integers are exact.
+
+    With OUTLIERS the numbers of x that the codes leave out are multiplied as floats, in two parts of bf16, which has all codes of weights.
+    """
+    k = tl.arange(0, PART)
+    num_tiles = tl.cdiv(columns, PART)
+    at = codes + rows.to(tl.int64)[:, None] * (num_tiles * PART) + k[None, :]
+    exact = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    wide = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for number in range(0, num_tiles):
+        w = tl.trans(tl.load(at + number * PART))
+        first = number * PART
+        a = tl.load(x_codes + code_offsets[:, None] + (first + k)[None, :], mask=row_mask[:, None], other=0)
+        exact = tl.dot(a, w, exact, out_dtype=tl.int32)
+        if OUTLIERS:
+            v = tl.load(x + row_offsets[:, None] + (first + k)[None, :], mask=row_mask[:, None] & (first + k < columns)[None, :], other=0)
+            v = tl.where(is_outlier(v.to(tl.float32)), v.to(tl.float32), 0.0)
+            if tl.max(tl.abs(v)) > 0:
+                high, weights = v.to(tl.bfloat16), w.to(tl.float32).to(tl.bfloat16)
+                wide = tl.dot((v - high.to(tl.float32)).to(tl.bfloat16), weights, wide)
+                wide = tl.dot(high, weights, wide)
+    scale = tl.load(x_scales + m, mask=row_mask, other=0.0)
+    return (exact.to(tl.float32) * scale[:, None] + wide) * tl.load(scales + rows)[None, :]

@@ -1,0 +1,76 @@
+"""Tiles of linear ops: how many rows of x and of the weight a program takes, chosen for an H100. They never decide what comes out."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from headrace.backend.cuda.interpreter import is_interpreting
+from headrace.backend.cuda.launch import blocks, power_of_2
+from headrace.backend.cuda.layout import WeightLayout
+
+_MULTIPROCESSORS = 132
+_SHARED_BYTES = 200 << 10
+"""Of the shared memory of a multiprocessor, what the programs on it fill with numbers on their way."""
+_MOST_STAGES = 8
+
+
+class Tile(NamedTuple):
+    """What a kernel is compiled for by the shape of its tiles."""
+
+    block_m: int
+    block_n: int
+    part: int
+    """Columns of a product."""
+    num_warps: int
+    num_stages: int
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The same as kernels take it."""
+        return {
+            **{"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "PART": self.part},
+            **{"num_warps": self.num_warps, "num_stages": self.num_stages},
+        }
+
+
+def tile_for(num_rows: int, num_outputs: int, cols: int, layout: WeightLayout, activations: torch.dtype, gate: bool) -> Tile:
+    """The tile of so many rows times a weight with so many outputs and columns."""
+    if is_interpreting():
+        return Tile(power_of_2(min(num_rows, 64), 16), power_of_2(min(num_outputs, 256), 16), layout.part, 4, 1)
+    if activations == torch.float32 or layout.store == "f32":
+        return _wide(num_rows, num_outputs, layout)
+    if num_rows <= 32:
+        return _narrow(num_rows, num_outputs, cols, layout)
+    block_m = power_of_2(min(num_rows, 64 if layout.outliers else 128))
+    block_n, most = 32, 32 if layout.outliers else 64 if block_m == 64 else 128
+    if block_m == 128 and num_rows > 512 and layout.store == "bf16" and not gate:
+        most = 256
+    while block_n < most and blocks(num_rows, block_m) * blocks(num_outputs, 2 * block_n) > 0.9 * _MULTIPROCESSORS:
+        block_n *= 2
+    stages = 4 if block_m * block_n <= 128 * (64 if layout.scale else 128) else 3
+    return Tile(block_m, block_n, layout.part, 8 if block_m * block_n > 128 * 64 else 4, stages)
+
+
+def _narrow(num_rows: int, num_outputs: int, cols: int, layout: WeightLayout) -> Tile:
+    """For few rows, whose time is that of reading the weight: two programs on each multiprocessor, and many bytes on their way to each.
+
+    A warp multiplies 8 rows of the weight; codes of 4 bits need tiles that are wider than they are high, or all warps multiply the same.
+    """
+    block_m = power_of_2(num_rows, 16)
+    block_n = block_m * (2 if layout.store == "int4" else 1)
+    while block_n < 64 and blocks(num_outputs, 2 * block_n) >= 2 * _MULTIPROCESSORS:
+        block_n *= 2
+    part = 128 if layout.scale is None and cols % 128 == 0 else layout.part
+    columns = 2 * part if layout.store == "int4" else part
+    stage_bytes = block_n * layout.row_bytes(columns) + 2 * block_m * columns
+    programs = min(4, blocks(blocks(num_outputs, block_n), _MULTIPROCESSORS))
+    stages = min(_MOST_STAGES, max(3, _SHARED_BYTES // (programs * stage_bytes)))
+    return Tile(block_m, block_n, part, min(4, block_n // 8), stages)
+
+
+def _wide(num_rows: int, num_outputs: int, layout: WeightLayout) -> Tile:
+    """For numbers that tensor cores do not multiply."""
+    block_m, block_n = power_of_2(min(num_rows, 64), 16), 16
+    while block_n < 64 and blocks(num_rows, block_m) * blocks(num_outputs, 2 * block_n) >= _MULTIPROCESSORS:
+        block_n *= 2
+    return Tile(block_m, block_n, layout.part, 4, 3)

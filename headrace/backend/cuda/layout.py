@@ -1,0 +1,109 @@
+"""How the GPU keeps a matrix: codes, their scales, and what they stand for, by the stored format that it comes from."""
+
+from dataclasses import replace
+from math import gcd
+from typing import Literal
+
+from headrace.quant.formats import Format, StoredTensor
+from headrace.quant.spec import CODEBOOKS, QuantSpec
+from headrace.record import frozen
+
+Store = Literal["f32", "f16", "bf16", "e4m3", "e5m2", "int8", "int4"]
+ScaleStore = Literal["f32", "f16", "bf16"]
+
+_PLAIN: dict[str, Store] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+_BYTES: dict[str, int] = {"f32": 4, "f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "int8": 1}
+_SCALES: dict[str | None, ScaleStore] = {"f16": "f16", "bf16": "bf16", "e8m0": "bf16", "u8": "f16"}
+"""Scales and zeros that a shorter float holds exactly; those of super-blocks are products of two, which it does not."""
+
+
+@frozen
+class WeightLayout:
+    """How a matrix lies in the memory of a GPU.
+
+    Rows lie one after the other, each in whole tiles of `tile` columns. A byte of `int4` has a code of the first half of its tile in its
+    low half, and one of the second half in its high half: a kernel makes two products of them, and never has to interleave.
+    Scales are [groups, rows], so that neighbouring rows are read together.
+    """
+
+    store: Store
+    tile: int = 64
+    """Columns of a row that a kernel reads at a time."""
+    group: int = 0
+    """Columns that share a scale, a divisor or a multiple of the tile's halves; 0: all of a row."""
+    scale: ScaleStore | None = None
+    zero: Literal["none", "point", "minimum"] = "none"
+    """A value is scale * (code - zero point), scale * code + minimum, or scale * code."""
+    zero_store: ScaleStore | None = None
+    offset: int = 0
+    """What is added to a stored code."""
+    lookup: tuple[float, ...] = ()
+    """What the codes stand for, where they are looked up."""
+    rows_in_int8: bool = False
+    """Whether activations are int8 by row, where they may be: products of integers are exact."""
+    outliers: bool = False
+    """Whether activations beyond 6 stay floats beside them (LLM.int8, Dettmers et al. 2022)."""
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether its numbers have more digits than bf16 has: activations are then float32."""
+        return self.store in ("f32", "f16")
+
+    @property
+    def part(self) -> int:
+        """Columns that a kernel makes a product of at a time."""
+        return self.tile // 2 if self.store == "int4" else self.tile
+
+    def padded_cols(self, cols: int) -> int:
+        """Columns of a row in whole tiles."""
+        return -(-cols // self.tile) * self.tile
+
+    def row_bytes(self, cols: int) -> int:
+        """Bytes of the codes of a row."""
+        cols = self.padded_cols(cols)
+        return cols // 2 if self.store == "int4" else cols * _BYTES[self.store]
+
+    def num_groups(self, cols: int) -> int:
+        """Scales of a row."""
+        return -(-self.padded_cols(cols) // self.group) if self.group else 1
+
+    def nbytes(self, rows: int, cols: int) -> int:
+        """Bytes of a matrix, with its scales and zeros."""
+        tables = [_BYTES[number] for number in (self.scale, self.zero_store) if number]
+        return rows * (self.row_bytes(cols) + self.num_groups(cols) * sum(tables))
+
+
+def layout_of(tensor: StoredTensor) -> WeightLayout:
+    """How the GPU keeps a stored tensor: without loss, in the same number of bits or the next that it has."""
+    form, spec = tensor.format, tensor.format.spec
+    if form.name in _PLAIN:
+        return WeightLayout(_PLAIN[form.name])
+    if form.name.startswith("I8_"):
+        assert spec
+        return WeightLayout("int8", 128, 0, "f32", rows_in_int8=True, outliers=spec.has_wide_outliers)
+    if spec is None or not (form.split or form.table_rows or form.name.startswith("MXFP4")):
+        return WeightLayout("f32")
+    return _quantised(form, spec)
+
+
+def _quantised(form: Format, spec: QuantSpec) -> WeightLayout:
+    scale = _SCALES.get(spec.scale, "f32")
+    zero_store = None if spec.zero == "none" else _SCALES.get(spec.zero_type, "f32")
+    if spec.codebook in ("e4m3", "e5m2"):
+        store: Store = "e4m3" if spec.codebook == "e4m3" else "e5m2"
+        return _grouped(WeightLayout(store, 128, spec.group, scale, spec.zero, zero_store))
+    is_looked_up = spec.codebook in CODEBOOKS and not form.split
+    store = "int4" if spec.bits <= 4 and spec.point == 1 and not (form.split and spec.codebook != "integer") else "int8"
+    if store == "int8":
+        offset = 0 if spec.zero == "none" else 128
+    else:
+        offset = 0 if is_looked_up or spec.zero != "none" else -8 if form.split else -(1 << spec.bits - 1)
+    lookup = tuple(CODEBOOKS[spec.codebook]) if is_looked_up else ()
+    return _grouped(WeightLayout(store, 128, spec.group, scale, spec.zero, zero_store, offset, lookup))
+
+
+def _grouped(layout: WeightLayout) -> WeightLayout:
+    """The same with scales that are repeated where groups do not end with parts of tiles."""
+    if not layout.group or layout.group % layout.part == 0:
+        return layout
+    return replace(layout, group=gcd(layout.group, layout.part))

@@ -1,0 +1,274 @@
+"""From the ops of a program to the launches of kernels, for steps of one shape: made once, then launched, or captured, again and again."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from headrace.backend.cuda.adapters import Adapters
+from headrace.backend.cuda.device import DEVICE
+from headrace.backend.cuda.kernels import elementwise, gather
+from headrace.backend.cuda.kernels.align_experts import Aligned, align_experts, combine, empty_aligned
+from headrace.backend.cuda.kernels.embed import embed, embed_position
+from headrace.backend.cuda.kernels.experts import expert_linear, tile_rows
+from headrace.backend.cuda.kernels.head_linear import head_linear
+from headrace.backend.cuda.kernels.linear import linear
+from headrace.backend.cuda.kernels.norm import norm
+from headrace.backend.cuda.kernels.quantise_rows import quantise_rows
+from headrace.backend.cuda.kernels.rope import rope
+from headrace.backend.cuda.kernels.rope_angles import rope_angles
+from headrace.backend.cuda.kernels.route import route
+from headrace.backend.cuda.launch import Launch
+from headrace.backend.cuda.packing import PackedWeight
+from headrace.backend.cuda.step_input import StepInput
+from headrace.backend.cuda.weights import Weights
+from headrace.backend.cuda.workspace import Workspace
+from headrace.program import mixture, ops
+from headrace.program.op import Op, Value, Weight
+
+
+@dataclass
+class Lowering:
+    """Adds the launches of each op to a list."""
+
+    value: Callable[[Value], torch.Tensor]
+    """The tensor of a value, [rows, width]."""
+    weights: Weights
+    workspace: Workspace
+    step: StepInput
+    """The numbers of the step, in the memory of the device."""
+    adapters: Adapters | None
+    """What is added to products; None where no row of the step has an adapter."""
+    loads: dict[int, torch.Tensor]
+    """Rows that went to each expert, by the id of what the op over experts writes."""
+    packed: torch.dtype
+    """What activations are multiplied as."""
+    launches: list[Launch] = field(default_factory=list)
+    _tiles: dict[str, Aligned] = field(default_factory=dict)
+    """Rows by their adapters, of each kind of rows."""
+    _codes: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """Values in int8 by row, by value and whether outliers stay floats."""
+
+    def lower(self, op: Op) -> None:
+        """Add the launches of an op."""
+        out = op.output()
+        if out is not None and not len(self.value(out)):
+            return  # a chunk of a prompt has no rows with logits
+        if out is not None:  # its tensor had another value before
+            self._codes = {key: codes for key, codes in self._codes.items() if key[0] != out.id}
+        for launch in LOWER[type(op)](self, op):
+            self.launches.append(launch)
+
+    def rows_of(self, value: Value, out: Value) -> torch.Tensor:
+        """The rows of a value that another has, which may have some of the gathered ones alone."""
+        x, num_logit_rows = self.value(value), self.step.shape.logit_rows
+        if value.rows == out.rows:
+            return x
+        return x[:num_logit_rows] if out.rows == "logit" else x[num_logit_rows:]
+
+    def linear(
+        self, out: torch.Tensor, x: Value, weights: Sequence[Weight], biases: Sequence[Weight | None], **follows: Any
+    ) -> list[Launch]:
+        """A product with matrices that lie below each other, and what follows it; each by itself where they are not alike.
+
+        `follows` has what `linear` takes, for all of their rows together.
+        """
+        launches: list[Launch] = []
+        rows, widths = self.value(x), [weight.rows for weight in weights]
+        delta = self._delta(launches, x, weights)
+        bias = self.weights.vectors(biases, widths) if any(biases) else None
+        if together := self.weights.together(weights):
+            quantised = self._in_int8(launches, x, together)
+            launches.append(linear(out, rows, together, bias=bias, delta=delta, quantised=quantised, activations=self.packed, **follows))
+            return launches
+        assert not follows, "what follows a product of several matrices needs them alike"
+        first = 0
+        for weight in weights:
+            matrix, own = self.weights.matrix(weight), slice(first, first + weight.rows)
+            quantised = self._in_int8(launches, x, matrix)
+            its_bias, its_delta = None if bias is None else bias[own], None if delta is None else delta[:, own]
+            launches.append(linear(out[:, own], rows, matrix, bias=its_bias, delta=its_delta, quantised=quantised, activations=self.packed))
+            first += weight.rows
+        return launches
+
+    def _in_int8(self, launches: list[Launch], x: Value, weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The value in int8 by row, for a weight that is multiplied so."""
+        layout = weight.layout
+        if not layout.rows_in_int8:
+            return None
+        key = x.id, layout.outliers
+        if key not in self._codes:
+            rows, name = self.value(x), f"codes {len(self._codes)}"
+            codes = self.workspace.take(name, len(rows), layout.padded_cols(x.width), torch.int8)
+            scales = self.workspace.take(f"{name} scales", len(rows), 1)[:, 0]
+            launches.append(quantise_rows(codes, scales, rows, layout.outliers))
+            self._codes[key] = codes, scales
+        return self._codes[key]
+
+    def _delta(self, launches: list[Launch], x: Value, weights: Sequence[Weight]) -> torch.Tensor | None:
+        """What the adapters of the rows add to a product, where there are any for its weights: [rows, rows of all weights]."""
+        if not self.adapters or not any(weight.name in self.adapters.tables for weight in weights):
+            return None
+        rows = self.value(x)
+        if x.rows not in self._tiles:
+            numbers = self.step.adapters_of(x.rows)
+            self._tiles[x.rows], making = self.adapters.aligned(numbers, self.step.all_rows, self.workspace)
+            launches += making
+        delta, first = self.workspace.take("delta", len(rows), sum(weight.rows for weight in weights)), 0
+        for weight in weights:
+            own = delta[:, first : first + weight.rows]
+            launches += self.adapters.launches(own, rows, weight.name, self._tiles[x.rows], self.workspace)
+            first += weight.rows
+        return delta
+
+
+def _embed(s: Lowering, op: ops.Embed) -> list[Launch]:
+    return [embed(s.value(op.out), s.weights.matrix(op.weight), s.step.tokens, s.step.source, s.step.last_tokens)]
+
+
+def _embed_position(s: Lowering, op: ops.EmbedPosition) -> list[Launch]:
+    return [embed_position(s.value(op.out), s.weights.matrix(op.weight), s.step.positions)]
+
+
+def _input(s: Lowering, op: ops.Input) -> list[Launch]:
+    return []  # the executable copies the rows there
+
+
+def _rope_angles(s: Lowering, op: ops.RopeAngles) -> list[Launch]:
+    frequencies = torch.tensor(op.inverse_frequencies, dtype=torch.float64, device=DEVICE)
+    return [rope_angles(s.value(op.out), s.step.positions, frequencies, op.scale)]
+
+
+def _norm(s: Lowering, op: ops.Norm) -> list[Launch]:
+    weight, bias = s.weights.vector(op.weight), s.weights.vector(op.bias) if op.bias else None
+    return [norm(s.value(op.out), s.rows_of(op.x, op.out), weight, bias, op.eps, op.kind, op.size)]
+
+
+def _linear(s: Lowering, op: ops.Linear) -> list[Launch]:
+    return s.linear(s.value(op.out), op.x, [op.weight], [op.bias])
+
+
+def _linear_add(s: Lowering, op: ops.LinearAdd) -> list[Launch]:
+    return s.linear(s.value(op.out), op.x, [op.weight], [op.bias], residual=s.value(op.residual))
+
+
+def _linear_activate(s: Lowering, op: ops.LinearActivate) -> list[Launch]:
+    return s.linear(s.value(op.out), op.x, [op.weight], [op.bias], activation=op.activation)
+
+
+def _head_linear(s: Lowering, op: ops.HeadLinear) -> list[Launch]:
+    return [head_linear(s.value(op.out), s.value(op.x), s.weights.stacked(op.heads), len(op.heads), s.packed)]
+
+
+def _concat_heads(s: Lowering, op: ops.ConcatHeads) -> list[Launch]:
+    return [gather.concat_heads(s.value(op.out), s.value(op.x), s.value(op.y), op.num_heads, op.x_dim, op.y_dim)]
+
+
+def _rope(s: Lowering, op: ops.Rope) -> list[Launch]:
+    return [rope(s.value(op.out), s.value(op.x), s.value(op.angles), op.head_dim)]
+
+
+def _kv_write(s: Lowering, op: ops.KvWrite) -> list[Launch]:
+    return s.step.attention.write(op.layer, s.value(op.k), s.value(op.v) if op.v else None)
+
+
+def _qkv_rope_write(s: Lowering, op: ops.QkvRopeWrite) -> list[Launch]:
+    weights, biases = (op.q, op.k, op.v), (op.q_bias, op.k_bias, op.v_bias)
+    qkv = s.workspace.take("qkv", s.step.shape.rows, sum(weight.rows for weight in weights))
+    product = s.linear(qkv, op.x, weights, biases)
+    return [*product, *s.step.attention.rope_write(op.layer, s.value(op.out), qkv, s.value(op.angles))]
+
+
+def _attention(s: Lowering, op: ops.Attention) -> list[Launch]:
+    sinks = s.weights.vector(op.sinks) if op.sinks else None
+    return s.step.attention.attend(op, s.value(op.out), s.value(op.q), sinks, s.workspace)
+
+
+def _glu(s: Lowering, op: ops.Glu) -> list[Launch]:
+    return [elementwise.glu(s.value(op.out), s.value(op.gate), s.value(op.up), op.activation)]
+
+
+def _glu_linear(s: Lowering, op: ops.GluLinear) -> list[Launch]:
+    weights, biases, out = (op.gate, op.up), (op.gate_bias, op.up_bias), s.value(op.out)
+    if s.weights.together(weights):
+        return s.linear(out, op.x, weights, biases, gate=True, activation=op.activation)
+    both = s.workspace.take("gate and up", len(out), 2 * out.shape[1])
+    product = s.linear(both, op.x, weights, biases)
+    return [*product, elementwise.glu(out, both[:, : out.shape[1]], both[:, out.shape[1] :], op.activation)]
+
+
+def _activate(s: Lowering, op: ops.Activate) -> list[Launch]:
+    return [elementwise.activate(s.value(op.out), s.value(op.x), op.activation)]
+
+
+def _scale(s: Lowering, op: ops.Scale) -> list[Launch]:
+    return [elementwise.scale(s.value(op.out), s.value(op.x), op.factor)]
+
+
+def _soft_cap(s: Lowering, op: ops.SoftCap) -> list[Launch]:
+    return [elementwise.soft_cap(s.value(op.out), s.value(op.x), op.cap)]
+
+
+def _add(s: Lowering, op: ops.Add) -> list[Launch]:
+    return [elementwise.add(s.value(op.out), s.value(op.x), s.value(op.y))]
+
+
+def _gather_rows(s: Lowering, op: ops.GatherRows) -> list[Launch]:
+    return [gather.gather_rows(s.value(op.out), s.value(op.x), s.step.gathered)]
+
+
+def _gate_rows(s: Lowering, op: mixture.GateRows) -> list[Launch]:
+    return [elementwise.gate_rows(s.value(op.out), s.value(op.x), s.value(op.gate))]
+
+
+def _route(s: Lowering, op: mixture.Route) -> list[Launch]:
+    bias = s.weights.vector(op.bias) if op.bias else None
+    choice = op.top_k, op.scoring, op.normalised, op.factor, op.groups, op.top_groups
+    return [route(s.value(op.out), s.value(op.x), bias, *choice)]
+
+
+def _experts(s: Lowering, op: mixture.Experts) -> list[Launch]:
+    x, routing, num_experts, top_k = s.value(op.x), s.value(op.routing), len(op.gate), op.top_k
+    pairs, width = len(x) * top_k, op.down[0].cols
+    block_m = tile_rows(pairs, num_experts)
+    key = f"aligned experts {len(x)} {top_k} {num_experts}"
+    aligned = s.workspace.once(key, lambda: empty_aligned(len(x), top_k, num_experts, block_m, DEVICE))
+    opened, down = s.weights.stacked([*op.gate, *op.up]), s.weights.stacked(op.down)
+    hidden = s.workspace.take("expert hidden", pairs, width, torch.float32 if down.layout.is_wide else s.packed)
+    each = s.workspace.take("each expert", pairs, op.out.width)
+    biases = [s.weights.vectors(of, [w.cols for w in of]) if of else None for of in ((*op.gate_bias, *op.up_bias), op.down_bias)]
+    return [
+        *align_experts(aligned, routing, s.step.num_rows, s.loads[op.out.id]),
+        expert_linear(hidden, x, aligned, opened, num_experts, top_k, bias=biases[0], activation=op.activation, activations=s.packed),
+        expert_linear(each, hidden, aligned, down, num_experts, 1, bias=biases[1], activations=s.packed),
+        combine(s.value(op.out), each, routing),
+    ]
+
+
+LOWER: dict[type[Op], Callable[[Lowering, Any], list[Launch]]] = {
+    ops.Embed: _embed,
+    ops.EmbedPosition: _embed_position,
+    ops.Input: _input,
+    ops.RopeAngles: _rope_angles,
+    ops.Norm: _norm,
+    ops.Linear: _linear,
+    ops.LinearAdd: _linear_add,
+    ops.LinearActivate: _linear_activate,
+    ops.HeadLinear: _head_linear,
+    ops.ConcatHeads: _concat_heads,
+    ops.Rope: _rope,
+    ops.KvWrite: _kv_write,
+    ops.QkvRopeWrite: _qkv_rope_write,
+    ops.Attention: _attention,
+    ops.Glu: _glu,
+    ops.GluLinear: _glu_linear,
+    ops.Activate: _activate,
+    ops.Scale: _scale,
+    ops.SoftCap: _soft_cap,
+    ops.Add: _add,
+    ops.GatherRows: _gather_rows,
+    mixture.Route: _route,
+    mixture.Experts: _experts,
+    mixture.GateRows: _gate_rows,
+}

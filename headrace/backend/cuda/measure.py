@@ -1,0 +1,109 @@
+"""What this process's GPU can do: bytes and operations per second, and what launches cost."""
+
+import time
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+
+from headrace.backend.cuda.device import DEVICE, multiprocessors
+from headrace.backend.cuda.kernels.speed import READ_BLOCK, multiply, multiply_add, read
+from headrace.backend.cuda.launch import Launch
+from headrace.backend.cuda.stream import Stream, make_stream
+
+Kind = Literal["int8", "fp8", "bf16", "f32"]
+
+_TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+_MOST_BYTES = 1 << 30
+_TILE = 128
+_PART_BYTES, _OLDER_PART_BYTES = 256, 64
+"""Of a row that is multiplied at a time: GPUs before Hopper hold it in registers."""
+_SECONDS = 0.02
+"""For which a measurement of arithmetic runs."""
+_TURNS = 5
+"""The best of them counts: a busy device is measured too slow, and none too fast."""
+_LAUNCHES = 200
+
+
+class LaunchSeconds(NamedTuple):
+    """What a launch takes, one of many."""
+
+    eager: float
+    graph: float
+    """As part of a graph."""
+
+
+def read_bandwidth() -> float:
+    """Bytes per second that kernels read."""
+    x = _memory()
+    launch = read(x, torch.zeros(x.numel() // READ_BLOCK, device=DEVICE))
+    return float(x.nbytes) / _best(lambda: make_stream().times([launch])[0])
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a copy within the memory, those read and those written together."""
+    x = _memory()
+    half, stream = x.numel() // 2, make_stream()
+
+    def seconds() -> float:
+        begun = time.perf_counter()
+        stream.copy(x[:half], x[half:])
+        stream.mark().synchronize()
+        return time.perf_counter() - begun
+
+    return float(x.nbytes) / _best(seconds)
+
+
+def rate(kind: Kind, tile: int = _TILE, part_bytes: int = 0, least_rounds: int = 1000) -> float:
+    """Operations per second of products in a number format, a multiply-add counting as two; 0 where the GPU has none for it."""
+    capability = torch.cuda.get_device_capability(DEVICE) if DEVICE.type == "cuda" else (9, 0)
+    if kind == "fp8" and capability < (8, 9):
+        return 0.0
+    programs = 2 * multiprocessors()
+    if kind == "f32":
+        x = torch.full((4 * programs * tile * tile,), 0.5, device=DEVICE)
+        return _rate(lambda rounds: multiply_add(x, rounds, tile * tile // 2), 2 * x.numel(), least_rounds)
+    part = (part_bytes or (_PART_BYTES if capability >= (9, 0) else _OLDER_PART_BYTES)) // _TYPES[kind].itemsize
+    numbers = torch.rand(2, tile, part, device=DEVICE) - 0.5
+    a, b = (255 * numbers if kind == "int8" else numbers).to(_TYPES[kind])
+    out = torch.zeros(programs * tile, dtype=torch.int32 if kind == "int8" else torch.float32, device=DEVICE)
+    return _rate(lambda rounds: multiply(a, b, out, rounds, programs), 2 * programs * tile * tile * part, least_rounds)
+
+
+def launch_seconds(launches: int = _LAUNCHES) -> LaunchSeconds:
+    """Of the smallest kernel, one behind the other."""
+    x, stream = torch.zeros(4 * READ_BLOCK, device=DEVICE), make_stream()
+    several = [read(x, x)] * launches
+    stream.run(several)
+    graph = stream.capture(several)
+    eager = _best(lambda: _waited(stream, lambda: stream.run(several)))
+    return LaunchSeconds(eager / launches, _best(lambda: _waited(stream, graph)) / launches)
+
+
+def _memory() -> torch.Tensor:
+    """Zeros, far more than caches hold."""
+    most = _MOST_BYTES
+    if DEVICE.type == "cuda":
+        most = min(most, torch.cuda.mem_get_info(DEVICE)[0] // 2)
+    unit = 16 * READ_BLOCK
+    return torch.zeros(max(1, most // (4 * unit)) * unit, device=DEVICE)
+
+
+def _rate(launch: Callable[[int], Launch], operations: int, rounds: int) -> float:
+    """Operations per second of kernels that do so many in a round."""
+    stream = make_stream()
+    stream.run([launch(rounds)])  # which compiles it
+    took = stream.times([launch(rounds)])[0]
+    rounds = max(rounds, int(rounds * _SECONDS / took))
+    return operations * rounds / _best(lambda: stream.times([launch(rounds)])[0])
+
+
+def _best(seconds: Callable[[], float]) -> float:
+    return min(seconds() for _ in range(_TURNS))
+
+
+def _waited(stream: Stream, run: Callable[[], None]) -> float:
+    begun = time.perf_counter()
+    run()
+    stream.mark().synchronize()
+    return time.perf_counter() - begun

@@ -1,0 +1,96 @@
+"""Memory of a GPU: what is free, what steps need of it beside weights and KV, and what becomes of it when there is not enough."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from headrace.backend.cuda.attention_work import least_partials
+from headrace.backend.cuda.device import DEVICE, multiprocessors
+from headrace.backend.cuda.interpreter import is_interpreting
+from headrace.backend.cuda.kernels.attention import tiles_for
+from headrace.backend.cuda.step_shape import StepShape, prefill
+from headrace.backend.cuda.workspace import Buffers
+from headrace.config import KvDtype
+from headrace.errors import MemoryLimitError, RequestError
+from headrace.program import mixture, ops
+from headrace.program.trace import Program
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_S = TypeVar("_S")
+
+_FIXED = 512 << 20
+"""For kernels, graphs of steps, matrices of adapters, and what the allocator rounds up."""
+
+
+def free_memory() -> int | None:
+    """Bytes of the GPU that are free, or held for nothing; None in the interpreter, which has the memory of the host.
+
+    Raises RequestError where it does not answer.
+    """
+    if is_interpreting():
+        return None
+    try:
+        free, _ = torch.cuda.mem_get_info(DEVICE)
+    except RuntimeError as error:  # the first that is asked of the GPU: it may be busy, or full
+        raise RequestError(f"the GPU cannot be used: {str(error).splitlines()[0]}") from None
+    return int(free) + int(torch.cuda.memory_reserved(DEVICE)) - int(torch.cuda.memory_allocated(DEVICE))
+
+
+def run_bytes(program: Program, kv_dtype: KvDtype, max_rows: int, max_logit_rows: int) -> int:
+    """Bytes that are set aside for steps of so many rows of a lowered program: its values, and what single ops need beside them."""
+    shape = prefill(max_rows, max_logit_rows)
+    rows, places = shape.counts, Buffers(program, torch.float32, ()).places
+    outs = [out for op in program.ops if (out := op.output())]
+    values = {(places[out.id], out.width, out.rows): rows[out.rows] * out.width for out in outs}
+    widest = max((sum(w.rows for w in op.matrices()) for op in program.ops if isinstance(op, ops.QkvRopeWrite | ops.GluLinear)), default=0)
+    experts = [op.top_k * (op.down[0].cols + op.out.width) for op in program.ops if isinstance(op, mixture.Experts)]
+    numbers = sum(values.values()) + shape.rows * (widest + max(experts, default=0))
+    numbers += _partial_numbers(program, kv_dtype, shape)
+    if program.logits:
+        numbers += shape.logit_rows * program.logits.width  # adjusted by penalties
+    return _FIXED + 4 * numbers
+
+
+def _partial_numbers(program: Program, kv_dtype: KvDtype, shape: StepShape) -> int:
+    """Numbers of the partial results of attention, which all layers share."""
+    most = 0
+    for op in (op for op in program.ops if isinstance(op, ops.Attention)):
+        group = next(group for group in program.kv_groups if op.layer in group.layers)
+        tiles = tiles_for(group, shape.rows, multiprocessors(), kv_dtype)
+        partials = least_partials(shape.rows, shape.rows if shape.has_trees else 0, tiles.split) + 4 * tiles.programs
+        most = max(most, partials * op.num_heads * (op.head_dim + 2))
+    return most
+
+
+def within_memory(method: Callable[Concatenate[_S, _P], _T]) -> Callable[Concatenate[_S, _P], _T]:
+    """The method, with one error of ours where the GPU has no memory left: what torch holds for nothing is given back before.
+
+    Raises MemoryLimitError.
+    """
+
+    @wraps(method)
+    def tried(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return method(self, *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            said = str(error).partition(". ")[0]
+        # Behind the handler nothing holds the frames of the method any more, nor their tensors.
+        raise MemoryLimitError(f"the GPU is out of memory: {said}; {give_back()}")
+
+    return tried
+
+
+def give_back() -> str:
+    """Give what is held for nothing back to the driver; says how much memory there is."""
+    if is_interpreting():
+        return "its kernels are interpreted, in the memory of the host"
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(DEVICE)
+    ours = torch.cuda.memory_allocated(DEVICE)
+    return (
+        f"of its {total:,} bytes this engine has {ours:,}, and {free:,} are free: lower max_num_batched_tokens, max_num_seqs or kv_blocks, "
+        "or end what else runs on it"
+    )

@@ -1,0 +1,157 @@
+"""From stored tensors to matrices in the memory of a GPU, some rows at a time, and each but once."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.backend.cuda.device import DEVICE
+from headrace.backend.cuda.layout import ScaleStore, WeightLayout, layout_of
+from headrace.quant.formats import StoredTensor
+from headrace.quant.spec import POWERS, floats
+
+_CHUNK_CODES = 1 << 24
+"""Codes of a matrix that the host takes apart at a time."""
+
+_TYPES: dict[str, torch.dtype] = {
+    **{"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16},
+    **{"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8, "int4": torch.uint8},
+}
+
+
+class CodeRows(NamedTuple):
+    """Some rows of a quantised matrix: a value is scale * (code - zero), or scale * code + zero, as the layout says."""
+
+    codes: NDArray[Any]  # [rows, cols] integers, or numbers of what is looked up, or the bits of small floats
+    scales: NDArray[np.float32]  # [rows, scales of a row]
+    zeros: NDArray[np.float32] | None
+
+
+class PackedWeight(NamedTuple):
+    """A matrix in the memory of a GPU, or several of one layout, one below the other."""
+
+    layout: WeightLayout
+    rows: int
+    cols: int
+    codes: torch.Tensor  # [rows, tiles of a row in bytes or numbers]
+    scales: torch.Tensor | None = None  # [groups, rows]; of 16 bits int32 [pairs of groups, rows], the first of a pair in the low half
+    zeros: torch.Tensor | None = None  # the same
+    lookup: torch.Tensor | None = None  # [16]
+    column_order: torch.Tensor | None = None  # [cols] columns of activations in the order in which a row has them
+
+
+def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) -> PackedWeight:
+    """Matrices of one order of columns as one, the rows of the first on top; the pages of their files go back.
+
+    Their layout is the one that they have in common, or one of plain numbers that is given.
+    """
+    layout, cols = layout or layout_of(tensors[0]), tensors[0].cols
+    rows, groups = sum(tensor.rows for tensor in tensors), layout.num_groups(cols)
+    kind = _TYPES[layout.store]
+    codes = torch.empty(rows, layout.row_bytes(cols) // kind.itemsize, dtype=kind, device=DEVICE)
+    scales, zeros = (empty_table(number, groups, rows) for number in (layout.scale, layout.zero_store))
+    first = 0
+    for tensor in tensors:
+        for part in _chunks(tensor):
+            last = first + len(part)
+            if layout.scale is None:
+                values = tensor.dequantise_rows(part)
+                codes[first:last] = _padded(values, layout.padded_cols(cols)).to(codes.dtype)
+            else:
+                found = code_rows(tensor, part)
+                codes[first:last] = _stored_codes(found.codes, layout)
+                for table, numbers in ((scales, found.scales), (zeros, found.zeros)):
+                    if table is not None:
+                        assert numbers is not None
+                        table[:, first:last] = _table(numbers, _repeats(tensor, layout), groups, table)
+            first = last
+        tensor.release()
+    lookup = torch.tensor(layout.lookup, dtype=torch.float32, device=DEVICE) if layout.lookup else None
+    order = tensors[0].column_order if layout.scale else None  # plain numbers are in the order of the matrix
+    columns = None if order is None else torch.from_numpy(order.astype(np.int32)).to(DEVICE)
+    return PackedWeight(layout, rows, cols, codes, in_pairs(scales), in_pairs(zeros), lookup, columns)
+
+
+def pack_vector(tensor: StoredTensor) -> torch.Tensor:  # [cols]
+    """A vector, in float32."""
+    return torch.from_numpy(np.ascontiguousarray(tensor.dequantise().reshape(-1))).to(DEVICE)
+
+
+def code_rows(tensor: StoredTensor, rows: NDArray[np.int64]) -> CodeRows:
+    """The given rows of a quantised tensor, taken apart as its layout has them."""
+    form, parts, spec = tensor.format, tensor.parts, tensor.format.spec
+    stored = rows if tensor.row_order is None else tensor.row_order[rows]
+    assert spec
+    if "row_scales" in parts:
+        return CodeRows(parts["codes"][stored].reshape(len(rows), -1).view(np.int8), parts["row_scales"][stored][:, None], None)
+    if form.table_rows:
+        found = form.table_rows(parts, stored)
+        codes: NDArray[Any] = found.codes
+        if spec.codebook == "integer" and spec.zero == "none":
+            codes = codes.astype(np.int16) - np.int16(1 << spec.bits - 1)
+        zeros = None if found.zeros is None else floats(found.zeros, spec.zero_type)
+        return CodeRows(codes, floats(found.scales, spec.scale), zeros)
+    if form.split:
+        blocks = np.ascontiguousarray(parts["codes"][stored])
+        split, number = form.split(blocks.reshape(-1, form.nbytes)), len(rows)
+        minima = None if split.minima is None else split.minima.reshape(number, -1)
+        return CodeRows(split.codes.reshape(number, -1), split.scales.reshape(number, -1), minima)
+    return _mxfp4(tensor, stored)
+
+
+def _mxfp4(tensor: StoredTensor, stored: NDArray[np.int64]) -> CodeRows:
+    codes = tensor.parts["codes"][stored]
+    if "block_scales" in tensor.parts:
+        pairs = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(stored), -1)
+        return CodeRows(pairs, POWERS[tensor.parts["block_scales"][stored]], None)
+    halves = np.concatenate([codes[:, :, 1:] & 15, codes[:, :, 1:] >> 4], axis=-1)
+    return CodeRows(halves.reshape(len(stored), -1), POWERS[codes[:, :, 0]], None)
+
+
+def _chunks(tensor: StoredTensor) -> Iterator[NDArray[np.int64]]:
+    step = max(1, _CHUNK_CODES // tensor.cols)
+    for first in range(0, tensor.rows, step):
+        yield np.arange(first, min(first + step, tensor.rows))
+
+
+def _repeats(tensor: StoredTensor, layout: WeightLayout) -> int:
+    """Groups of the layout in one of the file."""
+    spec = tensor.format.spec
+    return spec.group // layout.group if spec and layout.group else 1
+
+
+def empty_table(number: ScaleStore | None, groups: int, rows: int) -> torch.Tensor | None:
+    """Memory for the numbers of groups [groups, rows], those of 16 bits in pairs [pairs, rows, 2]."""
+    if number is None:
+        return None
+    shape = (groups, rows) if number == "f32" else (-(-groups // 2), rows, 2)
+    return torch.empty(shape, dtype=_TYPES[number], device=DEVICE)
+
+
+def in_pairs(table: torch.Tensor | None) -> torch.Tensor | None:
+    """The table as kernels load it."""
+    return table if table is None or table.dtype == torch.float32 else table.view(torch.int32)[:, :, 0]
+
+
+def _padded(values: NDArray[Any], cols: int) -> torch.Tensor:
+    return torch.from_numpy(np.pad(values, ((0, 0), (0, cols - values.shape[1])))).to(DEVICE)
+
+
+def _table(numbers: NDArray[np.float32], repeats: int, groups: int, table: torch.Tensor) -> torch.Tensor:  # [groups, rows]
+    """Scales or zeros as a table has them, each so many times; 0 behind the last column."""
+    pairs = table.ndim == 3
+    spread = _padded(np.repeat(numbers, repeats, axis=1)[:, :groups], len(table) * (1 + pairs)).to(table.dtype).T
+    return spread.reshape(len(table), 2, -1).transpose(1, 2) if pairs else spread
+
+
+def _stored_codes(codes: NDArray[Any], layout: WeightLayout) -> torch.Tensor:
+    """Codes [rows, cols] as the layout has them, with columns that make the last tile whole."""
+    padded = _padded(codes.astype(np.int16) if layout.store.startswith("int") else codes, layout.padded_cols(codes.shape[1]))
+    if layout.store == "int4":
+        tiles = (padded - layout.offset).to(torch.uint8).reshape(len(codes), -1, 2, layout.part)
+        return (tiles[:, :, 0] | tiles[:, :, 1] << 4).reshape(len(codes), -1)
+    if layout.store == "int8":
+        return (padded - layout.offset).to(torch.int8)
+    return padded.view(_TYPES[layout.store])

@@ -1,0 +1,18 @@
+"""A bar beside long work, on a terminal."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+def with_progress(items: Sequence[_T], what: str) -> Iterator[_T]:
+    """The items, with a bar of how many are done."""
+    if not sys.stderr.isatty():
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(items, what, console=Console(stderr=True), transient=True)

@@ -1,0 +1,93 @@
+"""The numbers of a step: one array of integers, which the host fills and copies to the device in one piece."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.backend.cuda.device import DEVICE
+from headrace.backend.cuda.kv_store import KvStore
+from headrace.backend.cuda.step_attention import StepAttention
+from headrace.backend.cuda.step_shape import StepShape
+from headrace.batch import Ints, RaggedBatch
+from headrace.program.op import RowKind
+from headrace.program.trace import Program
+
+_ALIGNMENT = 4
+"""Integers at whose multiples parts begin: 16 bytes."""
+
+
+class StepInput:
+    """Where the numbers of steps of one shape lie, and their views on the device.
+
+    What follows the parts that all of these steps have (`end`) is for draws; behind these lie block tables and paths of draft trees, whose
+    places the work of attention names. Padding rows have token 0 at position 0, no adapter, and the slot of no sequence.
+    """
+
+    def __init__(self, shape: StepShape, program: Program, stores: Sequence[KvStore], last_tokens: torch.Tensor) -> None:
+        self.shape, self.last_tokens = shape, last_tokens
+        self.attention = StepAttention(program, stores, shape.rows, shape.has_trees)
+        gathered = shape.logit_rows + shape.pooled_rows
+        rows = (shape.rows,)
+        sizes: list[tuple[int, ...]] = [(1,), rows, rows, rows, rows, (gathered,), (gathered,), *self.attention.sizes]
+        self._parts, self.end = list[tuple[int, int, tuple[int, ...]]](), 0
+        for size in sizes:
+            last = self.end + prod(size)
+            self._parts.append((self.end, last, size))
+            self.end = -(-last // _ALIGNMENT) * _ALIGNMENT
+        self.all_rows = torch.full((1,), np.iinfo(np.int32).max, dtype=torch.int32, device=DEVICE)
+        """Stands for a number of rows where padding rows take part."""
+
+    def bind(self, device: torch.Tensor) -> None:
+        """Take the views of the array on the device."""
+        views = self._views(device)
+        self.num_rows, self.tokens, self.source, self.positions, self._adapters, self.gathered, self._gathered_adapters = views[:7]
+        self.attention.bind(views[7:], device)
+
+    def adapters_of(self, rows: RowKind) -> torch.Tensor:
+        """The adapter of each row of a kind; -1: it has none."""
+        first = self.shape.logit_rows
+        gathered = self._gathered_adapters
+        return {"step": self._adapters, "gathered": gathered, "logit": gathered[:first], "pooled": gathered[first:]}[rows]
+
+    def fill(self, batch: RaggedBatch, host: Ints, used: int) -> int:
+        """Write a batch, with block tables behind what is `used`; returns how much of the array is then used."""
+        num_rows, tokens, source, positions, adapters, gathered, gathered_adapters, *of_attention = self._views(host)
+        num_rows[0] = len(batch.tokens)
+        _pad(tokens, batch.tokens, 0)
+        _pad(source, () if batch.token_source is None else batch.token_source, -1)
+        _pad(positions, batch.positions, 0)
+        first = self.shape.logit_rows
+        _pad(gathered[:first], batch.logit_rows, 0)
+        _pad(gathered[first:], () if batch.pooled_rows is None else batch.pooled_rows, 0)
+        if self.shape.has_adapters:
+            assert batch.adapters is not None
+            of_rows = np.repeat(batch.adapters, np.diff(batch.row_start))
+            _pad(adapters, of_rows, -1)
+            _pad(gathered_adapters[:first], of_rows[batch.logit_rows], -1)
+            _pad(gathered_adapters[first:], () if batch.pooled_rows is None else of_rows[batch.pooled_rows], -1)
+        return self.attention.fill(batch, of_attention, host, used)
+
+    def fill_with_padding(self, host: Ints) -> None:
+        """Write a step without rows."""
+        host[: self.end] = 0
+        _, _, source, _, adapters, _, gathered_adapters, *of_attention = self._views(host)
+        for part in (source, adapters, gathered_adapters):
+            part[:] = -1
+        self.attention.fill_with_padding(of_attention)
+
+    def _views(self, array: Any) -> list[Any]:
+        return [array[first:last].reshape(size) for first, last, size in self._parts]
+
+
+def most_ints(batch: RaggedBatch, before: int) -> int:
+    """Most integers of a step that has so many before its block tables."""
+    trees = 0 if batch.ancestors is None else int(np.bitwise_count(batch.ancestors).sum())
+    return before + sum(kv.block_table.size + trees for kv in batch.kv)
+
+
+def _pad(part: Ints, values: Ints | tuple[()], padding: int) -> None:
+    part[: len(values)] = values
+    part[len(values) :] = padding

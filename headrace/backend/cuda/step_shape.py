@@ -1,0 +1,66 @@
+"""The shapes that steps are rounded up to, so that a few lists of launches, or graphs, serve all of them."""
+
+from typing import NamedTuple
+
+from headrace.backend.cuda.workspace import Rows
+from headrace.batch import RaggedBatch
+
+_STEPS = ((16, 4), (32, 8), (64, 16), (128, 32), (512, 64))
+"""Up to so many rows, shapes are multiples of this; above the last, of 256."""
+
+
+_MOST_GRAPH_ROWS = 256
+_FEW_ROWS = 512
+
+
+class StepShape(NamedTuple):
+    """How many rows a step has room for. What is not there is padded: with rows that write where nothing reads, and that none sees."""
+
+    rows: int
+    logit_rows: int
+    pooled_rows: int
+    has_adapters: bool
+    has_trees: bool = True
+    """Whether there is room for the partial results of attention that rows of draft trees have; always, where these are few."""
+
+    @property
+    def counts(self) -> Rows:
+        """Rows of each kind."""
+        return {
+            "step": self.rows,
+            "gathered": self.logit_rows + self.pooled_rows,
+            "logit": self.logit_rows,
+            "pooled": self.pooled_rows,
+        }
+
+
+def shape_of(batch: RaggedBatch) -> StepShape:
+    """The shape that a batch is rounded up to."""
+    pooled = 0 if batch.pooled_rows is None else len(batch.pooled_rows)
+    rows, logit_rows, pooled_rows = (round_up(n) if n else 0 for n in (len(batch.tokens), len(batch.logit_rows), pooled))
+    has_adapters = batch.adapters is not None and bool((batch.adapters >= 0).any())
+    return StepShape(rows, logit_rows, pooled_rows, has_adapters, rows <= _FEW_ROWS or batch.ancestors is not None)
+
+
+def decoding(rows: int) -> StepShape:
+    """The shape of steps in which all rows have logits: plain decoding, and draft trees."""
+    return StepShape(rows, rows, 0, False, True)
+
+
+def prefill(rows: int, logit_rows: int) -> StepShape:
+    """The shape of steps with chunks of prompts."""
+    return StepShape(round_up(rows), round_up(logit_rows), 0, False, rows <= _FEW_ROWS)
+
+
+def graph_rows(max_rows: int) -> list[int]:
+    """Rows of the steps that are graphs, the largest first: all up to so many, and 256, beyond which a step hides its launches."""
+    most = round_up(min(max_rows, _MOST_GRAPH_ROWS))
+    return sorted({round_up(rows) for rows in range(1, most + 1)}, reverse=True)
+
+
+def round_up(rows: int) -> int:
+    """The least shape for so many rows: 1, 2, 4, 8 and so on, then in steps that add an eighth to a half."""
+    if rows <= 4:
+        return 1 << (rows - 1).bit_length()
+    step = next((step for most, step in _STEPS if rows <= most), 256)
+    return -(-rows // step) * step

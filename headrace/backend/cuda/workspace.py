@@ -1,0 +1,77 @@
+"""Memory of the GPU that steps work in: values of a program, reused once they are dead, and what single ops need beside them."""
+
+from collections.abc import Callable, Collection
+from typing import TypeVar, cast
+
+import torch
+
+from headrace.backend.cuda.device import DEVICE
+from headrace.program.op import RowKind, Value
+from headrace.program.trace import Program
+
+_T = TypeVar("_T")
+
+Rows = dict[RowKind, int]
+"""How many rows of each kind there are."""
+
+
+class Workspace:
+    """Tensors by name, as large as they had to be so far. Programs that run one after another on one GPU share them.
+
+    Where a tensor grows, `grown` counts up: what was bound to the old one is bound anew.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._others: dict[str, object] = {}
+        self.grown = 0
+
+    def take(self, name: str, rows: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:  # [rows, width]
+        """The first rows of a tensor of this name, width and type; its numbers are whatever they are."""
+        key = f"{name} {width} {dtype}"
+        tensor = self._tensors.get(key)
+        if tensor is None or len(tensor) < rows:
+            self.grown += tensor is not None
+            tensor = self._tensors[key] = torch.zeros(rows, width, dtype=dtype, device=DEVICE)
+        return tensor[:rows]
+
+    def once(self, key: str, make: Callable[[], _T]) -> _T:
+        """What `make` makes, the same for a key at all times."""
+        if key not in self._others:
+            self._others[key] = make()
+        return cast(_T, self._others[key])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+
+class Buffers:
+    """Which tensor of the workspace each value of a program is in: one whose value is dead by then, where there is one."""
+
+    def __init__(self, program: Program, packed: torch.dtype, wide: Collection[int]) -> None:
+        self._packed, self._wide = packed, wide
+        self.places: dict[int, str] = {}
+        """By the id of a value."""
+        last_use, free = program.last_use(), dict[tuple[int, str, torch.dtype], list[str]]()
+        kept = {value.id for value in program.results}
+        for index, op in enumerate(program.ops):
+            if out := op.output():
+                spare = free.get(self._kind(out))
+                kind = "result" if out.id in kept else "value"
+                self.places[out.id] = spare.pop() if spare and kind == "value" else f"{kind} {len(self.places)}"
+            for value in {value.id: value for value in op.inputs()}.values():
+                if last_use[value.id] == index and value.id not in kept:
+                    free.setdefault(self._kind(value), []).append(self.places[value.id])
+
+    def bind(self, workspace: Workspace, rows: Rows) -> Callable[[Value], torch.Tensor]:
+        """The tensor of each value in a step of so many rows, [rows, width]."""
+        return lambda value: workspace.take(self.places[value.id], rows[value.rows], value.width, self.dtype(value))
+
+    def dtype(self, value: Value) -> torch.dtype:
+        """The numbers of a value: those that only linear ops read are as these multiply them, and float32 for one that is `wide`."""
+        return self._packed if value.packed and value.id not in self._wide else torch.float32
+
+    def _kind(self, value: Value) -> tuple[int, str, torch.dtype]:
+        return value.width, value.rows, self.dtype(value)

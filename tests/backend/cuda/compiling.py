@@ -1,0 +1,215 @@
+"""Compiles the launches of whole programs for an H100, on a machine that needs no GPU: nothing is launched, and tensors have no memory.
+
+    TRITON_INTERPRET=0 python -m tests.backend.cuda.compiling                  a few programs
+    TRITON_INTERPRET=0 python -m tests.backend.cuda.compiling --all            all of them
+    TRITON_INTERPRET=0 python -m tests.backend.cuda.compiling 8b-BF16 --rows 1 16
+
+Prints a line of JSON for each kernel as it is compiled: its program, rows, constants, what it needs and which instructions it has.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from headrace.backend.cuda import CudaExecutable
+from headrace.backend.cuda.drawing_layout import DrawLayout
+from headrace.backend.cuda.launch import Launch
+from headrace.backend.cuda.step_shape import StepShape
+from headrace.backend.cuda.stream import CudaStream
+from headrace.config import KvConfig, KvDtype
+from headrace.model import trace_model
+from headrace.program.fuse import fuse
+from tests.backend.cuda.hollow import SPECS, hollow_tensors, make_weights_in_place
+
+META = torch.device("meta")
+BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
+MULTIPROCESSORS = 132
+
+
+class Case(NamedTuple):
+    """A program to compile: a model of `SPECS`, formats of its matrices and of those of experts, of KV, and rows of steps."""
+
+    spec: str
+    format: str
+    kv: KvDtype = "bf16"
+    rows: tuple[int, ...] = (1, 16, 64, 512)
+    experts: str = ""
+    activations: torch.dtype = torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        wide = "" if self.activations == torch.bfloat16 else "f32"
+        return "-".join(word for word in (self.spec, self.format, self.experts, self.kv, wide) if word not in ("", "bf16"))
+
+
+FEW = [Case("8b", "BF16", rows=(1, 512)), Case("8b", "Q4_0", "int8", rows=(1,))]
+ALL = [
+    Case("8b", "BF16"),
+    Case("8b", "Q8_0", "int8"),
+    Case("8b", "Q4_0", "fp8"),
+    Case("135m", "BF16"),
+    *(Case("1b", name) for name in ("BF16", "Q8_0", "Q4_0")),
+    *(Case("1b", name, rows=(1, 512)) for name in ("Q4_1", "Q4_K", "Q6_K", "F16", "I8_ROW", "I8_MIXED", "NVFP4", "IQ4_NL")),
+    Case("1b", "F32", "f32", activations=torch.float32),
+    Case("experts", "BF16", experts="MXFP4_PAIRS"),
+    Case("latent", "BF16"),
+    Case("latent", "Q4_0", "int8", rows=(1, 512)),
+    Case("latent", "Q8_0", "fp8", rows=(1, 512)),
+]
+
+
+class Driver(triton.backends.driver.DriverBase):  # type: ignore[misc]
+    """Stands for an H100 that is not there."""
+
+    def __init__(self) -> None: ...
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return META
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_benchmarker(self) -> Any: ...
+
+
+def pretend() -> None:
+    """From here on tensors of the backend have no memory, and Triton compiles for an H100."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("headrace.backend.cuda"):
+            for what, value in (("DEVICE", META), ("multiprocessors", lambda: MULTIPROCESSORS)):
+                if hasattr(module, what):
+                    setattr(module, what, value)
+    triton.runtime.driver.set_active(Driver())
+    make_weights_in_place(META)
+
+
+def executable_of(case: Case) -> CudaExecutable:
+    """The program of a case, with its first layers, among which there is one of each kind."""
+    spec = SPECS[case.spec].first_layers(2)
+    if spec.experts and case.spec == "latent":
+        spec = replace(spec, experts=replace(spec.experts, num_experts=8))
+    tensors = hollow_tensors(spec, case.format, case.experts)
+    program = trace_model(spec, tensors)
+    kv = KvConfig((1024,) * len(fuse(program).kv_groups), 64, case.kv)
+    return CudaExecutable(program, tensors, kv, case.activations, CudaStream())
+
+
+def launches_of(case: Case) -> Iterator[tuple[int, Launch]]:
+    """Rows of the steps and the launches, those of draws with the first."""
+    executable = executable_of(case)
+    for rows in case.rows:
+        shape = StepShape(rows, min(rows, 64), 0, False)
+        plan = executable._plan(shape)
+        for launch in plan.launches:
+            yield rows, launch
+        if rows == case.rows[0]:
+            drawing = executable._drawing
+            layout = DrawLayout(8, 4, 8, 8, 8, 8, len(drawing._samplers.state), True, True, True)
+            ints = torch.empty(layout.num_ints, dtype=torch.int32, device=META)
+            masks = torch.empty(8, drawing.mask_words, dtype=torch.int32, device=META)
+            results = torch.empty(layout.num_results, dtype=torch.int32, device=META)
+            for launch in drawing.launches(layout, plan.value(executable._logits), ints, masks, results):
+                yield rows, launch
+
+
+def kind_of(launch: Launch) -> str:
+    """What decides which kernel Triton compiles for a launch."""
+
+    def of(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"{value.dtype}{value.data_ptr() % 16 == 0}"
+        return f"{value == 1}{value % 16 == 0}{abs(value) >= 2**31}" if isinstance(value, int) else type(value).__name__
+
+    unspecialised = {p.name for p in launch.kernel.params if p.do_not_specialize}
+    args = [of(a) for p, a in zip(launch.kernel.arg_names, launch.args, strict=False) if p not in unspecialised]
+    return f"{launch.name} {args} {launch.constants}"
+
+
+INSTRUCTIONS = {
+    "mma": r"\bHMMA|\bIMMA",
+    "wgmma": r"\bHGMMA|\bIGMMA",
+    "fma": r"\bFFMA|\bFMUL",
+    "load128": r"\bLDG\.\S*128|\bLDGSTS\S*128",
+    "load64": r"\bLDG\.\S*64(?!.*desc.*128)|\bLDGSTS\S*\.64",
+    "load32": r"\bLDG\.E(?:\.\w+)*(?<!64)(?<!128)(?<!U16)(?<!U8)(?<!S8)(?<!S16) |\bLDGSTS\.E(?:\.LTC128B)? ",
+    "load16": r"\bLDG\.\S*[US]16",
+    "load8": r"\bLDG\.\S*[US]8",
+    "async": r"\bLDGSTS|\bUBLKCP|\bUTMALDG",
+    "local": r"\bLDL|\bSTL",
+    "barrier": r"\bBAR\.SYNC",
+    "call": r"\bCALL\.",
+}
+"""Of the machine code, by what they are called in reports."""
+
+
+def compile_launch(launch: Launch) -> dict[str, Any]:
+    """What a kernel needs, and how many instructions of each kind it has."""
+    kernel = launch.kernel.run(*launch.args, grid=launch.grid, warmup=True, **launch.constants, enable_fp_fusion=False)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = _output("cuobjdump", "-res-usage", file.name)
+        code = _output("nvdisasm", "-c", file.name)
+    found = {name.lower(): int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    counts = {name: len(re.findall(pattern, code)) for name, pattern in INSTRUCTIONS.items()}
+    return {"shared": kernel.metadata.shared, **found, "instructions": {name: n for name, n in counts.items() if n}}
+
+
+def _output(tool: str, *words: str) -> str:
+    return subprocess.run([str(BINARIES / tool), *words], capture_output=True, text=True, check=True).stdout
+
+
+def main() -> None:
+    """Compile each distinct kernel once."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"of {[case.name for case in ALL]}; none: a few")
+    parser.add_argument("--all", action="store_true", help="all programs")
+    parser.add_argument("--rows", type=int, nargs="+", help="rows of steps, in place of their own")
+    parser.add_argument("--kernel", default="", help="kernels whose names begin so alone")
+    args = parser.parse_args()
+    if unknown := set(args.names) - {case.name for case in ALL}:
+        parser.error(f"there is no {', '.join(unknown)}")
+    pretend()
+    seen = set()
+    cases = ALL if args.all else [case for case in ALL if case.name in args.names] or FEW
+    for case in [case._replace(rows=tuple(args.rows)) for case in cases] if args.rows else cases:
+        for rows, launch in launches_of(case):
+            if launch.name.startswith(args.kernel) and (kind := kind_of(launch)) not in seen:
+                seen.add(kind)
+                constants = {
+                    name: value if isinstance(value, int | float | bool) else str(value) for name, value in launch.constants.items()
+                }
+                try:
+                    needs = compile_launch(launch)
+                except Exception as error:
+                    needs = {"error": f"{type(error).__name__}: {error}"[-2000:]}
+                line = {"case": case.name, "rows": rows, "kernel": launch.name, "grid": launch.grid, **needs, "constants": constants}
+                print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""Random matrices in every stored format, and as stored ones are told apart."""
+
+from headrace.quant.formats import FORMATS, StoredTensor
+from tests.backend.stored import random_stored
+from tests.tables import KINDS, random_table
+
+FORMAT_NAMES = [*FORMATS, *KINDS]
+
+
+def random_matrix(name: str, rows: int, blocks: int, seed: int) -> StoredTensor:
+    """A matrix with so many blocks of columns, of its format, or of 32; sometimes with columns that fill no group."""
+    if name in KINDS:
+        return random_table(name, rows, (20 if seed % 3 == 0 else 32) * blocks, seed)
+    size = FORMATS[name].block
+    return random_stored(name, rows, blocks * (size if size > 1 else 20 + seed % 13), seed)

@@ -1,0 +1,113 @@
+"""The work lists of attention: every row sees what it should, once, and all fits where it should."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from headrace.backend.cuda.attention_work import FIELDS, ROW_FIELDS, WorkArrays, WorkShape, WorkSize, build_work, least_partials
+from headrace.backend.reference import _Step
+from headrace.batch import RaggedBatch
+from tests.backend.batches import Sequence
+from tests.backend.cuda.attention_steps import random_steps, shuffled_sequences
+
+BLOCK = 4
+SHAPES = st.builds(
+    WorkShape,
+    rows_per_tile=st.sampled_from([1, 3, 16]),
+    units_per_item=st.sampled_from([1, 8]),
+    programs=st.sampled_from([1, 20, 1000]),
+    split=st.sampled_from([16, 32]),
+    window=st.sampled_from([0, 0, 1, 5, 40]),
+    num_sink_tokens=st.just(0),
+) | st.builds(
+    WorkShape, st.sampled_from([1, 5]), st.just(2), st.just(200), st.just(16), st.sampled_from([1, 20]), st.sampled_from([1, 17, 60])
+)
+
+
+def arrays_for(items: int, rows: int, paths: int) -> WorkArrays:
+    return WorkArrays(*(np.full(shape, -7, np.int32) for shape in ((items, FIELDS), 1, (rows, ROW_FIELDS), paths)))
+
+
+def partial_results(work: WorkArrays, shape: WorkShape, table: NDArray[Any], num_rows: int) -> dict[int, tuple[int, list[int]]]:
+    """Of each partial result its row and the slots that the row sees there, as the kernel reads the lists."""
+    found: dict[int, tuple[int, list[int]]] = {}
+    for first, rows, offset, low, end, begin, stop, ordinal, base, path in work.items[: work.num_items[0]].tolist():
+        assert begin < stop and first >= 0 and first + rows <= num_rows and rows <= shape.rows_per_tile
+        window = max(0, low - shape.window + 1) if shape.window else 0
+        for row in range(first, first + rows):
+            start, count, index = work.rows[row].tolist()
+            assert ordinal < count
+            slots = []
+            for key in range(begin * shape.split, min(stop * shape.split, end)):
+                is_seen = not shape.window or key > index - shape.window or key < shape.num_sink_tokens
+                if key <= index and is_seen:
+                    assert key >= window or key < shape.num_sink_tokens
+                    place = base + int(work.paths[path + key - base]) if key >= base else key
+                    slots.append(int(table[offset - 3 + place // BLOCK]) * BLOCK + place % BLOCK)
+            assert start + ordinal not in found
+            found[start + ordinal] = (row, slots)
+    return found
+
+
+def slots_seen(batch: RaggedBatch, shape: WorkShape) -> list[list[int]]:
+    """The slots that each row sees by the reference, and by the window."""
+    executable: Any = SimpleNamespace(kv=SimpleNamespace(block_size=BLOCK))
+    seen = []
+    for slots in _Step(executable, batch).visible(0):
+        before = max(0, len(slots) - shape.window) if shape.window else 0
+        seen.append([*slots[: min(before, shape.num_sink_tokens)].tolist(), *slots[before:].tolist()])
+    return seen
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shape=SHAPES,
+    counts=st.sampled_from([[1], [1, 1, 7], [30, 60]]),
+    nodes=st.sampled_from([0, 12]),
+    spare=st.sampled_from([0, 9, 1000]),
+    seed=st.integers(0, 2**16),
+)
+def test_every_row_sees_its_keys_once_in_order(shape: WorkShape, counts: list[int], nodes: int, spare: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for batch, _, _ in random_steps(rng, shuffled_sequences(rng, int(rng.integers(1, 6)), 60, BLOCK), counts, nodes, 3):
+        num_rows, table = len(batch.tokens), batch.kv[0].block_table
+        work = arrays_for(least_partials(num_rows, nodes, shape.split) + spare, num_rows + 2, num_rows * nodes)
+        size = build_work(batch, shape, 3, table.shape[1], work)
+        found = partial_results(work, shape, table.ravel(), num_rows)
+        assert sorted(found) == list(range(size.partials)) and size.partials <= len(work.items)
+        of_rows = [[] for _ in range(num_rows)]
+        for _, (row, slots) in sorted(found.items()):
+            of_rows[row] += slots
+        assert of_rows == slots_seen(batch, shape)
+        assert work.rows[:num_rows, 1].sum() == size.partials and not work.rows[num_rows:].any()
+        assert (work.items[size.items :] == -7).all() and (work.paths[size.paths :] == -7).all()
+
+
+def decoding(contexts: list[int]) -> RaggedBatch:
+    """One row for each sequence."""
+    number = len(contexts)
+    ones = np.ones(number, np.int32)
+    return RaggedBatch(ones, ones, np.arange(number + 1, dtype=np.int32), np.array(contexts, np.int32), ones, (), None, ones, ones)
+
+
+def test_long_contexts_are_spread_where_others_would_wait_for_them() -> None:
+    work, shape = arrays_for(500, 64, 0), WorkShape(16, 8, 264, 512)
+    assert build_work(decoding([8191] * 4), shape, 0, 1, work) == WorkSize(64, 0, 64)  # programs take one split or two each
+    assert build_work(decoding([8191] * 64), shape, 0, 1, work) == WorkSize(64, 0, 64)
+    assert build_work(decoding([100_000] + [500] * 63), shape, 0, 1, work).items == 196 + 63
+    assert (work.items[:259, 6] - work.items[:259, 5] == 1).all()
+
+
+def test_what_has_no_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="5 partial results of attention, and there is room for 4"):
+        build_work(decoding([9] * 5), WorkShape(16, 1, 1, 16), 0, 1, arrays_for(4, 5, 0))
+    rng = np.random.default_rng(0)
+    sequences: list[Sequence] = shuffled_sequences(rng, 1, 60, BLOCK)
+    batch = next(batch for batch, _, drafts in random_steps(rng, sequences, [1], 12, 3) if len(drafts[0][0]) > 5)
+    with pytest.raises(ValueError, match="more than 1 ancestors"):
+        build_work(batch, WorkShape(16, 1, 1, 16), 0, 1, arrays_for(200, 20, 1))

@@ -1,0 +1,126 @@
+"""The whole engine on the GPU backend: the tokens of the reference, and promise 1, to the bit."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.backend.cuda import CudaExecutable, compile
+from headrace.config import KvConfig
+from headrace.engine.engine import Engine
+from headrace.model import trace_model
+from headrace.request import RequestOutput, SamplingParams
+from tests.backend.cuda.examples import examples
+from tests.backend.cuda.late import LateStream
+from tests.engine.test_promise import Ask, keeps_the_promise, model, truth
+from tests.random_trees import RandomTrees
+from tests.tiny import run_all, tiny_engine
+
+EOS = (60,)
+VOCAB = 61
+LLAMA, WINDOWS, GEMMA, BLOOM, EXPERTS, LATENT = 2, 3, 6, 8, 10, 11
+"""Of the models of test_promise.py, one of each family: Q8_0, two kinds of windows, soft-caps and norms of queries, ALiBi, experts, MLA."""
+FAMILIES = [LLAMA, WINDOWS, GEMMA, BLOOM, EXPERTS, LATENT]
+
+REQUESTS: list[Ask] = [
+    ([7, 8, 9, 7, 8, 9, 7, 8], SamplingParams(temperature=0, max_tokens=7, logprobs=2)),
+    ([5, 4, 3], SamplingParams(n=2, seed=2, max_tokens=6, logprobs=0, top_p=0.9)),
+    (list(range(1, 22)), SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1)),
+    ([9, 9], SamplingParams(seed=3, max_tokens=6, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3, top_k=30)),
+]
+
+
+@cache
+def alone(which: int, kv_dtype: str, activations: str) -> list[RequestOutput]:
+    """Every request by itself, in one piece, without drafts."""
+    engine = tiny_engine(model(which), "cuda", eos_ids=EOS, kv_dtype=kv_dtype, activations=activations, prefix_cache=False)
+    return [run_all(engine, [request])[0] for request in REQUESTS]
+
+
+@pytest.mark.parametrize("which", FAMILIES)
+def test_tokens_are_those_of_the_reference(which: int) -> None:
+    """With weights, activations and KV in float32."""
+    reference = tiny_engine(model(which), "reference", eos_ids=EOS, kv_dtype="f32", slots=800)
+    for one, other in zip(alone(which, "f32", "f32"), run_all(reference, REQUESTS), strict=True):
+        assert [output.token_ids for output in one.outputs] == [output.token_ids for output in other.outputs]
+        for mine, its in zip(one.prompt_logprobs or [], other.prompt_logprobs or [], strict=True):
+            if mine and its:
+                assert [v.logprob for v in mine.values()] == pytest.approx([v.logprob for v in its.values()], abs=1e-3)
+
+
+@settings(max_examples=examples(6), deadline=None)
+@given(
+    which=st.sampled_from(FAMILIES),
+    how=st.sampled_from([("f32", "f32"), ("bf16", "int8"), ("int8", "int8"), ("fp8", "int8")]),
+    order=st.lists(st.integers(0, len(REQUESTS) - 1), min_size=2, max_size=4),
+    stagger=st.integers(0, 2),
+    drafts=st.sampled_from(["off", "ngram", "trees"]),
+    slots=st.sampled_from([56, 200]),
+    max_num_batched_tokens=st.sampled_from([5, 64]),
+    prefix_cache=st.booleans(),
+    late=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_same_request_same_tokens(
+    which: int, how: tuple[str, str], order: list[int], stagger: int, drafts: str, late: bool, seed: int, **config: Any
+) -> None:
+    kv_dtype, activations = how
+    expected = alone(which, kv_dtype, activations)
+    proposer = RandomTrees(seed, VOCAB, truth(expected, order), 6) if drafts == "trees" else drafts
+    options = {"eos_ids": EOS, "kv_dtype": kv_dtype, "activations": activations, "proposer": proposer, **config}
+    engine = tiny_engine(model(which), "cuda", late=late, **options)
+    keeps_the_promise(engine, order, stagger, expected, True, REQUESTS)
+
+
+def late_engine(which: int, prepared: bool, **config: Any) -> tuple[Engine, LateStream]:
+    """An engine on a device that is late, with graphs of its steps where it is prepared."""
+    spec, tensors = model(which)
+    stream = LateStream()
+    program = trace_model(spec, tensors).pooling()
+    kv = KvConfig((60,) * len(program.kv_groups), 4, "bf16")
+    executable = CudaExecutable(program, tensors, kv, torch.bfloat16, stream)
+    if prepared:
+        executable.prepare(24, 4)
+    return tiny_engine(model(which), "cuda", executable=executable, eos_ids=EOS, slots=240, **config), stream
+
+
+@pytest.mark.parametrize("multi_step_ms", [0, 1e6])
+def test_graphs_and_results_that_come_late_change_nothing(multi_step_ms: float) -> None:
+    expected = alone(WINDOWS, "bf16", "int8")
+    engine, stream = late_engine(WINDOWS, prepared=True, multi_step_ms=multi_step_ms)
+    keeps_the_promise(engine, [0, 1, 3, 2], 1, expected, True, REQUESTS)
+    assert stream.late > 10 and stream.captured >= 3 and stream.replayed >= 3
+
+
+def test_steps_of_a_shape_allocate_nothing() -> None:
+    """What a graph launches again are the same tensors."""
+    engine, _ = late_engine(LLAMA, prepared=True)
+    executable = engine._loop.executable
+    assert isinstance(executable, CudaExecutable)
+    before = {shape: id(plan) for shape, plan in executable._plans.items()}, executable._workspace.nbytes
+    run_all(engine, [REQUESTS[0], REQUESTS[1]])
+    after = {shape: id(plan) for shape, plan in executable._plans.items() if shape in before[0]}, executable._workspace.nbytes
+    assert before == after
+
+
+def test_beams_and_lossy_drafts_read_logits_on_the_host() -> None:
+    for terms, config in (
+        ({"beam_width": 2, "max_tokens": 4}, {}),
+        ({"seed": 1, "max_tokens": 5}, {"acceptance_method": "rejection", "proposer": "ngram"}),
+    ):
+        asks = [([1, 2, 3, 1, 2], SamplingParams(**terms)), ([4, 5], SamplingParams(temperature=0, max_tokens=3))]
+        one, other = (
+            run_all(tiny_engine(model(LLAMA), backend, eos_ids=EOS, kv_dtype="f32", activations="f32", **config), asks)
+            for backend in ("cuda", "reference")
+        )
+        for a, b in zip(one, other, strict=True):
+            assert [output.token_ids for output in a.outputs] == [output.token_ids for output in b.outputs]
+
+
+def test_it_is_compiled_for_kv_that_it_keeps() -> None:
+    spec, tensors = model(LLAMA)
+    program = trace_model(spec, tensors)
+    assert compile(program, tensors, KvConfig((4,)), 1).max_in_flight == 2

@@ -1,0 +1,28 @@
+"""The default model on the GPU backend, in float32: the tokens that float32 gives elsewhere. In the interpreter a step takes a minute."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from headrace.backend import compile_program, forward
+from headrace.checkpoint.load import open_checkpoint
+from headrace.checkpoint.source import resolve
+from headrace.config import KvConfig
+from headrace.model import trace_model
+from tests.backend.batches import Sequence, batch_of
+
+GREEDY = json.loads((Path(__file__).parents[2] / "data" / "greedy.json").read_text())["greedy"]
+
+
+def test_greedy_tokens_are_those_of_float32() -> None:
+    """The prompt and what followed it, in one step: the likeliest token of each row is the next."""
+    checkpoint = open_checkpoint(resolve("smollm2"))
+    program = trace_model(checkpoint.spec, checkpoint.tensors)
+    executable = compile_program("cuda", program, checkpoint.tensors, KvConfig((4,), 64, "f32"), 1, "f32")
+    prompt = GREEDY[0]["prompt_ids"]
+    followed = GREEDY[0]["hf_fp32"]["ids"][:12]
+    ids = prompt + followed[:-1]
+    logits = forward(executable, batch_of([Sequence([2, 0, 1], 64)], [ids], [([], [])], False)).logits
+    assert logits is not None
+    assert np.argmax(logits[len(prompt) - 1 :], axis=1).tolist() == followed

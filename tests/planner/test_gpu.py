@@ -1,0 +1,126 @@
+"""Whether there is a GPU, by a driver that is made up, and what is in its way."""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.planner import gpu
+from headrace.planner.gpu import Gpu, GpuHost
+
+H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 85_000_000_000, 132, (12, 8))
+READY = GpuHost(H100, torch_cuda="12.8")
+_VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version: gcc 12.2.0\n"
+
+
+class Driver:
+    """As much of the library of a driver as is asked of it."""
+
+    def __init__(self, count: int = 1, code: int = 0) -> None:
+        self.count, self.code = count, code
+
+    def cuInit(self, flags: int) -> int:
+        return self.code
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = self.count
+        return 0
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+        device._obj.value = 5
+        return 0
+
+    def cuDeviceGetName(self, name: Any, size: int, device: ctypes.c_int) -> int:
+        name.value = H100.name.encode()
+        return device.value - 5
+
+    def cuDeviceTotalMem_v2(self, size: Any, device: ctypes.c_int) -> int:
+        size._obj.value = H100.memory
+        return 0
+
+    def cuDriverGetVersion(self, version: Any) -> int:
+        version._obj.value = 12080
+        return 0
+
+    def cuDeviceGetAttribute(self, number: Any, attribute: int, device: ctypes.c_int) -> int:
+        number._obj.value = {16: 132, 75: 9, 76: 0}[attribute]
+        return 0
+
+
+def test_what_a_driver_says() -> None:
+    found, why = gpu.ask_driver(Driver())
+    assert found == H100 and not why and H100.isa == "sm_90"
+
+
+def test_why_a_driver_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for driver, message in ((Driver(count=0), "shows no GPU: see what nvidia-smi"), (Driver(code=803), "shows no GPU, error 803: see")):
+        found, why = gpu.ask_driver(driver)
+        assert found is None and message in why
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "(CUDA_VISIBLE_DEVICES is set)" in gpu.ask_driver(Driver(count=0))[1]
+
+
+def test_without_a_trace_of_a_driver_nothing_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_by_driver", lambda: pytest.fail("loaded"))
+    assert gpu.find_gpu(tmp_path) == (None, "there is no NVIDIA driver on this machine: use the cpu backend")
+    assert gpu.driver_version(tmp_path) == ""
+
+
+@pytest.mark.parametrize("trace", ["proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg"])
+def test_traces_of_a_driver(trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / trace).parent.mkdir(parents=True)
+    (tmp_path / trace).write_text(_VERSION)
+    monkeypatch.setattr(gpu, "_by_driver", lambda: (H100, ""))
+    assert gpu.find_gpu(tmp_path) == (H100, "") and gpu.look(tmp_path).gpu == H100
+    assert gpu.driver_version(tmp_path) == ("550.54.15" if trace.startswith("proc") else "")
+
+
+def test_the_library_is_missing_in_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_LIBRARY", "libcuda-that-is-not-there.so.1")
+    found, why = gpu._by_driver.__wrapped__()
+    assert found is None and "--gpus all" in why
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, ""),
+        ({"gpu": None, "no_gpu": "none here"}, "none here"),
+        (
+            {"gpu": Gpu("Tesla V100", (7, 0), 1, 80, (12, 8))},
+            "Tesla V100 has compute capability 7.0, and kernels need 8.0 or more: use the cpu",
+        ),
+        ({"absent": ("torch", "triton")}, "torch and triton are not installed: pip install 'headrace[cuda]', about 3 GB"),
+        ({"absent": ("triton",)}, "triton is not installed: pip install"),
+        ({"torch_cuda": None}, "torch is a build for the processor alone: pip uninstall torch, then pip install 'headrace[cuda]'"),
+        ({"torch_cuda": "13.0"}, "torch is built for CUDA 13.0, and the driver for 12.8 at most: install a newer driver"),
+        ({"torch_cuda": "12.9"}, ""),
+        ({"interprets": True}, "TRITON_INTERPRET is set"),
+    ],
+)
+def test_obstacles(change: dict[str, Any], message: str) -> None:
+    obstacle = GpuHost(**vars_of(READY) | change).obstacle
+    assert message in obstacle and bool(message) == bool(obstacle)
+
+
+def vars_of(host: GpuHost) -> dict[str, Any]:
+    return {name: getattr(host, name) for name in ("gpu", "no_gpu", "absent", "torch_cuda", "interprets")}
+
+
+@pytest.mark.parametrize(("text", "cuda"), [("cuda: Optional[str] = '12.8'\n", "12.8"), ("cuda: Optional[str] = None\n", None), ("", None)])
+def test_what_torch_was_built_for_without_importing_it(
+    text: str, cuda: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise AssertionError('imported')")
+    (tmp_path / "torch/version.py").write_text(f"__version__ = '2'\n{text}hip: Optional[str] = None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "torch", raising=False)
+    assert gpu._torch_cuda() == cuda
+
+
+def test_triton_is_told_to_interpret_as_triton_reads_it() -> None:
+    assert gpu.interprets({"TRITON_INTERPRET": "1"}) and gpu.interprets({"TRITON_INTERPRET": "True"})
+    assert not gpu.interprets({}) and not gpu.interprets({"TRITON_INTERPRET": "0"})
