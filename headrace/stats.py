@@ -85,6 +85,12 @@ class Stats(NamedTuple):
     """Prompt tokens whose KV was there already."""
     failed_steps: int = 0
     """Steps whose requests were recomputed, or of which one ended with an error."""
+    offloaded_blocks: int = 0
+    """Blocks of KV that were copied to the host's memory."""
+    restored_blocks: int = 0
+    """Those that were copied back."""
+    kv_host_bytes: int = 0
+    """Bytes of the host's memory that hold such copies."""
     certain: int = 0
     """Output tokens that were certain, and came without a step of their own."""
     expert_loads: Sequence[Sequence[int]] = ()

@@ -67,7 +67,8 @@ def _engines(records: Sequence[Record], now: float) -> Table:
 def _head(record: Record, now: float, width: int) -> Panel:
     """Name and settings, and the speed of the last minute."""
     config, stats = record["config"], record["stats"]
-    words = [f"{config.get('backend')}, {config.get('threads')} threads", f"{config.get('kv_dtype')} KV"]
+    backend = config.get("backend")
+    words = [backend if backend == "cuda" else f"{backend}, {config.get('threads')} threads", f"{config.get('kv_dtype')} KV"]
     words += [] if config.get("batching") == "inflight" else [f"{config.get('batching')} batching"]
     words += [] if config.get("proposer") == "off" else [f"drafts: {config.get('proposer')}"]
     words += [f"context {config.get('max_model_len', 0):,}", f"up {duration(now - record['started'])}"]
@@ -99,6 +100,9 @@ def _figures(record: Record, width: int) -> Table:
     grid.add_row("last step", bar(stats.rows_last / most_rows, wide), f"{100 * stats.rows_last / most_rows:3.0f} %", step)
     hits = f"{stats.cached_tokens:,} of {stats.prompt_tokens:,} prompt tokens had their KV already"
     grid.add_row("prefix hits", bar(stats.prefix_hit_rate, wide), f"{100 * stats.prefix_hit_rate:3.0f} %", hits)
+    if stats.offloaded_blocks:
+        words = f"{stats.offloaded_blocks:,} blocks went there, {stats.restored_blocks:,} came back"
+        grid.add_row("host memory", "", "", f"{words}; {stats.kv_host_bytes / 1e6:,.0f} MB of KV")
     if stats.drafted:
         kept = f"{stats.accepted:,} of {stats.drafted:,} draft tokens accepted"
         grid.add_row("drafts", bar(stats.acceptance_rate, wide), f"{100 * stats.acceptance_rate:3.0f} %", kept)

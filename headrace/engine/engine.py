@@ -33,6 +33,7 @@ from headrace.engine.speculation import Speculation
 from headrace.engine.static import StaticScheduler
 from headrace.engine.step import StepLoop
 from headrace.errors import ClosedError, RequestError
+from headrace.kv.host import HostTier
 from headrace.kv.manager import Demand, KvManager
 from headrace.program.adapter import Adapter
 from headrace.program.kv import KvGroup
@@ -85,7 +86,9 @@ class Engine:
         self.config = config
         self._tokenizer = tokenizer
         self._clock = clock
-        self._kv = KvManager(limits.kv_groups, limits.kv, config.max_num_batched_tokens)
+        host_blocks = executable.host_blocks(config.kv_offload_bytes) if config.kv_offload_bytes and config.prefix_cache else None
+        host = HostTier(host_blocks, limits.kv.block_size)
+        self._kv = KvManager(limits.kv_groups, limits.kv, config.max_num_batched_tokens, host)
         self._speculation = Speculation(proposers, config, limits.vocab_size, clock)
         self._scheduler = SCHEDULERS[config.batching](self._kv, config, limits.attention_crossover)
         multi_step = MultiStep(self._scheduler, executable, limits.kv.block_size, config, clock)
@@ -211,6 +214,7 @@ class Engine:
         if step:
             now, num_launches = self._clock(), len(step.tickets)
             self._scheduler.step_timer.record((now - begun) / num_launches)
+            self._kv.host.record(step.num_rows, (now - step.begun) / num_launches)
             self._meter.step(begun, now, num_tokens, self._loop.num_rows, num_launches)
             self._publisher.tick(now, last=not self._requests)
         return updates
@@ -270,6 +274,9 @@ class Engine:
             preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.num_prompt_tokens,
             cached_tokens=scheduler.num_cached_tokens,
+            offloaded_blocks=self._kv.host.num_saved,
+            restored_blocks=self._kv.host.num_loaded,
+            kv_host_bytes=self._kv.host.num_bytes,
             finished=meter.finished,
             aborted=meter.aborted,
             refused=meter.refused,
@@ -290,6 +297,7 @@ class Engine:
             self._loop.forsake()
             self._publisher.close()
             self._speculation.close()
+            self._kv.host.close()
             self._loop.executable.close()
 
     def _expire(self, updates: list[Update]) -> None:

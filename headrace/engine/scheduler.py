@@ -327,7 +327,8 @@ class Scheduler:
         seq.settled = seq.computed
         seq.num_admitted = len(seq.known)
         seq.tables = self._kv.new_tables()
-        self._kv.share(seq.tables, hit.blocks)
+        if self._cache is not None:
+            self._cache.share(hit, seq.tables)
         self._kv.reserve(seq.tables, seq.computed, seq.num_uncomputed)
         request = seq.request
         if request.stopwatch.start():

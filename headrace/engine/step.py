@@ -17,7 +17,7 @@ from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.speculation import Speculation, StepDrafts
 from headrace.kv.manager import Copy, KvManager
-from headrace.kv.rows import move_slots
+from headrace.kv.rows import move_slots, prepare_blocks
 from headrace.request import Update
 
 
@@ -49,12 +49,12 @@ class StepLoop:
             begun = self.clock()
             output = self.scheduler.schedule()
             if not output.scheduled:
-                return
+                return prepare_blocks(self.executable, self.kv, output.copies)
             certain = self.jump_forward.find(output.scheduled)
             drafting, wanted = self.speculation.ask(output.scheduled)
             copies = output.copies + self.scheduler.grant_draft_budgets(output, wanted | certain)
             self.jump_forward.draft(certain)
-            move_slots(self.executable, self.kv.slots_of(copies))  # before a proposer writes to the new blocks
+            prepare_blocks(self.executable, self.kv, copies)  # before a proposer writes to them
             if drafting:
                 self.speculation.draft(drafting)
             self._launch(output.scheduled, drafting, begun, is_wanted)

@@ -202,6 +202,12 @@ class BlockPool:
                 self._hold(block)
             table.append(block)
 
+    def fill(self, table: Table, index: int) -> int:
+        """Put an empty block where a table that `share` began has a null block; returns it."""
+        table[index] = self._take(table[index - 1] if index else NULL_BLOCK)
+        table.num_released -= 1
+        return table[index]
+
     def exchange(self, table: Table, index: int, block: int) -> None:
         """Release a block in favour of one with the same content, held by others or evictable."""
         self._hold(block)
@@ -210,7 +216,7 @@ class BlockPool:
 
     def num_shared(self, blocks: Iterable[int]) -> int:
         """How many of the blocks another sequence may have at no cost: those that are in a table."""
-        return sum(self._references[block] > 0 for block in blocks)
+        return sum(block != NULL_BLOCK and self._references[block] > 0 for block in blocks)
 
     def trim(self, table: Table, computed: int) -> None:
         """Release the blocks beyond the first `computed` slots, the last first."""

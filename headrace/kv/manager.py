@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from headrace.config import KvConfig
 from headrace.kv.blocks import NOTHING_TO_DO, BlockPool, Reservation, Table
+from headrace.kv.host import HostTier
 from headrace.kv.window import WindowPool
 from headrace.program.kv import KvGroup
 
@@ -32,11 +33,15 @@ class Demand(NamedTuple):
 
 
 class KvManager:
-    """One pool for each group. `max_rows`: most rows of a sequence in a step, or slots that are reserved for it at once."""
+    """One pool for each group. `max_rows`: most rows of a sequence in a step, or slots that are reserved for it at once.
 
-    def __init__(self, groups: Sequence[KvGroup], kv: KvConfig, max_rows: int) -> None:
+    `host`: where the prefix cache keeps what is evicted.
+    """
+
+    def __init__(self, groups: Sequence[KvGroup], kv: KvConfig, max_rows: int, host: HostTier | None = None) -> None:
         self.block_size = kv.block_size
         self.max_rows = max_rows
+        self.host = host or HostTier()
         self._sizes = list(zip(groups, kv.num_blocks, strict=True))
         self.restart()
 
@@ -50,6 +55,7 @@ class KvManager:
             for group, num_blocks in self._sizes
         ]
         self._windowed = [(group, pool) for group, pool in enumerate(self.pools) if isinstance(pool, WindowPool)]
+        self.host.restart()
 
     def new_tables(self) -> Tables:
         """Those of a sequence that has no blocks."""
@@ -151,3 +157,4 @@ class KvManager:
         """Assert that the pools and these tables, which are all there are, agree on every block."""
         for group, pool in enumerate(self.pools):
             pool.check([each[group] for each in tables])
+        self.host.check()

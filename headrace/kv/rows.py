@@ -10,7 +10,7 @@ import numpy as np
 from headrace.backend import Executable
 from headrace.batch import Ints, KvRows, RaggedBatch, ints
 from headrace.kv.blocks import Table
-from headrace.kv.manager import Copy, Tables
+from headrace.kv.manager import Copy, KvManager, Tables
 
 
 def kv_rows(tables: Sequence[Tables], written: Sequence[range], block_size: int) -> tuple[KvRows, ...]:
@@ -60,6 +60,12 @@ def batch_of_runs(runs: Sequence[TokenRun], block_size: int, *, logits: bool) ->
         logit_rows=ints([end - 1 for end in ends] if logits else []),
         seq_of=ints(list(range(len(runs))) if logits else []),
     )
+
+
+def prepare_blocks(executable: Executable, kv: KvManager, copies: Sequence[Copy]) -> None:
+    """Make the copies of blocks that a step begins with, and bring back what it finds in the host's memory."""
+    move_slots(executable, kv.slots_of(copies))
+    kv.host.load_blocks()
 
 
 def move_slots(executable: Executable, moves: Sequence[Copy]) -> None:

@@ -12,7 +12,7 @@ _OF_ALL = ("max_num_seqs", "kv_tokens", "kv_bytes", "weight_bytes", "threads")
 """What the replicas have together, of what they say at their start."""
 _COUNTED = (
     *("steps", "rows", "tokens", "drafted", "accepted", "certain", "proposer_failures", "failed_steps", "preemptions", "prompt_tokens"),
-    *("cached_tokens", "finished", "aborted", "refused"),
+    *("cached_tokens", "offloaded_blocks", "restored_blocks", "finished", "aborted", "refused"),
 )
 """Figures that only grow, also when a replica goes."""
 _LONGEST = ("step_seconds",)

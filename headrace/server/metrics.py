@@ -19,6 +19,7 @@ _GAUGES = {  # figure of a report: our name, vLLM's
     "occupancy": ("headrace_kv_occupancy_ratio", "vllm:kv_cache_usage_perc"),
     "blocks_total": ("headrace_kv_blocks", ""),
     "blocks_free": ("headrace_kv_blocks_free", ""),
+    "kv_host_bytes": ("headrace_kv_host_bytes", ""),
     "tokens_per_second": ("headrace_tokens_per_second", ""),
 }
 _COUNTERS = {
@@ -28,6 +29,8 @@ _COUNTERS = {
     "drafted": ("headrace_draft_tokens", "vllm:spec_decode_num_draft_tokens"),
     "accepted": ("headrace_draft_tokens_accepted", "vllm:spec_decode_num_accepted_tokens"),
     "preemptions": ("headrace_preemptions", "vllm:num_preemptions"),
+    "offloaded_blocks": ("headrace_kv_blocks_offloaded", ""),
+    "restored_blocks": ("headrace_kv_blocks_restored", ""),
     "failed_steps": ("headrace_failed_steps", ""),
     "steps": ("headrace_steps", ""),
     "rows": ("headrace_step_rows", ""),

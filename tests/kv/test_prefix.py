@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from headrace.kv.blocks import NULL_BLOCK
 from headrace.kv.manager import KvManager, Tables
-from headrace.kv.prefix import Node, PrefixCache, Scope
+from headrace.kv.prefix import Hit, Node, PrefixCache, Scope
 from tests.engine.toy import toy_kv
 
 SCOPE = Scope()
@@ -175,10 +175,10 @@ class Cache(RuleBasedStateMachine):
         scope, size = Scope(salt), self.kv.block_size
         node = self.cache.find(scope, known, len(known) - spare)
         assert node.depth == self._longest_hit(scope, known, max(0, len(known) - spare))
-        blocks, tables = self.cache.blocks(node), self.kv.new_tables()
+        hit, tables = Hit(node, self.cache.blocks(node), node.depth * size), self.kv.new_tables()
         if any(pool.needed(len(known)) > pool.num_available for pool in self.kv.pools):
             return
-        self.kv.share(tables, blocks)
+        self.cache.share(hit, tables)
         self._grow(scope, known[: node.depth * size], tables, node, known[node.depth * size :])
 
     @precondition(lambda self: self.seqs)
@@ -213,10 +213,14 @@ class Cache(RuleBasedStateMachine):
             if not any(self.windows):  # it holds its whole path, which every search finds then
                 assert self.cache.blocks(self.cache.find(scope, known, len(known)))[0] == list(tables[0][:depth])
 
+    def _kept(self) -> list[set[tuple[Scope, tuple[int, ...]]]]:
+        """What the blocks of each group that the tree has were computed from."""
+        size = self.kv.block_size
+        return [{memory[block * size + size - 1] for block in nodes} for nodes, memory in zip(self.cache._nodes, self.memory, strict=True)]
+
     def _longest_hit(self, scope: Scope, known: list[int], most: int) -> int:
         """In blocks, by looking at all that is kept: each group must have every token that a row behind the hit sees."""
-        size = self.kv.block_size
-        kept = [{memory[block * size + size - 1] for block in nodes} for nodes, memory in zip(self.cache._nodes, self.memory, strict=True)]
+        size, kept = self.kv.block_size, self._kept()
 
         def is_hit(depth: int) -> bool:
             first = [max(0, depth * size + 1 - window) // size if window else 0 for window in self.windows]
@@ -233,12 +237,13 @@ class Cache(RuleBasedStateMachine):
         """Compute `tokens`; the sequence ends where there are not enough blocks."""
         self.kv.advance(tables, len(known), len(known))
         copies = self.kv.reserve(tables, len(known), len(tokens))
+        for group, source, target in self.kv.slots_of(copies or []):
+            if source in self.memory[group]:
+                self.memory[group][target] = self.memory[group][source]
+        self.kv.host.load_blocks()
         if copies is None:
             self.kv.free(tables)
             return
-        for group, source, target in self.kv.slots_of(copies):
-            if source in self.memory[group]:
-                self.memory[group][target] = self.memory[group][source]
         for token in tokens:
             known.append(token)
             for pool, table, memory in zip(self.kv.pools, tables, self.memory, strict=True):
