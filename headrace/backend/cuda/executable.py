@@ -281,7 +281,8 @@ class CudaExecutable:
                 self._drawing.set_last_tokens(of_host, its_values)
             return StepResult(found, rows.get("logits") if wanted[0] else None, rows.get("hidden"))
 
-        return CudaTicket(slot.mark, read, self._in_flight, runs_on_host=bool(on_host))
+        slot.ticket = CudaTicket(slot.mark, read, self._in_flight, runs_on_host=bool(on_host))
+        return slot.ticket
 
     @within_memory
     def profile(self, batch: RaggedBatch) -> StepTimes:

@@ -19,6 +19,8 @@ class Slot:
         self._tensors: dict[str, torch.Tensor] = {}
         self.mark: Mark | None = None
         """Behind the launch that used it last."""
+        self.ticket: CudaTicket | None = None
+        """Of that launch."""
 
     def take(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """The first numbers of a part of the memory, in a shape."""
@@ -38,11 +40,14 @@ class Slots:
         self._slots = deque(Slot() for _ in range(SLOTS))
 
     def next(self) -> Slot:
-        """The memory that has not been used for longest, waiting for the launch that did."""
+        """The memory that has not been used for longest, once the launch that did is through and its results are read."""
         slot = self._slots[0]
         self._slots.rotate(-1)
         if slot.mark:
             slot.mark.synchronize()
+        if slot.ticket:
+            slot.ticket.wait()
+            slot.ticket = None
         return slot
 
 

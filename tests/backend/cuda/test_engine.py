@@ -95,6 +95,14 @@ def test_graphs_and_results_that_come_late_change_nothing(multi_step_ms: float) 
     assert stream.late > 10 and stream.captured >= 3 and stream.replayed >= 3
 
 
+def test_more_launches_in_a_row_than_the_host_has_memory_for() -> None:
+    """Multi-step decoding launches again and again before it reads anything."""
+    ask = [([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True))]
+    expected = run_all(tiny_engine(model(LLAMA), "cuda", eos_ids=EOS, kv_dtype="bf16"), ask)
+    engine, _ = late_engine(LLAMA, prepared=False, multi_step_ms=1e6)
+    assert run_all(engine, ask)[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+
+
 def test_steps_of_a_shape_allocate_nothing() -> None:
     """What a graph launches again are the same tensors."""
     engine, _ = late_engine(LLAMA, prepared=True)
