@@ -17,6 +17,8 @@ SHARED_BYTES = 227 << 10
 """What a program may have of the shared memory of a multiprocessor."""
 STACKS = {"rope_angles_kernel": 64}
 """Bytes of a thread that lie in memory: sines of large numbers need some."""
+OF_LATENT_ROWS = 1280
+"""The same in attention over latent rows, whose sums of 512 numbers for 64 rows do not fit beside what is added to them: docs/gpu.md."""
 FEW_BYTES = 16
 
 Kernel = dict[str, Any]
@@ -53,8 +55,13 @@ def test_all_compile() -> None:
 def test_they_fit(what: str, most: int) -> None:
     """Registers that spill lie in the stack."""
     found = {name_of(kernel): kernel[what] for kernel in kernels() if "error" not in kernel}
-    allowed = {name_of(kernel): max(most, STACKS.get(kernel["kernel"], 0) if what == "stack" else 0) for kernel in kernels()}
+    allowed = {name_of(kernel): max(most, spilt(kernel) if what == "stack" else 0) for kernel in kernels()}
     assert not {name: size for name, size in found.items() if size > allowed[name]}
+
+
+def spilt(kernel: Kernel) -> int:
+    """Bytes of a thread that are known not to fit into registers."""
+    return OF_LATENT_ROWS if kernel["constants"].get("IS_LATENT") else STACKS.get(kernel["kernel"], 0)
 
 
 def test_products_are_those_of_tensor_cores() -> None:
