@@ -115,7 +115,7 @@ def test_what_no_kernel_reads_is_refused_before_anything_is_read() -> None:
     tensors = unread(tensors) | {"layers.1.up": replace(unread(tensors)["layers.1.up"], format=replace(FORMATS["Q2_K"], name="Q8_1"))}
     with pytest.raises(UnsupportedModelError, match=r"tensor layers.1.up: no kernel reads weights stored as Q8_1"):
         lower_program("cpu", program, tensors)
-    with pytest.raises(RequestError, match="unknown backend 'tpu'; there are: cpu, reference"):
+    with pytest.raises(RequestError, match="unknown backend 'tpu'; there are: cpu, cuda, reference"):
         lower_program("tpu", program, tensors)
 
 

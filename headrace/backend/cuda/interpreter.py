@@ -1,7 +1,7 @@
 """Triton's interpreter, mended: kernels run in NumPy where there is no GPU, and give what a GPU would, up to the order of sums.
 
-In Triton 3.6 numbers in bf16 are 16 bits that nothing but a conversion understands: products of them (`tl.dot`) multiply the bits, and
-conversions to bf16 and to floats of 8 bits truncate. Bounds of loops that are known at run time alone raise with NumPy 2.4.
+In Triton 3.6 and 3.7 numbers in bf16 are 16 bits that nothing but a conversion understands: products of them (`tl.dot`) multiply the
+bits, and conversions to bf16 and to floats of 8 bits truncate. Bounds of loops that are known at run time alone raise with NumPy 2.4.
 Sums and products of bf16 numbers are left alone: kernels convert them first, and tests hold that.
 """
 
