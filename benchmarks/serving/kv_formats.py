@@ -7,13 +7,12 @@ backend's int8 activations are in all of its rows, so the loss of a format is wh
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 from bench import Bench, say
 from numpy.typing import NDArray
 
-from headrace.backend import compile_program, forward
+from headrace.backend import KV_DTYPES, compile_program, forward
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.cli.show import describe
@@ -32,7 +31,7 @@ def kv_formats(bench: Bench) -> None:
     length, most = (48, 1) if bench.quick else (512, 8)
     pieces = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)][:most]
     truth = _log_probabilities(checkpoint, "reference", "f32", pieces, bench.threads)
-    formats = {name: _log_probabilities(checkpoint, "cpu", name, pieces, bench.threads) for name in sorted(get_args(KvDtype))}
+    formats = {name: _log_probabilities(checkpoint, "cpu", name, pieces, bench.threads) for name in sorted(KV_DTYPES["cpu"])}
     losses: dict[str, list[NDArray[np.float64]]] = {_TRUTH: [], **{name: [] for name in formats}}
     divergences: dict[str, list[NDArray[np.float64]]] = {name: [] for name in losses}
     for number, piece in enumerate(pieces):

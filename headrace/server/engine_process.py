@@ -127,7 +127,8 @@ def main(*arguments: str) -> None:
         with suppress(OSError):  # the API process has met the same error
             connection.sendall(frames.encode(frames.Refused("", "request", str(error))))
         sys.exit(error.exit_code)
-    gc.freeze()
+    if engine.config.backend != "cuda":  # what torch and Triton hold at exit would count as leaks of the native module
+        gc.freeze()
     outbox = Outbox()
     host = EngineHost(engine, spec, outbox.put)
     with suppress(BrokenPipeError):  # the API process has gone
