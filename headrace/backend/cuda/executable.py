@@ -75,13 +75,19 @@ class CudaExecutable:
     max_in_flight = 2
 
     def __init__(
-        self, program: Program, tensors: Mapping[str, StoredTensor], kv: KvConfig, activations: torch.dtype, stream: Stream
+        self,
+        program: Program,
+        tensors: Mapping[str, StoredTensor],
+        kv: KvConfig,
+        activations: torch.dtype,
+        stream: Stream,
+        workspace: Workspace | None = None,
     ) -> None:
         self.kv_groups = program.kv_groups
         self._stores = [
             KvStore(group, num_blocks, kv.block_size, kv.dtype) for group, num_blocks in zip(self.kv_groups, kv.num_blocks, strict=True)
         ]
-        self._weights, self._workspace, self._adapters = Weights(tensors), Workspace(), Adapters()
+        self._weights, self._workspace, self._adapters = Weights(tensors), workspace or Workspace(), Adapters()
         self._packed, self._stream = activations, stream
         self._begin(lower(program, tensors))
         self._plan(decoding(1))  # which packs the weights
@@ -107,9 +113,7 @@ class CudaExecutable:
     @within_memory
     def attach(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None) -> "CudaExecutable":
         if kv is not None:
-            other = CudaExecutable(program, weights, kv, self._packed, self._stream)
-            other._workspace = self._workspace
-            return other
+            return CudaExecutable(program, weights, kv, self._packed, self._stream, self._workspace)
         other = copy(self)
         other._weights.add(weights)
         other._begin(lower(program, other._weights.tensors))

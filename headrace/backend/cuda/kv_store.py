@@ -1,13 +1,13 @@
 """Keys and values on the GPU: the tensors of a group of layers, in blocks, and what each number format keeps of a token."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
+from headrace.backend import check_kv_dtype
 from headrace.backend.cuda.device import DEVICE
 from headrace.batch import Ints
 from headrace.config import KvDtype
-from headrace.errors import RequestError
 from headrace.program.kv import KvGroup
 
 KvFormat = Literal["bf16", "f32", "fp8", "int8"]
@@ -18,18 +18,9 @@ _SCALES: dict[KvFormat, tuple[Any, int]] = {"fp8": (torch.float32, 1), "int8": (
 
 
 def format_of(dtype: KvDtype) -> KvFormat:
-    """The number format of a store. Raises RequestError for int4, which GPUs have no kernel for."""
-    if dtype == "int4":
-        raise RequestError("KV in int4 is for the CPU alone: choose int8, which with fp8 is the smallest on a GPU")
-    return dtype
-
-
-def block_bytes(group: KvGroup, dtype: KvDtype, block_size: int) -> int:
-    """Bytes of a block of so many tokens, all layers and heads of a group."""
-    kind, layout = format_of(dtype), group.layout
-    scales, numbers = _SCALES.get(kind, (torch.float32, 0))
-    sizes: list[int] = [dim * _CODES[kind].itemsize + numbers * scales.itemsize for dim in (layout.key_dim, layout.value_dim) if dim]
-    return len(group.layers) * layout.num_heads * block_size * sum(sizes)
+    """The number format of a store. Raises RequestError for one that GPUs have no kernel for."""
+    check_kv_dtype("cuda", dtype)
+    return cast(KvFormat, dtype)
 
 
 class KvLayer(NamedTuple):

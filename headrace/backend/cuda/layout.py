@@ -68,9 +68,11 @@ class WeightLayout:
         return -(-self.padded_cols(cols) // self.group) if self.group else 1
 
     def nbytes(self, rows: int, cols: int) -> int:
-        """Bytes of a matrix, with its scales and zeros."""
-        tables = [_BYTES[number] for number in (self.scale, self.zero_store) if number]
-        return rows * (self.row_bytes(cols) + self.num_groups(cols) * sum(tables))
+        """Bytes of a matrix, with its scales and zeros, of which those of 16 bits lie in pairs."""
+        groups = self.num_groups(cols)
+        tables = [4 * groups if number == "f32" else 4 * -(-groups // 2) for number in (self.scale, self.zero_store) if number]
+        lookup = 4 * len(self.lookup)
+        return rows * (self.row_bytes(cols) + sum(tables)) + lookup
 
 
 def layout_of(tensor: StoredTensor) -> WeightLayout:

@@ -6,10 +6,10 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from headrace.backend.cuda.attention_work import least_partials
 from headrace.backend.cuda.device import DEVICE, multiprocessors
 from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.kernels.attention import tiles_for
+from headrace.backend.cuda.step_attention import num_partials
 from headrace.backend.cuda.step_shape import StepShape, prefill
 from headrace.backend.cuda.workspace import Buffers
 from headrace.config import KvDtype
@@ -60,8 +60,7 @@ def _partial_numbers(program: Program, kv_dtype: KvDtype, shape: StepShape) -> i
     for op in (op for op in program.ops if isinstance(op, ops.Attention)):
         group = next(group for group in program.kv_groups if op.layer in group.layers)
         tiles = tiles_for(group, shape.rows, multiprocessors(), kv_dtype)
-        partials = least_partials(shape.rows, shape.rows if shape.has_trees else 0, tiles.split) + 4 * tiles.programs
-        most = max(most, partials * op.num_heads * (op.head_dim + 2))
+        most = max(most, num_partials(shape.rows, shape.has_trees, tiles) * op.num_heads * (op.head_dim + 2))
     return most
 
 

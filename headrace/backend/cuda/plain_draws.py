@@ -5,6 +5,7 @@ than Python takes to look at each of them.
 """
 
 from collections.abc import Sequence
+from operator import is_not
 from typing import NamedTuple
 
 import numpy as np
@@ -70,14 +71,10 @@ class PlainDraws:
         last = self._ops
         if ops is None or last is None or self._layout is None or self._layout.slots != slots:
             return None
-        if ops.rows != last.rows or any(map(_differ, ops.samplers, last.samplers)):
+        if ops.rows != last.rows or any(map(is_not, ops.samplers, last.samplers)):
             return None
         return PlainStep(self._layout, self._area, ops.positions)
 
     def keep(self, ops: PlainOps, layout: DrawLayout, area: Ints) -> None:
         """Let ops be repeated whose step has filled an area."""
         self._ops, self._layout, self._area = ops, layout, area
-
-
-def _differ(one: SamplerState, other: SamplerState) -> bool:
-    return one is not other

@@ -39,10 +39,7 @@ class StepAttention:
         self._tiles = [_tiles(store, rows) for store in stores]
         by_group = {self._group[op.layer]: op for op in program.ops if isinstance(op, ops.Attention)}
         self._shapes = {number: work_shape(op, self._tiles[number]) for number, op in by_group.items()}
-        self.partials = [
-            least_partials(rows, min(rows, _MOST_DRAFT_TOKENS) if has_trees else 0, tiles.split) + 4 * tiles.programs
-            for tiles in self._tiles
-        ]
+        self.partials = [num_partials(rows, has_trees, tiles) for tiles in self._tiles]
         self._views: list[GroupInts] = []
         self._all: torch.Tensor | None = None
 
@@ -102,6 +99,11 @@ class StepAttention:
         key = f"slopes {op.slopes}"
         slopes = workspace.once(key, lambda: torch.tensor(op.slopes, dtype=torch.float32, device=DEVICE)) if op.slopes else None
         return attention(op, q, out, store, work, Scratch(sums, weights, queries), self._tiles[number], slopes, sinks)
+
+
+def num_partials(rows: int, has_trees: bool, tiles: Tiles) -> int:
+    """Partial results that there is room for: those of any batch of so many rows, and more, so that long contexts spread over the GPU."""
+    return least_partials(rows, min(rows, _MOST_DRAFT_TOKENS) if has_trees else 0, tiles.split) + 4 * tiles.programs
 
 
 def _grouped(views: Sequence[Ints] | Sequence[torch.Tensor]) -> list[GroupInts]:

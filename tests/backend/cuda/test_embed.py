@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.kernels.embed import embed, embed_position
+from headrace.backend.cuda.layout import layout_of
 from headrace.backend.cuda.packing import pack
 from headrace.quant.formats import FORMATS
 from tests.backend.cuda.examples import examples
@@ -40,3 +41,11 @@ def test_positions_beyond_the_last_are_that() -> None:
 
 def test_all_stored_formats_are_tried() -> None:
     assert set(FORMAT_NAMES) >= set(FORMATS)
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_bytes_are_those_that_were_counted(name: str) -> None:
+    stored = random_matrix(name, 6, 3, 1)
+    weight = pack([stored])
+    tensors = (weight.codes, weight.scales, weight.zeros, weight.lookup)
+    assert layout_of(stored).nbytes(6, stored.cols) == sum(tensor.nbytes for tensor in tensors if tensor is not None)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from headrace.backend.cuda import CudaExecutable, compile
 from headrace.config import KvConfig
 from headrace.engine.engine import Engine
+from headrace.errors import RequestError
 from headrace.model import trace_model
 from headrace.request import RequestOutput, SamplingParams
 from tests.backend.cuda.examples import examples
@@ -145,7 +146,7 @@ def test_beams_and_lossy_drafts_read_logits_on_the_host() -> None:
             assert [output.token_ids for output in a.outputs] == [output.token_ids for output in b.outputs]
 
 
-def test_it_is_compiled_for_kv_that_it_keeps() -> None:
+def test_kv_that_it_does_not_keep_is_refused() -> None:
     spec, tensors = model(LLAMA)
-    program = trace_model(spec, tensors)
-    assert compile(program, tensors, KvConfig((4,)), 1).max_in_flight == 2
+    with pytest.raises(RequestError, match="the cuda backend keeps no KV in int4: choose int8"):
+        compile(trace_model(spec, tensors), tensors, KvConfig((4,), 32, "int4"), 1)

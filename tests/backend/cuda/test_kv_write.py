@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.backend.cuda.kernels.kv_write import kv_write, rope_write
 from headrace.backend.cuda.kernels.rope import rope
-from headrace.backend.cuda.kv_store import KvFormat, KvStore, block_bytes
+from headrace.backend.cuda.kv_store import KvFormat, KvStore
 from headrace.backend.reference import _rotate
 from headrace.batch import ints
 from headrace.config import KvDtype
@@ -126,8 +126,10 @@ def test_slots_move_one_after_the_other(dtype: KvFormat) -> None:
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("value_dim", [24, 0])
 def test_bytes_are_those_of_the_tensors(dtype: KvFormat, value_dim: int) -> None:
+    """And no more than memory is shared out by, which counts as the CPU keeps them."""
     group = KvGroup((2, 4, 5), KvLayout(2, 32, value_dim))
-    assert KvStore(group, 7, 16, dtype).bytes == 8 * block_bytes(group, dtype, 16)
+    store = KvStore(group, 7, 64, dtype)
+    assert store.bytes == 8 * store.block_bytes and 0 < store.block_bytes <= group.block_bytes(dtype, 64)
 
 
 def test_int4_is_refused_with_what_to_choose() -> None:
