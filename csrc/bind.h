@@ -23,6 +23,7 @@ P& available(P& plan) {
 }
 
 void bind_plan(nanobind::module_& m);
+void bind_gpu(nanobind::module_& m);
 void bind_ops(nanobind::class_<Plan>& plan);
 void bind_sampler(nanobind::module_& m);
 void bind_strings(nanobind::module_& m);

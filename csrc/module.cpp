@@ -13,4 +13,5 @@ NB_MODULE(_native, m) {
   headrace::bind_plan(m);
   headrace::bind_sampler(m);
   headrace::bind_strings(m);
+  headrace::bind_gpu(m);
 }

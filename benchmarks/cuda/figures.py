@@ -18,6 +18,7 @@ from headrace.backend.cuda.launch import Launch
 from headrace.batch import RaggedBatch
 from headrace.config import EngineConfig, KvConfig, KvDtype
 from headrace.engine.engine import Engine, EngineLimits
+from headrace.logit_ops import LaterDraws
 from headrace.model.spec import ModelSpec
 from headrace.propose import make_proposers
 from headrace.request import SamplingParams
@@ -76,7 +77,7 @@ class Sizes:
     context: int = 512
     long_context: int = 32_768
     long_contexts: tuple[int, ...] = (1, 4)
-    tokens: int = 64
+    tokens: int = 256
     host_steps: int = 200
     compared_rows: tuple[int, ...] = (1, 64, 512)
 
@@ -111,7 +112,8 @@ def model_figures(name: str, number: str, copied: float, sizes: Sizes) -> Iterat
     if number == "bf16":
         yield from invariance(executable, own, sizes)
     if number == "int4":
-        yield host_work(executable, spec, own, sizes)
+        yield host_work(executable, spec, f"{own}: work of the host", False, sizes)
+        yield host_work(executable, spec, f"{own}: work of the host, further launches", True, sizes)
     for seqs in sizes.batches:
         plan_of(executable, decoding(executable, seqs, 1))
         yield Figure.of(f"{own}: {seqs} sequences", "tokens/s", serve(executable, spec, seqs, sizes))
@@ -169,8 +171,11 @@ def _by_cublas(launch: Launch) -> Any:
     return lambda: torch.mm(rows, weight, out=product)
 
 
-def host_work(executable: CudaExecutable, spec: ModelSpec, own: str, sizes: Sizes) -> Figure:
-    """Time of the host for a step of plain decoding whose tokens stay on the device: to launch it, and to read its results once there."""
+def host_work(executable: CudaExecutable, spec: ModelSpec, name: str, later: bool, sizes: Sizes) -> Figure:
+    """Time of the host for a launch of plain decoding whose tokens stay on the device: to launch it, and to read its results once there.
+
+    `later`: for one of those that multi-step decoding has behind the first of a step.
+    """
     number = max(sizes.batches)
     batch = decoding(executable, number, sizes.context)
     plan_of(executable, batch)
@@ -179,7 +184,7 @@ def host_work(executable: CudaExecutable, spec: ModelSpec, own: str, sizes: Size
     tickets, took = deque([executable.launch(batch, ops)]), []
     for _ in range(sizes.host_steps):
         begun = time.perf_counter()
-        tickets.append(executable.launch(pending, ops))
+        tickets.append(executable.launch(pending, LaterDraws(ops, 1) if later else ops))
         launched = time.perf_counter()
         while not tickets[0].ready:
             time.sleep(0)
@@ -187,13 +192,13 @@ def host_work(executable: CudaExecutable, spec: ModelSpec, own: str, sizes: Size
         tickets.popleft().wait()
         took.append(1e6 * (launched - begun + time.perf_counter() - ready))
     tickets.popleft().wait()
-    return Figure.of(f"{own}: work of the host at {number} sequences", "us", took[len(took) // 4 :], 30.0, less_is_better=True)
+    return Figure.of(f"{name} at {number} sequences", "us", took[len(took) // 4 :], 30.0, less_is_better=True)
 
 
 def serve(executable: CudaExecutable, spec: ModelSpec, number: int, sizes: Sizes) -> list[float]:
-    """Tokens a second of so many requests in an engine, by the steps in which all of them decode."""
+    """Tokens a second of so many requests in an engine, by the steps in which all of them decode: of as many launches as it makes them."""
     blocks = tuple(store.keys.shape[1] - 1 for store in executable._stores)
-    config = EngineConfig(backend="cuda", multi_step_ms=0, proposer="off", prefix_cache=False, chunked_prefill_size=512)
+    config = EngineConfig(backend="cuda", proposer="off", prefix_cache=False, chunked_prefill_size=512)
     limits = EngineLimits(spec.vocab_size, spec.max_context, KvConfig(blocks, 64, "bf16"), executable.kv_groups)
     engine = Engine(executable, TinyVocabulary(spec.vocab_size), limits, config, make_proposers(config))
     for i in range(number):
@@ -202,7 +207,7 @@ def serve(executable: CudaExecutable, spec: ModelSpec, number: int, sizes: Sizes
     while engine.has_work:
         begun = time.perf_counter()
         tokens = sum(len(update.token_ids) for update in engine.step())
-        if tokens == number:
+        if tokens and tokens % number == 0:
             took.append(tokens / (time.perf_counter() - begun))
     return took[len(took) // 4 : -2] or took
 

@@ -1,5 +1,6 @@
 """A loaded model and its answers, for `headrace run` alone and in a chat."""
 
+import atexit
 import gc
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -26,8 +27,9 @@ class Session:
         """`adapter`: name and path of the one that all is answered with."""
         self._engine, self._prompts, _, self._checkpoint = load_model(model, config)
         self.config = self._engine.config
-        if self.config.backend != "cuda":  # what torch and Triton hold at exit would count as leaks of the native module
-            gc.freeze()  # all of it stays, so that the collector need not look at it again, at exit either
+        gc.freeze()  # all of it stays, so that the collector need not look at it again, at exit either
+        if self.config.backend == "cuda":  # what torch and Triton hold would count as leaks of the native module
+            atexit.register(gc.unfreeze)
         self._adapter = adapter[0] if adapter else None
         self._matrices: Adapter = {}
         if adapter:

@@ -52,3 +52,5 @@ class InFlightStep:
     """Rows of each launch."""
     begun: float
     """Clock, in seconds, when the engine turned to it, before scheduling and drafting."""
+    is_plain: bool
+    """Whether it is plain decoding, in one launch or several."""

@@ -7,16 +7,19 @@ from the memory caches. So it is done once for several launches: each takes its 
 tokens are the same; they only reach the caller later.
 """
 
-from collections.abc import Callable
-from math import ceil
+from collections.abc import Callable, Sequence
+from math import ceil, inf
+from typing import cast
+
+import numpy as np
 
 from headrace.backend import Executable
-from headrace.batch import KvRows, RaggedBatch, ints
+from headrace.batch import KvRows, RaggedBatch
 from headrace.config import EngineConfig
+from headrace.engine.in_flight import InFlightStep
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.scheduler import Scheduler
-from headrace.kv.rows import slots_of
-from headrace.logit_ops import Draw, Drawn, LogitOp, Ticket
+from headrace.logit_ops import Draw, Drawn, LaterDraws, LogitOp, Ticket
 
 _MAX_LAUNCHES = 16
 """Most launches in a row: until they are finished, no request can join and no token reaches a caller."""
@@ -35,15 +38,15 @@ class MultiStep:
         self._seconds = config.multi_step_ms / 1000
         self._clock = clock
         self._step_seconds = 0.0
-        """Seconds of a launch of the last plain decoding; 0 before the first."""
+        """Seconds of a launch of the last plain decoding that was finished, or of the first step; 0 before that."""
+        self._finished = -inf
+        """Clock, in seconds, when the results of the last step were there."""
 
     def plan(self, scheduled: list[ScheduledSequence]) -> int:
         """Most launches in a row, with slots reserved for them; 0 where a sequence needs more than plain decoding."""
         if not self._is_on or not all(item.is_plain for item in scheduled):
             return 0
-        most = _MAX_LAUNCHES
-        if self._step_seconds:
-            most = min(most, ceil(self._seconds / self._step_seconds))
+        most = self._most_within(self._seconds)
         for item in scheduled:
             seq = item.seq  # its first token reaches the caller at once
             most = min(most, seq.request.limit - seq.length if seq.output.token_ids else 1)
@@ -63,43 +66,49 @@ class MultiStep:
 
         `rest` is the seconds until a step may have drafts again; `wanted` are the arguments `logits` and `hidden` of `Executable.launch`.
         """
-        begun = self._clock()
-        until = begun + min(self._seconds, rest)
+        seconds = min(self._seconds, rest)
+        most, until = min(most, self._most_within(seconds)), self._clock() + seconds
         ends = [item.seq.output.end_ids for item in scheduled]
         tickets: list[Ticket] = []
         for its_batch, its_ops in self._launches(scheduled, batch, ops, most):
             tickets.append(self._executable.launch(its_batch, its_ops, **wanted))
             if len(tickets) == most or self._clock() >= until or is_wanted() or _any_ended(tickets[-1], ends):
                 break
-        self._step_seconds = (self._clock() - begun) / len(tickets)
         for item in scheduled:
             item.num_launches = len(tickets)
             item.seq.computed += len(tickets) - 1
             item.seq.num_pending += len(tickets) - 1
         return tickets
 
+    def record(self, step: InFlightStep) -> None:
+        """The results of a step are there. Where steps overlap, it took no longer than since those of the one before it were."""
+        begun, self._finished = max(step.begun, self._finished), self._clock()
+        if step.is_plain or not self._step_seconds:  # one with a prompt takes longer, if anything
+            self._step_seconds = (self._finished - begun) / len(step.tickets)
+
+    def _most_within(self, seconds: float) -> int:
+        """Launches that take so long, or a little longer."""
+        return max(1, min(_MAX_LAUNCHES, ceil(seconds / self._step_seconds))) if self._step_seconds else _MAX_LAUNCHES
+
     def _launches(
         self, scheduled: list[ScheduledSequence], batch: RaggedBatch, ops: list[LogitOp], most: int
-    ) -> list[tuple[RaggedBatch, list[LogitOp]]]:
+    ) -> list[tuple[RaggedBatch, Sequence[LogitOp]]]:
         """The batches of all launches and their ops. They are made before the first, which displaces everything from the caches."""
+        launches: list[tuple[RaggedBatch, Sequence[LogitOp]]] = [(batch, ops)]
         if most == 1:
-            return [(batch, ops)]
-        groups = list(zip(*(item.seq.tables for item in scheduled), strict=True))
-        source = ints(list(range(len(scheduled))))
-        draws = [op for op in ops if isinstance(op, Draw)]
-        launches = [(batch, ops)]
-        for step in range(1, most):
-            positions = [position + step for position in batch.positions.tolist()]
-            at = ints(positions)
-            written = [range(position, position + 1) for position in positions]
-            slots = [slots_of(tables, written, self._block_size) for tables in groups]
-            kv = tuple([KvRows(of, group.block_table) for of, group in zip(slots, batch.kv, strict=True)])
+            return launches
+        seqs = np.arange(len(scheduled), dtype=np.int32)
+        draws = cast(list[Draw], ops)
+        positions = batch.positions + np.arange(1, most, dtype=np.int32)[:, None]  # [launches, sequences]
+        blocks, offsets = np.divmod(positions, np.int32(self._block_size))
+        slots = [group.block_table[seqs, blocks] * np.int32(self._block_size) + offsets for group in batch.kv]
+        for later, at in enumerate(positions, 1):
+            kv = tuple([KvRows(of[later - 1], group.block_table) for of, group in zip(slots, batch.kv, strict=True)])
             its_batch = RaggedBatch(  # `_replace` takes three times as long
-                *(batch.tokens, at, batch.row_start, at, batch.scheduled_len, kv, None, batch.logit_rows, batch.seq_of, source, None),
+                *(batch.tokens, at, batch.row_start, at, batch.scheduled_len, kv, None, batch.logit_rows, batch.seq_of, seqs, None),
                 batch.adapters,
             )
-            its_ops: list[LogitOp] = [Draw(d.row, d.position + step, d.sampler, d.draft, d.num_logprobs, d.method, d.masks) for d in draws]
-            launches.append((its_batch, its_ops))
+            launches.append((its_batch, LaterDraws(draws, later)))
         return launches
 
 

@@ -64,6 +64,7 @@ class StepLoop:
         step = self.in_flight[0]
         results = [ticket.wait() for ticket in step.tickets]
         self.in_flight.popleft()
+        self.multi_step.record(step)
         self.scheduler.finish(step.draws.seqs)
         resolved, failed = resolve_step(step, results, self.scheduler, self.tokenizer)
         for request, error in failed:
@@ -98,7 +99,7 @@ class StepLoop:
             tickets = self.multi_step.launch(scheduled, batch, draws.ops, most, self.speculation.rest, is_wanted, **wanted)
         else:
             tickets = [self.executable.launch(batch, draws.ops, **wanted)]
-        self.in_flight.append(InFlightStep(scheduled, drafting, draws, tickets, len(batch.tokens), begun))
+        self.in_flight.append(InFlightStep(scheduled, drafting, draws, tickets, len(batch.tokens), begun, most > 0))
         self.num_steps += len(tickets)
         self.num_rows += len(tickets) * len(batch.tokens)
         self.num_drafted += sum(len(item.draft.tokens) for item in scheduled if not item.certain)

@@ -7,6 +7,7 @@ The main thread reads frames and checks what they ask for, so a step never waits
 puts what is new in a queue, and a third thread encodes and writes it (`outbox.py`): a reader that is slow holds up no step.
 """
 
+import atexit
 import ctypes
 import faulthandler
 import gc
@@ -127,8 +128,9 @@ def main(*arguments: str) -> None:
         with suppress(OSError):  # the API process has met the same error
             connection.sendall(frames.encode(frames.Refused("", "request", str(error))))
         sys.exit(error.exit_code)
-    if engine.config.backend != "cuda":  # what torch and Triton hold at exit would count as leaks of the native module
-        gc.freeze()
+    gc.freeze()
+    if engine.config.backend == "cuda":  # what torch and Triton hold at exit would count as leaks of the native module
+        atexit.register(gc.unfreeze)
     outbox = Outbox()
     host = EngineHost(engine, spec, outbox.put)
     with suppress(BrokenPipeError):  # the API process has gone

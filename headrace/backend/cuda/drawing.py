@@ -23,7 +23,7 @@ from headrace.backend.cuda.kernels.draw_filter import LISTED, draw_filter
 from headrace.backend.cuda.kernels.draw_verify import draw_verify
 from headrace.backend.cuda.kernels.logprobs import logprobs
 from headrace.backend.cuda.launch import Launch, blocks, power_of_2
-from headrace.backend.cuda.plain_draws import PlainDraws, PlainOps, PlainStep
+from headrace.backend.cuda.plain_draws import PlainDraws, PlainStep
 from headrace.batch import NO_DRAFT, DraftTree, Ints
 from headrace.constraint import mask_words
 from headrace.logit_ops import Draw, Drawn, Expand, Expanded, LogitOp, LogitOpResult, Score
@@ -182,17 +182,15 @@ class Drawing:
 
     def again(self, ops: Sequence[LogitOp]) -> PlainStep | None:
         """The ops of a launch, if they are plain draws and those of the last that were begun, at other positions: nothing is to begin."""
-        return self._plain.again(PlainOps.of(ops), len(self._samplers.state))
+        return self._plain.again(ops, len(self._samplers.state))
 
     def begin(self, ops: Sequence[LogitOp]) -> DrawStep:
         """The ops of a launch that the device runs. It is called once for each launch, in their order, behind those before it."""
         if len(ops) > _MAX_OPS:
             raise ValueError(f"a launch has at most {_MAX_OPS} ops")
         step = DrawStep(ops, self._samplers)
-        if not step.layout.is_adjusted and (plain := PlainOps.of(ops)):
-            area = np.zeros(step.layout.num_ints, np.int32)
-            step.fill(area)
-            self._plain.keep(plain, step.layout, area)
+        if not step.layout.is_adjusted:
+            self._plain.keep(ops, step.layout, step.fill)
         return step
 
     def set_last_tokens(self, indices: Sequence[int], values: Sequence[LogitOpResult]) -> None:

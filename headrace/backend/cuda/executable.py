@@ -39,6 +39,9 @@ from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.sampling import host as sampling
 
+_LEAST_INTS = 1 << 20
+"""That there is room for in a step: with 64 sequences, tables of 16,000 blocks each, so that graphs are hardly ever made anew."""
+
 
 def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
     """The program in fused ops, with the bytes that its weights have on a GPU; nothing of them is read."""
@@ -106,7 +109,7 @@ class CudaExecutable:
         self._bound = (0, 0)
         """What the tensors that plans are bound to depend on: how often the workspace grew, and adapters changed."""
         self._in_flight: deque[CudaTicket] = deque()
-        self._slots = Slots()
+        self._slots = Slots(self._in_flight)
         experts = [op for op in program.ops if isinstance(op, mixture.Experts)]
         self._loads = {op.out.id: torch.zeros(len(op.gate), dtype=torch.int64, device=DEVICE) for op in experts}
 
@@ -125,10 +128,10 @@ class CudaExecutable:
         repeated = self._drawing.again(ops)
         if self._in_flight and (needs_host or (not repeated and self._drawing.must_wait(ops))):
             self._in_flight[-1].wait()
-        slot = self._slots.next()
         self._stream.catch_up()
-        draw = repeated or self._drawing.begin(ops)
+        draw, slot = repeated or self._drawing.begin(ops), None
         try:
+            slot = self._slots.next()
             plan, needed = self._plan_of(batch, draw.layout)
             self._send(plan, batch, draw, slot, needed)
             self._run(plan)
@@ -136,6 +139,8 @@ class CudaExecutable:
             return self._receive(plan, batch, draw, ops, drawn, slot, (logits, hidden))
         except BaseException:
             draw.cancel()
+            if slot:
+                self._slots.give_back(slot, self._stream.mark())
             raise
 
     def _plan_of(self, batch: RaggedBatch, layout: DrawLayout) -> tuple[Plan, int]:
@@ -190,10 +195,10 @@ class CudaExecutable:
         """Make a graph of the launches of a plan, which run once before, over rows that are padding."""
         if plan.graph is None:
             slot = self._slots.next()
-            host = slot.take("step", plan.step.end)
-            plan.step.fill_with_padding(host.numpy())
-            self._stream.copy(self._ints[: plan.step.end], host)
-            slot.mark = self._stream.mark()
+            host = slot.take("padding", plan.step.end)
+            plan.step.fill_with_padding(host.array)
+            self._stream.copy(self._ints[: plan.step.end], host.tensor)
+            self._slots.give_back(slot, self._stream.mark())
             self._stream.run(plan.launches)
             plan.graph = self._stream.capture(plan.launches)
 
@@ -205,24 +210,25 @@ class CudaExecutable:
 
     def _grow(self, size: int) -> None:
         """Make room for the numbers of a larger step; plans are bound to what there was."""
-        self._ints = torch.zeros(2 * size, dtype=torch.int32, device=DEVICE)
+        self._ints = torch.zeros(max(_LEAST_INTS, 2 * size), dtype=torch.int32, device=DEVICE)
         self._workspace.grown += 1
 
     def _send(self, plan: Plan, batch: RaggedBatch, draw: DrawStep | PlainStep, slot: Slot, needed: int) -> None:
         """Copy what the host knows of a step to the device."""
-        host = slot.take("step", needed)
-        numbers, first, layout = host.numpy(), plan.step.end, draw.layout
+        host = slot.at_least("step", needed)
+        numbers, first, layout = host.array, plan.step.end, draw.layout
         draw.fill(numbers[first : first + layout.num_ints])
         before = first + _draw_ints(layout, self._drawing.mask_words)
-        masks = numbers[before - layout.masks * self._drawing.mask_words : before].view(np.uint32)
-        draw.fill_masks(masks.reshape(layout.masks, self._drawing.mask_words))
-        used = plan.step.fill(batch, numbers, before)
-        self._stream.copy(self._ints[:used], host[:used])
+        if layout.masks:
+            masks = numbers[before - layout.masks * self._drawing.mask_words : before].view(np.uint32)
+            draw.fill_masks(masks.reshape(layout.masks, self._drawing.mask_words))
+        used = plan.step.fill(batch, host.views(plan.step), numbers, before)
+        self._stream.copy(self._ints[:used], host.tensor[:used])
         if self._input:
             assert batch.inputs is not None, "a program with input rows needs them"
             rows = slot.take("inputs", *batch.inputs.shape, dtype=torch.float32)
-            rows.numpy()[:] = batch.inputs
-            self._stream.copy(plan.value(self._input)[: len(rows)], rows)
+            rows.array[:] = batch.inputs
+            self._stream.copy(plan.value(self._input)[: len(rows.array)], rows.tensor)
 
     def _draw(self, plan: Plan, layout: DrawLayout) -> torch.Tensor:
         """Launch the draws of a step; returns where their results come to."""
@@ -264,19 +270,20 @@ class CudaExecutable:
             "pooled": self.program.pooled if batch.pooled_rows is not None else None,
         }
         results = slot.take("results", len(drawn))
-        self._stream.copy(results, drawn)
+        self._stream.copy(results.tensor, drawn)
         rows: dict[str, NDArray[np.float32]] = {}
         for name, value in values.items():
             if value:
                 count = len(batch.logit_rows) if batch.pooled_rows is None or name != "pooled" else len(batch.pooled_rows)
                 own = slot.take(name, count, value.width, dtype=torch.float32)
-                self._stream.copy(own, plan.value(value)[:count])
-                rows[name] = own.numpy()
-        slot.mark = self._stream.mark()
+                self._stream.copy(own.tensor, plan.value(value)[:count])
+                rows[name] = own.array
+        mark = self._stream.mark()
 
         def read() -> StepResult:
+            self._slots.give_back(slot, mark)  # the next launch may write there, and none comes before this is read
             found: list[LogitOpResult] = [None] * len(ops)
-            for i, result in zip(draw.indices, draw.read(results.numpy()), strict=True):
+            for i, result in zip(draw.indices, draw.read(results.array), strict=True):
                 found[i] = result
             if on_host:
                 its_values = sampling.run_logit_ops(on_host, rows["logits"], rows.get("pooled"))
@@ -285,15 +292,16 @@ class CudaExecutable:
                 self._drawing.set_last_tokens(of_host, its_values)
             return StepResult(found, rows.get("logits") if wanted[0] else None, rows.get("hidden"))
 
-        slot.ticket = CudaTicket(slot.mark, read, self._in_flight, runs_on_host=bool(on_host))
-        return slot.ticket
+        return CudaTicket(mark, read, self._in_flight, runs_on_host=bool(on_host))
 
     @within_memory
     def profile(self, batch: RaggedBatch) -> StepTimes:
         started = time.perf_counter()
         draw = self._drawing.begin([])
         plan, needed = self._plan_of(batch, draw.layout)
-        self._send(plan, batch, draw, self._slots.next(), needed)
+        slot = self._slots.next()
+        self._send(plan, batch, draw, slot, needed)
+        self._slots.give_back(slot, self._stream.mark())
         prepared = time.perf_counter() - started
         seconds: dict[str, float] = {}
         for name, took in zip(plan.names, self._stream.times(plan.launches), strict=True):
@@ -317,6 +325,7 @@ class CudaExecutable:
         self._stream.catch_up()
         self._stores[group].move_slots(source, target)
 
+    @within_memory
     def host_blocks(self, num_bytes: int) -> HostBlocks | None:
         counts = host_block_counts(num_bytes, [(store.num_blocks, store.block_bytes) for store in self._stores])
         return CudaHostBlocks(self._stores, counts, self._stream) if all(counts) else None

@@ -4,17 +4,17 @@ What the host has to say of them is written once, and then but for the positions
 than Python takes to look at each of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_not
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backend.cuda.drawing_layout import DrawLayout
+from headrace.backend.cuda.drawing_layout import COLUMNS, DrawLayout
 from headrace.backend.cuda.kernels import draw_table as table
 from headrace.batch import NO_DRAFT, Ints
-from headrace.logit_ops import Draw, Drawn, LogitOp, LogitOpResult, SamplerState
+from headrace.logit_ops import Draw, Drawn, LaterDraws, LogitOp, LogitOpResult, SamplerState
 
 
 class PlainOps(NamedTuple):
@@ -37,14 +37,14 @@ class PlainOps(NamedTuple):
 class PlainStep:
     """The draws of one launch: those of an area that was filled before, at these positions."""
 
-    def __init__(self, layout: DrawLayout, area: Ints, positions: tuple[int, ...]) -> None:
+    def __init__(self, layout: DrawLayout, area: Ints, positions: Ints) -> None:
         self.layout, self.indices = layout, range(len(positions))
         self._area, self._positions = area, positions
 
     def fill(self, host: Ints) -> None:
-        """Write what the kernels need to an area of `layout.num_ints` integers."""
+        """Write what the kernels need to an area of `layout.num_ints` integers, which begins with a table of the draws."""
         host[:] = self._area
-        self.layout.inputs(host)[0][: len(self._positions), table.POSITION.value] = self._positions
+        host[table.POSITION.value : COLUMNS * len(self._positions) : COLUMNS] = self._positions
 
     def fill_masks(self, host: NDArray[np.uint32]) -> None:
         """There are none."""
@@ -62,19 +62,27 @@ class PlainDraws:
     """The last draws that may be repeated."""
 
     def __init__(self) -> None:
+        self._given: Sequence[LogitOp] | None = None
+        """As a launch had them."""
         self._ops: PlainOps | None = None
+        self._positions = self._area = np.zeros(0, np.int32)
         self._layout: DrawLayout | None = None
-        self._area = np.zeros(0, np.int32)
 
-    def again(self, ops: PlainOps | None, slots: int) -> PlainStep | None:
+    def again(self, ops: Sequence[LogitOp], slots: int) -> PlainStep | None:
         """The step of these ops if they are the last ones at other positions."""
-        last = self._ops
-        if ops is None or last is None or self._layout is None or self._layout.slots != slots:
+        if self._layout is None or self._layout.slots != slots:
             return None
-        if ops.rows != last.rows or any(map(is_not, ops.samplers, last.samplers)):
+        if isinstance(ops, LaterDraws) and ops.draws is self._given:
+            return PlainStep(self._layout, self._area, self._positions + np.int32(ops.later))
+        plain, last = PlainOps.of(ops), self._ops
+        if plain is None or last is None or plain.rows != last.rows or any(map(is_not, plain.samplers, last.samplers)):
             return None
-        return PlainStep(self._layout, self._area, ops.positions)
+        self._given, self._positions = ops, np.array(plain.positions, np.int32)
+        return PlainStep(self._layout, self._area, self._positions)
 
-    def keep(self, ops: PlainOps, layout: DrawLayout, area: Ints) -> None:
-        """Let ops be repeated whose step has filled an area."""
-        self._ops, self._layout, self._area = ops, layout, area
+    def keep(self, ops: Sequence[LogitOp], layout: DrawLayout, fill: Callable[[Ints], None]) -> None:
+        """Let ops be repeated, if they are plain, whose step fills an area."""
+        if plain := PlainOps.of(ops):
+            self._given, self._ops, self._positions, self._layout = ops, plain, np.array(plain.positions, np.int32), layout
+            self._area = np.zeros(layout.num_ints, np.int32)
+            fill(self._area)

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import torch
 
-from headrace.backend.cuda.attention_work import FIELDS, PATH, ROW_FIELDS, WorkArrays, build_work, least_partials
+from headrace.backend.cuda.attention_work import FIELDS, ROW_FIELDS, WorkArrays, build_work, least_partials
 from headrace.backend.cuda.device import DEVICE, multiprocessors
 from headrace.backend.cuda.interpreter import is_interpreting
-from headrace.backend.cuda.kernels.attention import AttentionWork, Scratch, Tiles, attention, summed_dim, tiles_for, work_shape
+from headrace.backend.cuda.kernels.attention import AttentionWork, Scratch, Tiles, attention, summed_dim, tiles_for, work_of
 from headrace.backend.cuda.kernels.kv_write import kv_write, rope_write
 from headrace.backend.cuda.kv_store import KvStore
 from headrace.backend.cuda.launch import Launch
@@ -38,7 +38,7 @@ class StepAttention:
         self._group = {layer: number for number, store in enumerate(stores) for layer in store.group.layers}
         self._tiles = [_tiles(store, rows) for store in stores]
         by_group = {self._group[op.layer]: op for op in program.ops if isinstance(op, ops.Attention)}
-        self._shapes = {number: work_shape(op, self._tiles[number]) for number, op in by_group.items()}
+        self._work = {number: work_of(op, self._tiles[number]) for number, op in by_group.items()}
         self.partials = [num_partials(rows, has_trees, tiles) for tiles in self._tiles]
         self._views: list[GroupInts] = []
         self._all: torch.Tensor | None = None
@@ -60,14 +60,12 @@ class StepAttention:
             num_rows, table = len(kv.slots), kv.block_table
             own.slots[:num_rows] = kv.slots
             own.slots[num_rows:] = store.padding_slot
-            if number not in self._shapes:
+            if number not in self._work:
                 continue
             first, used = used, used + table.size
             host[first:used] = table.reshape(-1)
             arrays = WorkArrays(own.items, own.num_items[:1], own.rows, host[used:])
-            size = build_work(batch, self._shapes[number], first, table.shape[1], arrays)
-            own.items[: size.items, PATH] += used
-            used += size.paths
+            used += build_work(batch, self._work[number], first, table.shape[1], arrays, used).paths
         return used
 
     def fill_with_padding(self, views: Sequence[Ints]) -> None:

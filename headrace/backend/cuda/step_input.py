@@ -42,7 +42,7 @@ class StepInput:
 
     def bind(self, device: torch.Tensor) -> None:
         """Take the views of the array on the device."""
-        views = self._views(device)
+        views = self.views(device)
         self.num_rows, self.tokens, self.source, self.positions, self._adapters, self.gathered, self._gathered_adapters = views[:7]
         self.attention.bind(views[7:], device)
 
@@ -52,9 +52,9 @@ class StepInput:
         gathered = self._gathered_adapters
         return {"step": self._adapters, "gathered": gathered, "logit": gathered[:first], "pooled": gathered[first:]}[rows]
 
-    def fill(self, batch: RaggedBatch, host: Ints, used: int) -> int:
-        """Write a batch, with block tables behind what is `used`; returns how much of the array is then used."""
-        num_rows, tokens, source, positions, adapters, gathered, gathered_adapters, *of_attention = self._views(host)
+    def fill(self, batch: RaggedBatch, views: Sequence[Ints], host: Ints, used: int) -> int:
+        """Write a batch to the views of an array, with block tables behind what is `used`; returns how much of it is then used."""
+        num_rows, tokens, source, positions, adapters, gathered, gathered_adapters, *of_attention = views
         num_rows[0] = len(batch.tokens)
         _pad(tokens, batch.tokens, 0)
         _pad(source, () if batch.token_source is None else batch.token_source, -1)
@@ -73,12 +73,13 @@ class StepInput:
     def fill_with_padding(self, host: Ints) -> None:
         """Write a step without rows."""
         host[: self.end] = 0
-        _, _, source, _, adapters, _, gathered_adapters, *of_attention = self._views(host)
+        _, _, source, _, adapters, _, gathered_adapters, *of_attention = self.views(host)
         for part in (source, adapters, gathered_adapters):
             part[:] = -1
         self.attention.fill_with_padding(of_attention)
 
-    def _views(self, array: Any) -> list[Any]:
+    def views(self, array: Any) -> list[Any]:
+        """The parts that all of these steps have, in an array or a tensor."""
         return [array[first:last].reshape(size) for first, last, size in self._parts]
 
 

@@ -2,53 +2,88 @@
 
 from collections import deque
 from collections.abc import Callable
+from math import prod
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
+from headrace.backend.cuda.step_input import StepInput
 from headrace.backend.cuda.stream import Mark, host_tensor
+from headrace.batch import Ints
 from headrace.logit_ops import StepResult
 
-SLOTS = 4
-"""Launches whose numbers are in the host's memory at a time, on their way to the device or from it."""
+MOST_SLOTS = 40
+"""Launches whose numbers are in the host's memory at a time: two steps of multi-step decoding, so that the device works on the launches of
+one while the host reads those of the other."""
+
+
+class HostArray:
+    """Memory of the host that the device copies from and to."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.array: NDArray[Any] = tensor.numpy()
+        """The same memory."""
+        self._step: StepInput | None = None
+        self._views: list[Ints] = []
+
+    def views(self, step: StepInput) -> list[Ints]:
+        """The parts of the numbers of a step, which are looked up once for steps of one shape."""
+        if self._step is not step:
+            self._step, self._views = step, step.views(self.array)
+        return self._views
 
 
 class Slot:
     """Memory of the host for the numbers of one launch."""
 
     def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._whole: dict[str, HostArray] = {}
+        self._parts: dict[str, tuple[tuple[int, ...], HostArray]] = {}
         self.mark: Mark | None = None
         """Behind the launch that used it last."""
-        self.ticket: CudaTicket | None = None
-        """Of that launch."""
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        """The first numbers of a part of the memory, in a shape."""
-        size = 1
-        for part in shape:
-            size *= part
-        tensor = self._tensors.get(name)
-        if tensor is None or tensor.numel() < size:
-            tensor = self._tensors[name] = host_tensor(max(size, 0 if tensor is None else 2 * tensor.numel()), dtype)
-        return tensor[:size].reshape(shape)
+    def at_least(self, name: str, size: int, dtype: torch.dtype = torch.int32) -> HostArray:
+        """So many numbers, or more."""
+        whole = self._whole.get(name)
+        if whole is None or whole.tensor.numel() < size:
+            whole = self._whole[name] = HostArray(host_tensor(max(size, 0 if whole is None else 2 * whole.tensor.numel()), dtype))
+        return whole
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> HostArray:
+        """Numbers in a shape."""
+        last, part = self._parts.get(name, (None, None))
+        if part is None or last != shape:
+            part = HostArray(self.at_least(name, prod(shape), dtype).tensor[: prod(shape)].reshape(shape))
+            self._parts[name] = shape, part
+        return part
 
 
 class Slots:
-    """The memory of the launches of an executable, used in turn."""
+    """The memory of the launches of an executable: as many parts as there were launches in flight at a time, up to `MOST_SLOTS`."""
 
-    def __init__(self) -> None:
-        self._slots = deque(Slot() for _ in range(SLOTS))
+    def __init__(self, in_flight: "deque[CudaTicket]") -> None:
+        self._in_flight = in_flight
+        self._free: list[Slot] = []
+        self._number = 0
 
     def next(self) -> Slot:
-        """The memory that has not been used for longest, once the launch that did is through and its results are read."""
-        slot = self._slots[0]
-        self._slots.rotate(-1)
+        """Memory that no launch uses any more; where all is in use, the results of the oldest launch are read."""
+        if not self._free:
+            if self._number < MOST_SLOTS:
+                self._number += 1
+                return Slot()
+            self._in_flight[0].wait()
+        slot = self._free.pop()  # what was used last: the less memory is needed, the fewer launches are in flight
         if slot.mark:
             slot.mark.synchronize()
-        if slot.ticket:
-            slot.ticket.wait()
-            slot.ticket = None
         return slot
+
+    def give_back(self, slot: Slot, mark: Mark) -> None:
+        """The slot is not used behind a mark."""
+        slot.mark = mark
+        self._free.append(slot)
 
 
 class CudaTicket:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headrace.backend import reference
 from headrace.backend.cuda.attention_work import FIELDS, ROW_FIELDS, WorkArrays, build_work, least_partials
 from headrace.backend.cuda.device import DEVICE
-from headrace.backend.cuda.kernels.attention import AttentionWork, Scratch, Tiles, attention, summed_dim, work_shape
+from headrace.backend.cuda.kernels.attention import AttentionWork, Scratch, Tiles, attention, summed_dim, work_of
 from headrace.backend.cuda.kernels.kv_write import kv_write
 from headrace.backend.cuda.kv_store import KvStore
 from headrace.batch import RaggedBatch
@@ -131,7 +131,7 @@ class Device:
             return np.full(shape, 2**30, np.int32)
 
         arrays, table = WorkArrays(full(partials, FIELDS), full(1), full(num_rows, ROW_FIELDS), full(paths)), batch.kv[0].block_table
-        build_work(batch, work_shape(self.op, self.tiles), 5, table.shape[1], arrays)
+        build_work(batch, work_of(self.op, self.tiles), 5, table.shape[1], arrays)
         flat = np.concatenate([np.full(5, 2**30), table.ravel()])
         return AttentionWork(*(on_device(x, torch.int32) for x in (arrays.items, arrays.num_items, arrays.rows, flat, arrays.paths)))
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headrace.backend.cuda.attention_work import FIELDS, ROW_FIELDS, WorkArrays, WorkShape, WorkSize, build_work, least_partials
+from headrace._native import GpuWork
+from headrace.backend.cuda.attention_work import FIELDS, ROW_FIELDS, WorkArrays, WorkSize, build_work, least_partials
 from headrace.backend.reference import _Step
 from headrace.batch import RaggedBatch
 from tests.backend.batches import Sequence
@@ -17,7 +18,7 @@ from tests.backend.cuda.attention_steps import random_steps, shuffled_sequences
 
 BLOCK = 4
 SHAPES = st.builds(
-    WorkShape,
+    GpuWork,
     rows_per_tile=st.sampled_from([1, 3, 16]),
     units_per_item=st.sampled_from([1, 8]),
     programs=st.sampled_from([1, 20, 1000]),
@@ -25,7 +26,7 @@ SHAPES = st.builds(
     window=st.sampled_from([0, 0, 1, 5, 40]),
     num_sink_tokens=st.just(0),
 ) | st.builds(
-    WorkShape, st.sampled_from([1, 5]), st.just(2), st.just(200), st.just(16), st.sampled_from([1, 20]), st.sampled_from([1, 17, 60])
+    GpuWork, st.sampled_from([1, 5]), st.just(2), st.just(200), st.just(16), st.sampled_from([1, 20]), st.sampled_from([1, 17, 60])
 )
 
 
@@ -33,7 +34,7 @@ def arrays_for(items: int, rows: int, paths: int) -> WorkArrays:
     return WorkArrays(*(np.full(shape, -7, np.int32) for shape in ((items, FIELDS), 1, (rows, ROW_FIELDS), paths)))
 
 
-def partial_results(work: WorkArrays, shape: WorkShape, table: NDArray[Any], num_rows: int) -> dict[int, tuple[int, list[int]]]:
+def partial_results(work: WorkArrays, shape: GpuWork, table: NDArray[Any], num_rows: int) -> dict[int, tuple[int, list[int]]]:
     """Of each partial result its row and the slots that the row sees there, as the kernel reads the lists."""
     found: dict[int, tuple[int, list[int]]] = {}
     for first, rows, offset, low, end, begin, stop, ordinal, base, path in work.items[: work.num_items[0]].tolist():
@@ -54,7 +55,7 @@ def partial_results(work: WorkArrays, shape: WorkShape, table: NDArray[Any], num
     return found
 
 
-def slots_seen(batch: RaggedBatch, shape: WorkShape) -> list[list[int]]:
+def slots_seen(batch: RaggedBatch, shape: GpuWork) -> list[list[int]]:
     """The slots that each row sees by the reference, and by the window."""
     executable: Any = SimpleNamespace(kv=SimpleNamespace(block_size=BLOCK))
     seen = []
@@ -72,7 +73,7 @@ def slots_seen(batch: RaggedBatch, shape: WorkShape) -> list[list[int]]:
     spare=st.sampled_from([0, 9, 1000]),
     seed=st.integers(0, 2**16),
 )
-def test_every_row_sees_its_keys_once_in_order(shape: WorkShape, counts: list[int], nodes: int, spare: int, seed: int) -> None:
+def test_every_row_sees_its_keys_once_in_order(shape: GpuWork, counts: list[int], nodes: int, spare: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     for batch, _, _ in random_steps(rng, shuffled_sequences(rng, int(rng.integers(1, 6)), 60, BLOCK), counts, nodes, 3):
         num_rows, table = len(batch.tokens), batch.kv[0].block_table
@@ -96,7 +97,7 @@ def decoding(contexts: list[int]) -> RaggedBatch:
 
 
 def test_long_contexts_are_spread_where_others_would_wait_for_them() -> None:
-    work, shape = arrays_for(500, 64, 0), WorkShape(16, 8, 264, 512)
+    work, shape = arrays_for(500, 64, 0), GpuWork(16, 8, 264, 512)
     assert build_work(decoding([8191] * 4), shape, 0, 1, work) == WorkSize(64, 0, 64)  # programs take one split or two each
     assert build_work(decoding([8191] * 64), shape, 0, 1, work) == WorkSize(64, 0, 64)
     assert build_work(decoding([100_000] + [500] * 63), shape, 0, 1, work).items == 196 + 63
@@ -105,9 +106,41 @@ def test_long_contexts_are_spread_where_others_would_wait_for_them() -> None:
 
 def test_what_has_no_room_is_refused() -> None:
     with pytest.raises(ValueError, match="5 partial results of attention, and there is room for 4"):
-        build_work(decoding([9] * 5), WorkShape(16, 1, 1, 16), 0, 1, arrays_for(4, 5, 0))
+        build_work(decoding([9] * 5), GpuWork(16, 1, 1, 16), 0, 1, arrays_for(4, 5, 0))
     rng = np.random.default_rng(0)
     sequences: list[Sequence] = shuffled_sequences(rng, 1, 60, BLOCK)
     batch = next(batch for batch, _, drafts in random_steps(rng, sequences, [1], 12, 3) if len(drafts[0][0]) > 5)
     with pytest.raises(ValueError, match="more than 1 ancestors"):
-        build_work(batch, WorkShape(16, 1, 1, 16), 0, 1, arrays_for(200, 20, 1))
+        build_work(batch, GpuWork(16, 1, 1, 16), 0, 1, arrays_for(200, 20, 1))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"row_start": [0, 2, 2, 3]}, "a sequence has known rows"),
+        ({"row_start": [1, 2, 3, 4]}, "begin at 0"),
+        ({"row_start": [0, 1, 2]}, "needs row_start"),
+        ({"row_start": [0, 1, 2, 9]}, "no room for the records"),
+        ({"scheduled_len": [1, 1, 2]}, "a sequence has known rows"),
+        ({"context_len": [0, -1, 0]}, "a context has between"),
+    ],
+)
+def test_batches_that_cannot_be_are_refused(wrong: dict[str, list[int]], message: str) -> None:
+    """Nothing is read or written behind the end of an array."""
+    batch = decoding([4, 5, 6])._replace(**{name: np.array(values, np.int32) for name, values in wrong.items()})
+    with pytest.raises(ValueError, match=message):
+        build_work(batch, GpuWork(16, 1, 1, 16), 0, 1, arrays_for(9, 5, 0))
+
+
+def test_arrays_of_another_kind_are_refused() -> None:
+    batch, work, good = decoding([4, 5, 6]), GpuWork(16, 1, 1, 16), arrays_for(9, 5, 0)
+    with pytest.raises(ValueError, match="items must have 10 numbers"):
+        build_work(batch, work, 0, 1, good._replace(items=np.zeros((9, 9), np.int32)))
+    for name, array in good._asdict().items():
+        with pytest.raises(TypeError):  # and never written to a copy
+            build_work(batch, work, 0, 1, good._replace(**{name: array.astype(np.int64)}))
+    with pytest.raises(ValueError, match="ancestors must be"):
+        build_work(batch._replace(ancestors=np.zeros((2, 1), np.uint64)), work, 0, 1, good)
+    for shape in ((0, 1, 1, 16), (1, 1, 1, 0), (1, 1, 1, 16, 0, 4), (1, 1, 1, 16, -1)):
+        with pytest.raises(ValueError):
+            GpuWork(*shape)

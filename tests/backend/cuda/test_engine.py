@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.backend.cuda import CudaExecutable, compile
+from headrace.backend.cuda import CudaExecutable, compile, ticket
 from headrace.config import KvConfig
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
@@ -113,12 +113,16 @@ def test_graphs_and_results_that_come_late_change_nothing(multi_step_ms: float) 
     assert stream.late > 10 and stream.captured >= 3 and stream.replayed >= 3
 
 
-def test_more_launches_in_a_row_than_the_host_has_memory_for() -> None:
+def test_more_launches_in_a_row_than_the_host_has_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Multi-step decoding launches again and again before it reads anything."""
+    monkeypatch.setattr(ticket, "MOST_SLOTS", 3)
     ask = [([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True))]
     expected = run_all(tiny_engine(model(LLAMA), "cuda", eos_ids=EOS, kv_dtype="bf16"), ask)
     engine, _ = late_engine(LLAMA, prepared=False, multi_step_ms=1e6)
     assert run_all(engine, ask)[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+    executable = engine._loop.executable
+    assert isinstance(executable, CudaExecutable)
+    assert executable._slots._number == len(executable._slots._free) == 3
 
 
 def test_steps_of_a_shape_allocate_nothing() -> None:

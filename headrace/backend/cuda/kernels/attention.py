@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from headrace.backend.cuda.attention_work import FIELDS, ROW_FIELDS, WorkShape
+from headrace._native import GpuWork
+from headrace.backend.cuda.attention_work import FIELDS, ROW_FIELDS
 from headrace.backend.cuda.kernels.attention_merge import factors, merge
 from headrace.backend.cuda.kernels.attention_split import attend_split, count_of, load_queries, nth
 from headrace.backend.cuda.kernels.hadamard import log_size, turn
@@ -126,11 +127,11 @@ def head_tiles(num_heads: int, num_kv_heads: int, tiles: Tiles) -> tuple[int, in
     return number, blocks(group, number)
 
 
-def work_shape(op: Attention, tiles: Tiles) -> WorkShape:
-    """The shape of work for this op; ops of a group of layers with as many heads share it."""
+def work_of(op: Attention, tiles: Tiles) -> GpuWork:
+    """What makes the work of this op; ops of a group of layers with as many heads share it."""
     number, heads = head_tiles(op.num_heads, op.num_kv_heads, tiles)
     num_sink_tokens = op.num_sink_tokens if op.window else 0
-    return WorkShape(tiles.rows // heads, op.num_kv_heads * number, tiles.programs, tiles.split, op.window, num_sink_tokens)
+    return GpuWork(tiles.rows // heads, op.num_kv_heads * number, tiles.programs, tiles.split, op.window, num_sink_tokens)
 
 
 def summed_dim(op: Attention, store: KvStore) -> int:
