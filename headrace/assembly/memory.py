@@ -43,13 +43,17 @@ def draft_rows(config: EngineConfig, rows: MostRows) -> MostRows:
 def memory_for(config: EngineConfig, program: Program) -> Memory:
     """The memory that a backend, which is named in `config`, has for a program that was lowered for it."""
     if config.backend == "cuda":
+        from headrace.backend.cuda.host_blocks import staging_bytes
         from headrace.backend.cuda.memory import free_memory, run_bytes
 
         free = free_memory()
         if free is not None:
             assert program.logits
             rows = step_rows(config, program.logits.width)
-            return Memory(free, run_bytes(program, config.kv_dtype, *rows), on_gpu=True)
+            to_run = run_bytes(program, config.kv_dtype, *rows)
+            if config.kv_offload_bytes and config.prefix_cache:
+                to_run += staging_bytes([group.block_bytes(config.kv_dtype, KV_BLOCK_SIZES["cuda"]) for group in program.kv_groups])
+            return Memory(free, to_run, on_gpu=True)
     return Memory(available_memory())
 
 

@@ -1,72 +1,126 @@
-"""Copies of blocks of KV in pinned memory of the host, made and copied back in the order of the device's stream.
+"""Copies of blocks of KV in pinned memory of the host, made and copied back while the device goes on with its steps.
 
-A copy is a part of the same stream as the steps, so no step reads a block before it is there, or writes one before its copy is made, and
-the host waits for neither. The device does not compute meanwhile: a block takes a small part of the time in which it would be computed,
-and an own stream for copies would take memory of the device for what is on its way.
+Steps see them in order: within the device a block is copied in the stream of the launches, to a staging block or from one. Between there
+and the host it is copied beside them, and all waiting is the device's. So what a copy is made of may be written anew at once, and what
+comes back is on its way while the steps that were given before still run. Copies in one direction use staging blocks of their own: those
+that come back would else wait for steps that must end before a block can go.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.kv_store import KvStore
-from headrace.backend.cuda.stream import Stream, host_tensor
+from headrace.backend.cuda.stream import Mark, Stream, host_tensor
+from headrace.errors import MemoryLimitError
 
 _CHUNK_BYTES = 1 << 26
 """Most bytes that are pinned at once; which takes about as long as a step, so not much more."""
+_STAGING_BYTES = 1 << 27
+"""Most bytes of the staging blocks of one direction, unless two have more: some milliseconds of PCIe."""
+_MOST_STAGING = 64
+"""Most staging blocks of one direction."""
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class CudaHostBlocks:
-    """So many blocks of each group. Raises MemoryError where the host does not give the memory for one."""
+    """So many blocks of each group. Raises MemoryLimitError where the host does not give the memory for the first ones."""
 
     def __init__(self, stores: Sequence[KvStore], num_blocks: Sequence[int], stream: Stream) -> None:
         self.num_blocks = tuple(num_blocks)
         self.block_bytes = tuple(store.block_bytes for store in stores)
-        self._stores, self._stream = stores, stream
+        self._stream = stream
         self._in_chunk = [max(1, _CHUNK_BYTES // size) for size in self.block_bytes]  # blocks
-        self._chunks: list[list[list[Any]]] = [[] for _ in stores]
-        """Of each group: chunks, which have [blocks, layers, heads, tokens, numbers] for each tensor of the store."""
+        self._chunks: list[list[torch.Tensor]] = [[] for _ in stores]  # each [blocks, bytes]
+        self._tensors = [_in_words(store) for store in stores]
+        self._saved: dict[tuple[int, int], Mark] = {}
+        """Of the host blocks of each group: a mark behind the last copy to it."""
+        staging = torch.empty(2, *_staging_shape(self.block_bytes), dtype=torch.uint8, device=DEVICE)
+        self._out, self._in = (deque(_Staging(whole, self._tensors, stream.mark()) for whole in half) for half in staging)
         self.block_seconds = self._measured()
 
     def save(self, group: int, block: int, host_block: int) -> None:
-        for copy, tensor in self._pairs(group, host_block):
-            self._stream.copy(copy, tensor[:, block])
+        copy, staging = self._copy(group, host_block), self._out[0]
+        self._stream.wait_for(staging.done)
+        for part, tensor in zip(staging.parts[group], self._tensors[group], strict=True):
+            self._stream.copy(part, tensor[:, block])
+        after = [self._stream.mark()]
+        if before := self._saved.get((group, host_block)):
+            after.append(before)
+        staging.done = self._saved[group, host_block] = self._stream.copy_beside(copy, staging.whole[: len(copy)], after)
+        self._out.rotate(-1)
 
     def load(self, group: int, host_block: int, block: int) -> None:
-        for copy, tensor in self._pairs(group, host_block):
-            self._stream.copy(tensor[:, block], copy)
+        copy, staging = self._copy(group, host_block), self._in[0]
+        came = self._stream.copy_beside(staging.whole[: len(copy)], copy, [staging.done, self._saved[group, host_block]])
+        self._stream.wait_for(came)  # and so do all saves to this host block that are still to come
+        for part, tensor in zip(staging.parts[group], self._tensors[group], strict=True):
+            self._stream.copy(tensor[:, block], part)
+        staging.done = self._stream.mark()
+        self._in.rotate(-1)
 
-    def _pairs(self, group: int, host_block: int) -> list[tuple[Any, Any]]:
-        """Where the host keeps a block, and the tensor of the device, for each tensor of a group."""
+    def _copy(self, group: int, host_block: int) -> torch.Tensor:  # [bytes]
+        """Where the host keeps a block. Raises MemoryError where it does not give the memory."""
         chunk, place = divmod(host_block, self._in_chunk[group])
-        chunks, store = self._chunks[group], self._stores[group]
+        chunks, size = self._chunks[group], self.block_bytes[group]
         while len(chunks) <= chunk:
-            size = min(self._in_chunk[group], self.num_blocks[group] - len(chunks) * self._in_chunk[group])
-            chunks.append(_pinned(store, size))
-        return [(copies[place], tensor) for copies, tensor in zip(chunks[chunk], store.tensors, strict=True)]
+            count = min(self._in_chunk[group], self.num_blocks[group] - len(chunks) * self._in_chunk[group])
+            try:
+                chunks.append(host_tensor(count * size, torch.uint8).view(count, size))
+            except RuntimeError as error:
+                raise MemoryError(f"the host does not pin {count * size:,} bytes more") from error
+        return chunks[chunk][place]
 
     def _measured(self) -> float:
-        """Seconds that a block of every group takes to come back; the first blocks are what they were afterwards."""
+        """Seconds until steps may read a block of every group that comes back; the first blocks are what they were afterwards."""
         took = 0.0
         for copy in (self.save, self.load, self.load):  # the first of which pins memory, and the second warms up
             begun = perf_counter()
-            for group in range(len(self._stores)):
-                copy(group, 0, 0)
+            try:
+                for group in range(len(self.num_blocks)):
+                    copy(group, 0, 0)
+            except MemoryError as error:
+                advice = "lower kv_offload_bytes, or raise how much memory a process may lock (ulimit -l)"
+                raise MemoryLimitError(f"{error} for copies of KV: {advice}") from None
             self._stream.mark().synchronize()
             took = perf_counter() - begun
         return took
 
 
-def _pinned(store: KvStore, num_blocks: int) -> list[Any]:
-    """Memory of the host for so many blocks: for each tensor of a store, the largest numbers first, so that all lie as these must."""
-    tensors = store.tensors
-    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
-    sizes = [num_blocks * tensors[i][:, 0].nbytes for i in order]
-    try:
-        whole = host_tensor(sum(sizes), torch.uint8)
-    except RuntimeError as error:
-        raise MemoryError(f"the host does not pin {sum(sizes):,} bytes more") from error
-    parts = dict(zip(order, whole.split(sizes), strict=True))
-    return [parts[i].view(x.dtype).view(num_blocks, *x[:, 0].shape) for i, x in enumerate(tensors)]
+class _Staging:
+    """Memory of the device for a block on its way, of any group, and a mark behind its last use."""
+
+    def __init__(self, whole: torch.Tensor, groups: Sequence[Sequence[Any]], done: Mark) -> None:
+        self.whole, self.done = whole, done
+        self.parts = [_parts(whole, tensors) for tensors in groups]
+        """Of each group, for each of its tensors: [layers, words]."""
+
+
+def staging_bytes(block_bytes: Sequence[int]) -> int:
+    """Bytes of the device for copies of blocks on their way, where a block of each group has so many."""
+    count, size = _staging_shape(block_bytes)
+    return 2 * count * size
+
+
+def _staging_shape(block_bytes: Sequence[int]) -> tuple[int, int]:
+    """Staging blocks of one direction, and bytes of each, so that words lie as they must."""
+    size = -(-max(block_bytes) // 8) * 8
+    return max(2, min(_MOST_STAGING, _STAGING_BYTES // size)), size
+
+
+def _in_words(store: KvStore) -> list[Any]:
+    """The tensors of a store as [layers, blocks, words], the largest words that a block of a layer is made of, and these tensors first."""
+    numbers = [tensor.flatten(2).view(torch.uint8) for tensor in store.tensors]
+    words = [x.view(next(word for word in _WORDS if x.shape[2] % word.itemsize == 0)) for x in numbers]
+    return sorted(words, key=lambda x: -x.element_size())
+
+
+def _parts(whole: torch.Tensor, tensors: Sequence[Any]) -> list[Any]:
+    """Where a block of these tensors lies in a piece of memory: one behind the other."""
+    sizes = [tensor[:, 0].nbytes for tensor in tensors]
+    parts = whole[: sum(sizes)].split(sizes)
+    return [part.view(tensor.dtype).view(tensor[:, 0].shape) for part, tensor in zip(parts, tensors, strict=True)]

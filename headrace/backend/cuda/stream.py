@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -41,10 +42,19 @@ class Stream(Protocol):
         """Launch kernels, wait for them, and say how many seconds each took."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between the host, where memory is pinned, and the device."""
+        """Copy between the host, where memory is pinned, and the device, or within the device."""
+
+    def copy_beside(self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]) -> Mark:
+        """Copy between the host and the device, both contiguous, while the device goes on with what it is given; returns a mark behind it.
+
+        It waits for these marks and for nothing else: copies beside have no other order, neither among themselves nor with the rest.
+        """
 
     def mark(self) -> Mark:
-        """A mark behind all that was given so far."""
+        """A mark behind all that was given so far; behind a copy beside only where that was to be waited for."""
+
+    def wait_for(self, mark: Mark) -> None:
+        """Let the device wait for a mark before it does what it is given from now on; the host goes on."""
 
     def catch_up(self) -> None:
         """The host is about to work on tensors of the device by itself, behind all that was given so far."""
@@ -81,13 +91,28 @@ class CudaStream:
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         to.copy_(source, non_blocking=True)
 
+    def copy_beside(self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]) -> Mark:
+        with torch.cuda.stream(self._copying[to.device.type]):
+            for mark in after:
+                self.wait_for(mark)
+            self.copy(to, source)
+            return self.mark()
+
     def mark(self) -> Mark:
         event: Mark = torch.cuda.Event()
         torch.cuda.current_stream().record_event(event)
         return event
 
+    def wait_for(self, mark: Mark) -> None:
+        torch.cuda.current_stream().wait_event(mark)
+
     def catch_up(self) -> None:
         """Nothing is to do: what the host gives torch to do is in the same order."""
+
+    @cached_property
+    def _copying(self) -> dict[str, Any]:
+        """Streams for copies to the host and to the device, which has an engine for each; made where there is a GPU."""
+        return {"cpu": torch.cuda.Stream(), "cuda": torch.cuda.Stream()}
 
 
 class HostStream:
@@ -112,8 +137,15 @@ class HostStream:
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         to.copy_(source)
 
+    def copy_beside(self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]) -> Mark:
+        to.copy_(source)
+        return _Done()
+
     def mark(self) -> Mark:
         return _Done()
+
+    def wait_for(self, mark: Mark) -> None:
+        """It is past."""
 
     def catch_up(self) -> None:
         """Nothing is ever left to do."""

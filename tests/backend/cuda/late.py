@@ -10,15 +10,24 @@ from headrace.backend.cuda.stream import HostStream, Mark
 
 
 class LateStream(HostStream):
-    """Does nothing before it must. What it copies from is spoilt once it has been read: the host may not count on it."""
+    """Does nothing before it must. What it copies from is spoilt once it has been read: the host may not count on it.
+
+    A copy beside is made when something waits for it, and where `is_early`, as soon as the marks that it waits for are past.
+    """
 
     has_graphs = True
 
-    def __init__(self) -> None:
+    def __init__(self, is_early: bool = False) -> None:
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._given = 0
+        self._done = 0
+        self._is_early = is_early
+        self._beside: list[_CopyBeside] = []
+        """Those that are to be made early."""
         self.late = 0
         """Launches that waited."""
+        self.late_copies = 0
+        """Copies beside that were not made at once."""
         self.captured = 0
         self.replayed = 0
 
@@ -43,6 +52,15 @@ class LateStream(HostStream):
 
         self._give(copy)
 
+    def copy_beside(self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]) -> Mark:
+        assert to.is_contiguous() and source.is_contiguous() and to.dtype == source.dtype
+        copy = _CopyBeside(to, source, after)
+        if self._is_early:
+            self._beside.append(copy)
+            self._copy_early()
+        self.late_copies += not copy.query()
+        return copy
+
     def times(self, launches: Sequence[Launch]) -> list[float]:
         self.catch_up()
         return super().times(launches)
@@ -50,20 +68,35 @@ class LateStream(HostStream):
     def mark(self) -> Mark:
         return _LateMark(self, self._given)
 
+    def wait_for(self, mark: Mark) -> None:
+        self._give(mark.synchronize)
+
     def catch_up(self) -> None:
         self.late += len(self._waiting)
         self.run_until(self._given)
 
     def run_until(self, number: int) -> None:
         while self._waiting and self._waiting[0][0] <= number:
-            self._waiting.popleft()[1]()
+            own, work = self._waiting.popleft()
+            try:
+                work()
+            finally:
+                self._done = own
+            self._copy_early()
 
     def is_past(self, number: int) -> bool:
-        return not self._waiting or self._waiting[0][0] > number
+        return self._done >= number
 
     def _give(self, work: Callable[[], None]) -> None:
         self._given += 1
         self._waiting.append((self._given, work))
+
+    def _copy_early(self) -> None:
+        """Make the copies beside that may be made, and those that these were in the way of."""
+        while ready := [copy for copy in self._beside if copy.is_ready]:
+            for copy in ready:
+                copy.synchronize()
+            self._beside = [copy for copy in self._beside if not copy.query()]
 
 
 class _LateMark:
@@ -75,3 +108,25 @@ class _LateMark:
 
     def synchronize(self) -> None:
         self._stream.run_until(self._number)
+
+
+class _CopyBeside:
+    """A copy and the mark behind it."""
+
+    def __init__(self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]) -> None:
+        self._to, self._source, self._after = to, source, tuple(after)
+        self._made = False
+
+    @property
+    def is_ready(self) -> bool:
+        return all(mark.query() for mark in self._after)
+
+    def query(self) -> bool:
+        return self._made
+
+    def synchronize(self) -> None:
+        if not self._made:
+            for mark in self._after:
+                mark.synchronize()
+            self._to.copy_(self._source)
+            self._made, self._after = True, ()

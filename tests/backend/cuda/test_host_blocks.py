@@ -1,5 +1,6 @@
 """Copies of blocks in the host's memory: the same bits, in the order of the stream, and engines that cannot tell."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,13 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.backend import host_block_counts
-from headrace.backend.cuda import CudaExecutable, host_blocks
-from headrace.backend.cuda.host_blocks import CudaHostBlocks
+from headrace.assembly.memory import memory_for
+from headrace.assembly.options import engine_config
+from headrace.backend import KV_DTYPES, host_block_counts
+from headrace.backend.cuda import CudaExecutable, host_blocks, memory
+from headrace.backend.cuda.device import DEVICE
+from headrace.backend.cuda.host_blocks import CudaHostBlocks, staging_bytes
+from headrace.backend.cuda.interpreter import is_interpreting
+from headrace.backend.cuda.kernels.speed import READ_BLOCK, multiply_add
 from headrace.backend.cuda.kv_store import KvStore
-from headrace.backend.cuda.stream import make_stream
+from headrace.backend.cuda.stream import Mark, Stream, host_tensor, make_stream
 from headrace.config import KvConfig, KvDtype
 from headrace.engine.engine import Engine
+from headrace.errors import MemoryLimitError
 from headrace.model import trace_model
 from headrace.program.kv import KvGroup, KvLayout
 from headrace.request import SamplingParams
@@ -23,6 +30,7 @@ from tests.backend.cuda.late import LateStream
 from tests.engine.test_promise import Ask, keeps_the_promise, model
 from tests.tiny import run_all, tiny_engine
 
+STREAMS: dict[str, Callable[[], Stream]] = {"own": make_stream, "late": LateStream, "early": lambda: LateStream(is_early=True)}
 LAYOUTS = [KvLayout(2, 16, 16), KvLayout(1, 24, 8), KvLayout(1, 16, 0)]
 
 
@@ -35,6 +43,14 @@ def filled(layout: KvLayout, dtype: KvDtype, num_blocks: int, block_size: int) -
     return store
 
 
+def written(store: KvStore, block: int, stream: Stream) -> list[bytes]:
+    """What a step, which is given here, is to write to a block."""
+    numbers = [host_tensor(tensor[:, block].nbytes, torch.uint8).random_(0, 120) for tensor in store.tensors]
+    for tensor, own in zip(store.tensors, numbers, strict=True):
+        stream.copy(tensor[:, block], own.view(tensor.dtype).view(tensor[:, block].shape))
+    return [own.numpy().tobytes() for own in numbers]
+
+
 def bits(store: KvStore, block: int) -> list[bytes]:
     return [tensor[:, block].contiguous().view(torch.uint8).cpu().numpy().tobytes() for tensor in store.tensors]
 
@@ -45,10 +61,10 @@ def bits(store: KvStore, block: int) -> list[bytes]:
     dtype=st.sampled_from(["bf16", "f32", "fp8", "int8"]),
     block_size=st.sampled_from([1, 2, 4]),
     in_chunk=st.integers(1, 3),
-    late=st.booleans(),
+    stream_name=st.sampled_from(sorted(STREAMS)),
 )
-def test_what_comes_back_is_what_went(layout: KvLayout, dtype: KvDtype, block_size: int, in_chunk: int, late: bool) -> None:
-    stream = LateStream() if late else make_stream()
+def test_what_comes_back_is_what_went(layout: KvLayout, dtype: KvDtype, block_size: int, in_chunk: int, stream_name: str) -> None:
+    stream = STREAMS[stream_name]()
     store = filled(layout, dtype, 6, block_size)
     went = [bits(store, block) for block in range(7)]
     with pytest.MonkeyPatch.context() as patch:
@@ -60,12 +76,88 @@ def test_what_comes_back_is_what_went(layout: KvLayout, dtype: KvDtype, block_si
             blocks.save(0, block, host_block)
             for tensor in store.tensors:
                 stream.copy(tensor[:, block], torch.zeros_like(tensor[:, block], device="cpu"))
-        assert [len(chunk[0]) for chunk in blocks._chunks[0]] == [min(in_chunk, 5 - i) for i in range(0, 5, in_chunk)]
+        assert [len(chunk) for chunk in blocks._chunks[0]] == [min(in_chunk, 5 - i) for i in range(0, 5, in_chunk)]
         for host_block, block in enumerate((0, 2, 1, 3, 5)):
             blocks.load(0, host_block, block)
         stream.mark().synchronize()
     assert [bits(store, block) for block in (0, 2, 1, 3, 5)] == [went[block] for block in (3, 0, 5, 1, 4)]
     assert bits(store, 6) == went[6] and not any(map(any, bits(store, 4)))
+
+
+@pytest.mark.parametrize("stream_name", STREAMS)
+@pytest.mark.parametrize("seed", range(4))
+def test_copies_are_seen_in_the_order_in_which_they_were_given(stream_name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of two groups that go, come back and are written by steps, with two staging blocks for all of them."""
+    monkeypatch.setattr(host_blocks, "_MOST_STAGING", 2)
+    stream, rng = STREAMS[stream_name](), np.random.default_rng(seed)
+    stores = [filled(KvLayout(2, 16, 16), "int8", 4, 1), filled(KvLayout(1, 16, 0), "bf16", 4, 1)]
+    fresh = [bits(store, 0) for store in stores]
+    blocks = CudaHostBlocks(stores, [3, 3], stream)
+    there = [[bits(store, block) for block in range(4)] for store in stores]
+    gone = [{0: own} for own in fresh]
+    for _ in range(300):
+        what, group, block, host_block = (int(rng.integers(n)) for n in (8, 2, 4, 3))
+        if what < 3:
+            blocks.save(group, block, host_block)
+            gone[group][host_block] = there[group][block]
+        elif what < 6 and host_block in gone[group]:
+            blocks.load(group, host_block, block)
+            there[group][block] = gone[group][host_block]
+        elif what == 6:
+            there[group][block] = written(stores[group], block, stream)
+        elif what == 7:
+            stream.catch_up()
+    stream.mark().synchronize()
+    assert [[bits(store, block) for block in range(4)] for store in stores] == there
+    assert not isinstance(stream, LateStream) or stream.late_copies > 100
+
+
+def test_the_last_copy_to_a_host_block_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though one to the same place was given before, and nothing waits for that until its staging block is used again."""
+    monkeypatch.setattr(host_blocks, "_MOST_STAGING", 2)
+    stream, store = LateStream(), filled(LAYOUTS[0], "bf16", 4, 4)
+    blocks = CudaHostBlocks([store], [4], stream)
+    for save, load in (((0, 1, 1), None), ((0, 2, 1), (0, 1, 3)), ((0, 0, 2), (0, 1, 0))):
+        blocks.save(*save)
+        if load:
+            blocks.load(*load)
+            stream.catch_up()
+    assert bits(store, 3) == bits(store, 0) == bits(store, 2) != bits(store, 1)
+
+
+def test_blocks_come_back_while_steps_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that goes waits for them, as it may be what they have written; others come back meanwhile."""
+    stream, store = LateStream(is_early=True) if is_interpreting() else make_stream(), filled(LAYOUTS[0], "bf16", 4, 4)
+    blocks, marks, copy_beside = CudaHostBlocks([store], [4], stream), list[Mark](), stream.copy_beside
+
+    def noted(*args: Any) -> Mark:
+        marks.append(copy_beside(*args))
+        return marks[-1]
+
+    monkeypatch.setattr(stream, "copy_beside", noted)
+    blocks.save(0, 1, 1)
+    stream.mark().synchronize()
+    marks[0].synchronize()
+    stream.run([multiply_add(torch.zeros(READ_BLOCK, device=DEVICE), 1 if is_interpreting() else 10_000_000)])  # 20 ms
+    blocks.save(0, 2, 2)
+    blocks.load(0, 1, 3)
+    blocks.load(0, 0, 2)
+    given, (_, goes, *comes) = stream.mark(), marks
+    for mark in comes:
+        assert mark.query() or not is_interpreting()
+        mark.synchronize()
+    assert not goes.query() and not given.query()
+    given.synchronize()
+    assert bits(store, 3) == bits(store, 1) and bits(store, 2) == bits(store, 0)
+
+
+def test_steps_wait_for_no_block_that_goes_while_there_is_staging() -> None:
+    stream, store = LateStream(), filled(LAYOUTS[0], "bf16", 4, 4)
+    blocks = CudaHostBlocks([store], [4], stream)
+    for block in (1, 2, 3):
+        blocks.save(0, block, block)
+    stream.catch_up()
+    assert not any(blocks._saved[0, block].query() for block in (1, 2, 3))
 
 
 def test_bytes_are_shared_by_what_there_is() -> None:
@@ -87,6 +179,47 @@ def test_memory_is_pinned_as_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> No
         blocks.save(0, 1, 2)
 
 
+def test_an_engine_whose_first_blocks_find_no_memory_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    executable = executable_over(make_stream(), 2, "bf16", 36)
+
+    def full(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_blocks, "host_tensor", full)
+        advice = r"the host does not pin [\d,]+ bytes more for copies of KV: lower kv_offload_bytes, or .* \(ulimit -l\)"
+        with pytest.raises(MemoryLimitError, match=advice):
+            executable.host_blocks(1 << 20)
+
+    def full_gpu(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ...")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", full_gpu)
+        with pytest.raises(MemoryLimitError, match="the GPU is out of memory: CUDA out of memory"):
+            executable.host_blocks(1 << 20)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES["cuda"])
+def test_staging_blocks_are_set_aside(kv_dtype: KvDtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda: 1 << 30)
+    program = executable_over(make_stream(), 3, kv_dtype, 36).program
+    aside, without, uncached = (
+        memory_for(engine_config({"backend": "cuda", "kv_dtype": kv_dtype, **options}), program).to_run
+        for options in ({"kv_offload_bytes": 1 << 20}, {}, {"kv_offload_bytes": 1 << 20, "prefix_cache": False})
+    )
+    stores = [KvStore(group, 2, 64, kv_dtype) for group in program.kv_groups]
+    blocks = CudaHostBlocks(stores, [2] * len(stores), make_stream())
+    staging = sum(own.whole.nbytes for own in (*blocks._out, *blocks._in))
+    assert uncached == without and staging <= aside - without <= 2 * staging  # the CPU has small heads padded
+
+
+def test_staging_blocks_are_bounded() -> None:
+    assert staging_bytes([8 << 20, 1 << 20]) == 2 * host_blocks._STAGING_BYTES  # 16 blocks of a model of 8B each way
+    assert staging_bytes([1000, 999]) == 2 * 64 * 1000
+    assert staging_bytes([1 << 30]) == 4 << 30
+
+
 STEM = list(range(1, 14))
 REQUESTS: list[Ask] = [
     ([*STEM, 20], SamplingParams(temperature=0, max_tokens=4, logprobs=2)),
@@ -95,21 +228,26 @@ REQUESTS: list[Ask] = [
 ]
 
 
-def engine_over(stream: Any, which: int, kv_dtype: KvDtype, slots: int, **config: Any) -> Engine:
-    """An engine with so many slots in blocks of four."""
+def executable_over(stream: Any, which: int, kv_dtype: KvDtype, slots: int) -> CudaExecutable:
+    """With so many slots in blocks of four."""
     spec, tensors = model(which)
     program = trace_model(spec, tensors).pooling()
     kv = KvConfig((slots // 4,) * len(program.kv_groups), 4, kv_dtype)
-    executable = CudaExecutable(program, tensors, kv, torch.bfloat16, stream)
+    return CudaExecutable(program, tensors, kv, torch.bfloat16, stream)
+
+
+def engine_over(stream: Any, which: int, kv_dtype: KvDtype, slots: int, **config: Any) -> Engine:
+    executable = executable_over(stream, which, kv_dtype, slots)
     return tiny_engine(model(which), "cuda", executable=executable, kv_dtype=kv_dtype, slots=slots, eos_ids=(60,), **config)
 
 
-@pytest.mark.parametrize(("which", "kv_dtype", "late"), [(2, "bf16", True), (3, "fp8", False), (11, "int8", True)])
-def test_engines_cannot_tell(which: int, kv_dtype: KvDtype, late: bool) -> None:
+@pytest.mark.parametrize(("which", "kv_dtype", "stream_name"), [(2, "bf16", "late"), (3, "fp8", "own"), (11, "int8", "early")])
+def test_engines_cannot_tell(which: int, kv_dtype: KvDtype, stream_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that recur and preempt each other, in a pool that holds one and a half of them: tokens and log-probabilities to the bit."""
     ample = engine_over(make_stream(), which, kv_dtype, 200, prefix_cache=False)
     alone = [run_all(ample, [request])[0] for request in REQUESTS]
-    stream = LateStream() if late else make_stream()
+    monkeypatch.setattr(host_blocks, "_MOST_STAGING", 2)
+    stream = STREAMS[stream_name]()
     engine = engine_over(stream, which, kv_dtype, 36, kv_offload_bytes=1 << 20)
     for order in ([0, 1, 2], [1, 0]):
         keeps_the_promise(engine, order, 1, alone, True, REQUESTS)
