@@ -89,12 +89,26 @@ def _q5(blocks: Bytes, at: int) -> Bytes:  # [blocks, 32]: 32 fifth bits, then n
     return nibbles(blocks, at + 4) | (fifth << np.uint8(4))
 
 
+class BlockScales(NamedTuple):
+    """The scales of blocks, or their minima: small integers, times a float16 that a block has for all of them."""
+
+    units: Floats  # [blocks, 1]
+    steps: NDArray[np.int8]  # [blocks, scales of a block]
+    fraction: float = 1.0
+    """What a step of 1 is in units: a power of two."""
+
+    @property
+    def numbers(self) -> Floats:  # [blocks, scales of a block]
+        """The scales themselves: float32 has all digits of a product."""
+        return self.units * self.steps.astype(np.float32) * np.float32(self.fraction)
+
+
 class BlockCodes(NamedTuple):
     """Blocks taken apart: a value is scale * code, plus the minimum of its columns where there are minima."""
 
     codes: NDArray[Any]  # int8 or uint8 [blocks, scales of a block, columns that share one]
-    scales: Floats  # [blocks, scales of a block]
-    minima: Floats | None = None  # the same
+    scales: BlockScales
+    minima: BlockScales | None = None
 
 
 def values_of(split: Callable[[Bytes], BlockCodes]) -> Callable[[Bytes], Floats]:
@@ -102,8 +116,8 @@ def values_of(split: Callable[[Bytes], BlockCodes]) -> Callable[[Bytes], Floats]
 
     def values(blocks: Bytes) -> Floats:
         codes, scales, minima = split(blocks)
-        scaled: Floats = scales[:, :, None] * codes.astype(np.float32)
-        return scaled if minima is None else scaled + minima[:, :, None]
+        scaled: Floats = scales.numbers[:, :, None] * codes.astype(np.float32)
+        return scaled if minima is None else scaled + minima.numbers[:, :, None]
 
     return values
 
@@ -134,7 +148,8 @@ def q8_0(blocks: Bytes) -> BlockCodes:
 
 
 def _one_scale(blocks: Bytes, codes: NDArray[Any], minima: Floats | None = None) -> BlockCodes:
-    return BlockCodes(codes[:, None, :], half(blocks, 0), minima)
+    one = np.ones((len(blocks), 1), np.int8)
+    return BlockCodes(codes[:, None, :], BlockScales(half(blocks, 0), one), None if minima is None else BlockScales(minima, one))
 
 
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
@@ -163,8 +178,8 @@ def q2_k(blocks: Bytes) -> BlockCodes:
     """2 bits, 4-bit scales and minima of 16 values, each times a scale."""
     scales = blocks[:, :16]
     codes = fields(blocks[:, 16:80].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 16, 16)
-    scale = half(blocks, 80) * (scales & 15).astype(np.float32)
-    return BlockCodes(codes, scale, -(half(blocks, 82) * (scales >> 4).astype(np.float32)))
+    minima = BlockScales(-half(blocks, 82), (scales >> 4).view(np.int8))
+    return BlockCodes(codes, BlockScales(half(blocks, 80), (scales & 15).view(np.int8)), minima)
 
 
 def q3_k(blocks: Bytes) -> BlockCodes:
@@ -174,16 +189,16 @@ def q3_k(blocks: Bytes) -> BlockCodes:
     codes = low.view(np.int8) - np.int8(4) * (third ^ 1).view(np.int8)  # a set mask bit means "no offset"
     low_scales = fields(blocks[:, 96:104], (0, 4), 15).reshape(-1, 16)
     high_scales = fields(blocks[:, 104:108], (0, 2, 4, 6), 3).reshape(-1, 16)
-    scales = (low_scales | (high_scales << np.uint8(4))).astype(np.float32) - np.float32(32)
-    return BlockCodes(codes, half(blocks, 108) * scales)
+    scales = (low_scales | (high_scales << np.uint8(4))).view(np.int8) - np.int8(32)
+    return BlockCodes(codes, BlockScales(half(blocks, 108), scales))
 
 
-def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
-    """The eight 6-bit scales and minima of Q4_K and Q5_K, times their float16 scales: two of [blocks, 8]."""
+def _scales_and_minima(blocks: Bytes) -> tuple[BlockScales, BlockScales]:
+    """The eight 6-bit scales and minima of Q4_K and Q5_K."""
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([first & 63, (third & 15) | ((first >> 2) & 0x30)], axis=1)
     minima = np.concatenate([second & 63, (third >> 4) | ((second >> 2) & 0x30)], axis=1)
-    return half(blocks, 0) * scales.astype(np.float32), -(half(blocks, 2) * minima.astype(np.float32))
+    return BlockScales(half(blocks, 0), scales.view(np.int8)), BlockScales(-half(blocks, 2), minima.view(np.int8))
 
 
 def q4_k(blocks: Bytes) -> BlockCodes:
@@ -204,4 +219,4 @@ def q6_k(blocks: Bytes) -> BlockCodes:
     low = fields(blocks[:, :128].reshape(-1, 2, 64), (0, 4), 15).reshape(-1, 8, 32)
     high = fields(blocks[:, 128:192].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 8, 32)
     codes = (low | (high << np.uint8(4))).view(np.int8).reshape(-1, 16, 16) - np.int8(32)
-    return BlockCodes(codes, half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32))
+    return BlockCodes(codes, BlockScales(half(blocks, 208), blocks[:, 192:208].view(np.int8)))

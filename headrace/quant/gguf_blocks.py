@@ -11,7 +11,7 @@ from functools import cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.quant.dequantise import BlockCodes, Bytes, Floats, fields, half, nibbles
+from headrace.quant.dequantise import BlockCodes, BlockScales, Bytes, Floats, fields, half, nibbles
 from headrace.quant.grids import Grid, grid
 from headrace.quant.spec import CODEBOOKS, Codebook, TableRows, small_floats
 
@@ -81,24 +81,19 @@ def _signed(points: Integers, signs: Bytes) -> Integers:
     return np.where(np.unpackbits(signs, axis=1, bitorder="little"), -codes, codes)
 
 
-def _scaled(codes: Integers, scales: Floats) -> BlockCodes:
-    """Codes [blocks, 256] with their scales [blocks, scales of a block]."""
-    return BlockCodes(codes.reshape(*scales.shape, -1), scales)
+def _scaled(codes: Integers, scales: BlockScales) -> BlockCodes:
+    """Codes [blocks, 256] with their scales."""
+    return BlockCodes(codes.reshape(*scales.steps.shape, -1), scales)
 
 
-def _half_steps(blocks: Bytes, steps: NDArray[np.uint32], unit: float) -> Floats:
-    """The scale of each block times (steps + 1/2), times a unit."""
-    return half(blocks, 0) * (np.float32(0.5) + steps.astype(np.float32)) * np.float32(unit)
+def _odd(steps: NDArray[np.uint32]) -> Integers:
+    """2 * steps + 1."""
+    return (np.uint32(2) * steps + np.uint32(1)).astype(np.int8)
 
 
-def _odd_steps(scale: Floats, steps: NDArray[np.uint32]) -> Floats:
-    """A scale times 2 * steps + 1."""
-    return scale * (np.float32(2) * steps.astype(np.float32) + np.float32(1))
-
-
-def _eighths(scale: Floats, steps: NDArray[np.uint32]) -> Floats:
-    """The same, over 8."""
-    return np.float32(0.125) * _odd_steps(scale, steps)
+def _eighths(scale: Floats, steps: Integers) -> BlockScales:
+    """A scale times steps over 8. ggml has halves and quarters: no digit of the products is lost in either order."""
+    return BlockScales(scale, steps, 0.125)
 
 
 def _iq2_xxs(blocks: Bytes) -> BlockCodes:
@@ -107,34 +102,36 @@ def _iq2_xxs(blocks: Bytes) -> BlockCodes:
     words = _words(eighths[:, :, 4:].reshape(-1, 32), 0, 32, "<u4")
     signs = _EVEN_SIGNS[_in_turn(words, (0, 7, 14, 21), 127)]
     points = integers("IQ2_XXS")[eighths[:, :, :4].reshape(-1, 32)]
-    return _scaled(_signed(points, signs), _half_steps(blocks, words >> np.uint32(28), 0.25))
+    return _scaled(_signed(points, signs), _eighths(half(blocks, 0), _odd(words >> np.uint32(28))))
 
 
 def _iq2_xs(blocks: Bytes) -> BlockCodes:
     """8 values: 9 bits of a point, 7 of signs; 4-bit scales of 16 values."""
     words = _words(blocks, 2, 66, "<u2")
     codes = _signed(integers("IQ2_XS")[words & np.uint32(511)], _EVEN_SIGNS[words >> np.uint32(9)])
-    return _scaled(codes, _half_steps(blocks, _in_turn(blocks[:, 66:], (0, 4), 15), 0.25))
+    return _scaled(codes, _eighths(half(blocks, 0), _odd(_in_turn(blocks[:, 66:], (0, 4), 15))))
 
 
 def _iq2_s(blocks: Bytes) -> BlockCodes:
     """8 values: 10 bits of a point, 8 of signs; 4-bit scales of 16 values."""
     points = blocks[:, 2:34] | (_in_turn(blocks[:, 66:74], (0, 2, 4, 6), 3) << np.uint32(8))
-    return _scaled(_signed(integers("IQ2_S")[points], blocks[:, 34:66]), _half_steps(blocks, _in_turn(blocks[:, 74:], (0, 4), 15), 0.25))
+    codes = _signed(integers("IQ2_S")[points], blocks[:, 34:66])
+    return _scaled(codes, _eighths(half(blocks, 0), _odd(_in_turn(blocks[:, 74:], (0, 4), 15))))
 
 
 def _iq3_xxs(blocks: Bytes) -> BlockCodes:
     """4 values: 8 bits of a point; 7 bits for 8 signs; 4-bit scales of 32 values."""
     words = _words(blocks, 66, 98, "<u4")
     signs = _EVEN_SIGNS[_in_turn(words, (0, 7, 14, 21), 127)]
-    return _scaled(_signed(integers("IQ3_XXS")[blocks[:, 2:66]], signs), _half_steps(blocks, words >> np.uint32(28), 0.5))
+    codes = _signed(integers("IQ3_XXS")[blocks[:, 2:66]], signs)
+    return _scaled(codes, _eighths(half(blocks, 0), np.int8(2) * _odd(words >> np.uint32(28))))
 
 
 def _iq3_s(blocks: Bytes) -> BlockCodes:
     """4 values: 9 bits of a point; all signs; 4-bit scales of 32 values."""
     ninth = _in_turn(blocks[:, 66:74], tuple(range(8)), 1)
     codes = _signed(integers("IQ3_S")[blocks[:, 2:66] | (ninth << np.uint32(8))], blocks[:, 74:106])
-    return _scaled(codes, _odd_steps(half(blocks, 0), _in_turn(blocks[:, 106:], (0, 4), 15)))
+    return _scaled(codes, BlockScales(half(blocks, 0), _odd(_in_turn(blocks[:, 106:], (0, 4), 15))))
 
 
 def _shifted(points: NDArray[np.uint32], minus: NDArray[np.uint32]) -> Integers:
@@ -148,7 +145,7 @@ def _iq1_s(blocks: Bytes) -> BlockCodes:
     words = _words(blocks, 34, 50, "<u2")
     points = blocks[:, 2:34] | (_in_turn(words, (0, 3, 6, 9), 7) << np.uint32(8))
     codes = _shifted(points, np.repeat(words >> np.uint32(15), 4, axis=1))
-    return _scaled(codes, _eighths(half(blocks, 0), (words >> np.uint32(12)) & np.uint32(7)))
+    return _scaled(codes, _eighths(half(blocks, 0), _odd((words >> np.uint32(12)) & np.uint32(7))))
 
 
 def _iq1_m(blocks: Bytes) -> BlockCodes:
@@ -158,7 +155,7 @@ def _iq1_m(blocks: Bytes) -> BlockCodes:
     pieces = (words >> np.uint32(12)) << np.array([0, 4, 8, 12], np.uint32)
     scale = pieces.sum(axis=1, keepdims=True).astype("<u2").view("<f2").astype(np.float32)
     codes = _shifted(points, _in_turn(blocks[:, 32:48], (3, 7), 1))
-    return _scaled(codes, _eighths(scale, _in_turn(words, (0, 3, 6, 9), 7)))
+    return _scaled(codes, _eighths(scale, _odd(_in_turn(words, (0, 3, 6, 9), 7))))
 
 
 def _iq4_nl(blocks: Bytes) -> TableRows:
@@ -171,7 +168,7 @@ def _iq4_xs(blocks: Bytes) -> BlockCodes:
     codes = integers("IQ4_XS")[fields(blocks[:, 8:].reshape(-1, 8, 16), (0, 4), 15).reshape(-1, 256)]
     high = _in_turn(_words(blocks, 2, 4, "<u2"), tuple(range(0, 16, 2)), 3)
     steps = _in_turn(blocks[:, 4:8], (0, 4), 15) | (high << np.uint32(4))
-    return _scaled(codes, half(blocks, 0) * (steps.astype(np.float32) - np.float32(32)))
+    return _scaled(codes, BlockScales(half(blocks, 0), steps.astype(np.int8) - np.int8(32)))
 
 
 def _tq1_0(blocks: Bytes) -> TableRows:

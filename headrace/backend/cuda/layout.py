@@ -9,12 +9,17 @@ from headrace.quant.spec import CODEBOOKS, QuantSpec
 from headrace.record import frozen
 
 Store = Literal["f32", "f16", "bf16", "e4m3", "e5m2", "int8", "int4"]
-ScaleStore = Literal["f32", "f16", "bf16"]
+ScaleStore = Literal["f32", "f16", "bf16", "steps", "eighths"]
+"""Of scales and zeros: numbers of their own; or integers of 8 bits, as they are or over 8, times a float16 of their super-block."""
 
 _PLAIN: dict[str, Store] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _BYTES: dict[str, int] = {"f32": 4, "f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "int8": 1}
 _SCALES: dict[str | None, ScaleStore] = {"f16": "f16", "bf16": "bf16", "e8m0": "bf16", "u8": "f16"}
-"""Scales and zeros that a shorter float holds exactly; those of super-blocks are products of two, which it does not."""
+"""Scales and zeros that a shorter float holds exactly."""
+SUPER_BLOCK = 256
+"""Columns whose scales have a float16 in common."""
+_IN_EIGHTHS = ("iq1", "iq2", "iq3_xxs")
+"""Codebooks whose scales are eighths of it."""
 
 
 @frozen
@@ -23,7 +28,7 @@ class WeightLayout:
 
     Rows lie one after the other, each in whole tiles of `tile` columns. A byte of `int4` has a code of the first half of its tile in its
     low half, and one of the second half in its high half: a kernel makes two products of them, and never has to interleave.
-    Scales are [groups, rows], so that neighbouring rows are read together.
+    Scales are [groups, rows], so that neighbouring rows are read together; packing.py says how those of 8 and 16 bits lie.
     """
 
     store: Store
@@ -67,12 +72,17 @@ class WeightLayout:
         """Scales of a row."""
         return -(-self.padded_cols(cols) // self.group) if self.group else 1
 
-    def nbytes(self, rows: int, cols: int) -> int:
-        """Bytes of a matrix, with its scales and zeros, of which those of 16 bits lie in pairs."""
+    def table_words(self, number: ScaleStore, cols: int) -> int:
+        """Words of 32 bits that a row has in a table of scales or zeros."""
         groups = self.num_groups(cols)
-        tables = [4 * groups if number == "f32" else 4 * -(-groups // 2) for number in (self.scale, self.zero_store) if number]
-        lookup = 4 * len(self.lookup)
-        return rows * (self.row_bytes(cols) + sum(tables)) + lookup
+        if number == "f32":
+            return groups
+        return -(-groups // 2) if number in ("f16", "bf16") else -(-groups // 4) + -(-cols // (2 * SUPER_BLOCK))
+
+    def nbytes(self, rows: int, cols: int) -> int:
+        """Bytes of a matrix, with its scales and zeros."""
+        tables = sum(self.table_words(number, cols) for number in (self.scale, self.zero_store) if number)
+        return rows * (self.row_bytes(cols) + 4 * tables) + 4 * len(self.lookup)
 
 
 def layout_of(tensor: StoredTensor) -> WeightLayout:
@@ -89,19 +99,25 @@ def layout_of(tensor: StoredTensor) -> WeightLayout:
 
 
 def _quantised(form: Format, spec: QuantSpec) -> WeightLayout:
-    scale = _SCALES.get(spec.scale, "f32")
-    zero_store = None if spec.zero == "none" else _SCALES.get(spec.zero_type, "f32")
+    scale = _scale_store(spec, spec.scale)
+    zero_store = None if spec.zero == "none" else _scale_store(spec, spec.zero_type)
     if spec.codebook in ("e4m3", "e5m2"):
         store: Store = "e4m3" if spec.codebook == "e4m3" else "e5m2"
         return _grouped(WeightLayout(store, 128, spec.group, scale, spec.zero, zero_store))
-    is_looked_up = spec.codebook in CODEBOOKS and not form.split
-    store = "int4" if spec.bits <= 4 and spec.point == 1 and not (form.split and spec.codebook != "integer") else "int8"
+    is_looked_up = spec.codebook in CODEBOOKS and spec.point == 1
+    store = "int4" if spec.bits <= 4 and spec.point == 1 else "int8"
     if store == "int8":
         offset = 0 if spec.zero == "none" else 128
     else:
         offset = 0 if is_looked_up or spec.zero != "none" else -8 if form.split else -(1 << spec.bits - 1)
     lookup = tuple(CODEBOOKS[spec.codebook]) if is_looked_up else ()
     return _grouped(WeightLayout(store, 128, spec.group, scale, spec.zero, zero_store, offset, lookup))
+
+
+def _scale_store(spec: QuantSpec, number: str | None) -> ScaleStore:
+    if spec.super_block:
+        return "eighths" if spec.codebook in _IN_EIGHTHS else "steps"
+    return _SCALES.get(number, "f32")
 
 
 def _grouped(layout: WeightLayout) -> WeightLayout:

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.layout import ScaleStore, WeightLayout, layout_of
+from headrace.quant.dequantise import BlockScales
 from headrace.quant.formats import StoredTensor
-from headrace.quant.spec import POWERS, floats
+from headrace.quant.spec import CODEBOOKS, POWERS, Codebook, QuantSpec, floats
 
 _CHUNK_CODES = 1 << 24
 """Codes of a matrix that the host takes apart at a time."""
@@ -18,6 +19,7 @@ _CHUNK_CODES = 1 << 24
 _TYPES: dict[str, torch.dtype] = {
     **{"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16},
     **{"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8, "int4": torch.uint8},
+    **{"steps": torch.int32, "eighths": torch.int32},
 }
 
 
@@ -25,19 +27,24 @@ class CodeRows(NamedTuple):
     """Some rows of a quantised matrix: a value is scale * (code - zero), or scale * code + zero, as the layout says."""
 
     codes: NDArray[Any]  # [rows, cols] integers, or numbers of what is looked up, or the bits of small floats
-    scales: NDArray[np.float32]  # [rows, scales of a row]
-    zeros: NDArray[np.float32] | None
+    scales: NDArray[np.float32] | BlockScales  # [rows, scales of a row]
+    zeros: NDArray[np.float32] | BlockScales | None
 
 
 class PackedWeight(NamedTuple):
-    """A matrix in the memory of a GPU, or several of one layout, one below the other."""
+    """A matrix in the memory of a GPU, or several of one layout, one below the other.
+
+    A table of scales or zeros is float32 [groups, rows], or int32 [words of a row, rows]. A word has the numbers of two groups, the first
+    in its low half. Or, for each two super-blocks, one word has their units in this way, and those behind it have the steps of four
+    groups each, the first in the lowest byte.
+    """
 
     layout: WeightLayout
     rows: int
     cols: int
     codes: torch.Tensor  # [rows, tiles of a row in bytes or numbers]
-    scales: torch.Tensor | None = None  # [groups, rows]; of 16 bits int32 [pairs of groups, rows], the first of a pair in the low half
-    zeros: torch.Tensor | None = None  # the same
+    scales: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
     lookup: torch.Tensor | None = None  # [16]
     column_order: torch.Tensor | None = None  # [cols] columns of activations in the order in which a row has them
 
@@ -51,7 +58,7 @@ def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) ->
     rows, groups = sum(tensor.rows for tensor in tensors), layout.num_groups(cols)
     kind = _TYPES[layout.store]
     codes = torch.empty(rows, layout.row_bytes(cols) // kind.itemsize, dtype=kind, device=DEVICE)
-    scales, zeros = (empty_table(number, groups, rows) for number in (layout.scale, layout.zero_store))
+    scales, zeros = (empty_table(layout, number, rows, cols) for number in (layout.scale, layout.zero_store))
     first = 0
     for tensor in tensors:
         for part in _chunks(tensor):
@@ -96,9 +103,27 @@ def code_rows(tensor: StoredTensor, rows: NDArray[np.int64]) -> CodeRows:
     if form.split:
         blocks = np.ascontiguousarray(parts["codes"][stored])
         split, number = form.split(blocks.reshape(-1, form.nbytes)), len(rows)
-        minima = None if split.minima is None else split.minima.reshape(number, -1)
-        return CodeRows(split.codes.reshape(number, -1), split.scales.reshape(number, -1), minima)
+        codes = split.codes.reshape(number, -1)
+        if spec.codebook in CODEBOOKS and spec.point == 1:
+            codes = _numbers_in(spec.codebook)[codes.view(np.uint8)]
+        minima = None if split.minima is None else _of_rows(split.minima, number, spec)
+        return CodeRows(codes, _of_rows(split.scales, number, spec), minima)
     return _mxfp4(tensor, stored)
+
+
+def _numbers_in(codebook: Codebook) -> NDArray[np.uint8]:
+    """The codes of the integers that a codebook has, by the bytes of these [256]."""
+    values = np.array(CODEBOOKS[codebook], np.int8)
+    numbers = np.zeros(256, np.uint8)
+    numbers[values.view(np.uint8)] = np.arange(len(values))
+    return numbers
+
+
+def _of_rows(scales: BlockScales, rows: int, spec: QuantSpec) -> NDArray[np.float32] | BlockScales:
+    """Scales of blocks as those of rows: of super-blocks with units and steps apart."""
+    if not spec.super_block:
+        return scales.numbers.reshape(rows, -1)
+    return scales._replace(units=scales.units.reshape(rows, -1), steps=scales.steps.reshape(rows, -1))
 
 
 def _mxfp4(tensor: StoredTensor, stored: NDArray[np.int64]) -> CodeRows:
@@ -122,25 +147,39 @@ def _repeats(tensor: StoredTensor, layout: WeightLayout) -> int:
     return spec.group // layout.group if spec and layout.group else 1
 
 
-def empty_table(number: ScaleStore | None, groups: int, rows: int) -> torch.Tensor | None:
-    """Memory for the numbers of groups [groups, rows], those of 16 bits in pairs [pairs, rows, 2]."""
+def empty_table(layout: WeightLayout, number: ScaleStore | None, rows: int, cols: int) -> torch.Tensor | None:
+    """Memory for scales or zeros [words of a row, rows], where those of 16 bits lie in pairs [words of a row, rows, 2]."""
     if number is None:
         return None
-    shape = (groups, rows) if number == "f32" else (-(-groups // 2), rows, 2)
-    return torch.empty(shape, dtype=_TYPES[number], device=DEVICE)
+    shape = (layout.table_words(number, cols), rows)
+    return torch.empty((*shape, 2) if number in ("f16", "bf16") else shape, dtype=_TYPES[number], device=DEVICE)
+
+
+def steps_table(units: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:  # [words of a row, rows]
+    """A table of float16 units [rows, super-blocks] and steps in int8 [rows, groups]."""
+    rows, blocks = units.shape
+    words = steps.view(torch.int32)
+    each = 2 * words.shape[1] // blocks  # words of steps behind one of units
+    units = torch.nn.functional.pad(units, (0, blocks % 2)).view(torch.int32)
+    steps = torch.nn.functional.pad(words, (0, units.shape[1] * each - words.shape[1]))
+    table = torch.cat([units[:, :, None], steps.view(rows, -1, each)], dim=2)
+    return table.view(rows, -1)[:, : units.shape[1] + words.shape[1]].T
 
 
 def in_pairs(table: torch.Tensor | None) -> torch.Tensor | None:
     """The table as kernels load it."""
-    return table if table is None or table.dtype == torch.float32 else table.view(torch.int32)[:, :, 0]
+    return table if table is None or table.ndim == 2 else table.view(torch.int32)[:, :, 0]
 
 
 def _padded(values: NDArray[Any], cols: int) -> torch.Tensor:
     return torch.from_numpy(np.pad(values, ((0, 0), (0, cols - values.shape[1])))).to(DEVICE)
 
 
-def _table(numbers: NDArray[np.float32], repeats: int, groups: int, table: torch.Tensor) -> torch.Tensor:  # [groups, rows]
+def _table(numbers: NDArray[np.float32] | BlockScales, repeats: int, groups: int, table: torch.Tensor) -> torch.Tensor:
     """Scales or zeros as a table has them, each so many times; 0 behind the last column."""
+    if isinstance(numbers, BlockScales):
+        units, steps = numbers.units.astype(np.float16), np.ascontiguousarray(numbers.steps)
+        return steps_table(torch.from_numpy(units).to(DEVICE), torch.from_numpy(steps).to(DEVICE))
     pairs = table.ndim == 3
     spread = _padded(np.repeat(numbers, repeats, axis=1)[:, :groups], len(table) * (1 + pairs)).to(table.dtype).T
     return spread.reshape(len(table), 2, -1).transpose(1, 2) if pairs else spread

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from headrace.backend.cuda import packing, weights
-from headrace.backend.cuda.layout import ScaleStore, WeightLayout, layout_of
+from headrace.backend.cuda.layout import SUPER_BLOCK, ScaleStore, WeightLayout, layout_of
 from headrace.backend.cuda.packing import PackedWeight
 from headrace.model import tensor_shapes
 from headrace.model.spec import ExpertSpec, LatentSpec, ModelSpec, RopeSpec
@@ -94,7 +94,10 @@ def random_weight(layout: WeightLayout, rows: int, cols: int, device: torch.devi
     groups, largest = layout.num_groups(cols), {"int4": 8, "int8": 128}.get(layout.store, 448)
 
     def table(number: ScaleStore | None, factor: float) -> torch.Tensor | None:
-        numbers = packing.empty_table(number, groups, rows)
+        if number in ("steps", "eighths"):
+            units = (factor / 32 * (0.5 + torch.rand(rows, -(-cols // SUPER_BLOCK), device=device))).to(torch.float16)
+            return packing.steps_table(units, torch.randint(16, 48, (rows, groups), dtype=torch.int8, device=device)).contiguous()
+        numbers = packing.empty_table(layout, number, rows, cols)
         if numbers is not None:
             numbers.copy_(factor * (0.5 + torch.rand(numbers.shape, device=device)))
         return packing.in_pairs(numbers)

@@ -1,10 +1,13 @@
 """Random matrices in every stored format, and as stored ones are told apart."""
 
+import numpy as np
+
 from headrace.quant.formats import FORMATS, StoredTensor
 from tests.backend.stored import random_stored
 from tests.tables import KINDS, random_table
 
 FORMAT_NAMES = [*FORMATS, *KINDS]
+SUPER_BLOCKS = [name for name, form in FORMATS.items() if form.spec and form.spec.super_block]
 
 
 def random_matrix(name: str, rows: int, blocks: int, seed: int) -> StoredTensor:
@@ -13,3 +16,9 @@ def random_matrix(name: str, rows: int, blocks: int, seed: int) -> StoredTensor:
         return random_table(name, rows, (20 if seed % 3 == 0 else 32) * blocks, seed)
     size = FORMATS[name].block
     return random_stored(name, rows, blocks * (size if size > 1 else 20 + seed % 13), seed)
+
+
+def any_bytes(name: str, rows: int, blocks: int, seed: int) -> StoredTensor:
+    """A matrix of a format of GGUF files as a hostile file may have it: scales of all kinds, those that are infinite or no number, too."""
+    form, rng = FORMATS[name], np.random.default_rng(seed)
+    return StoredTensor.from_bytes("w", form, (rows, blocks * form.block), rng.integers(0, 256, rows * blocks * form.nbytes, np.uint8))

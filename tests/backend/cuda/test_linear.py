@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace.backend.cuda.device import DEVICE
+from headrace.backend.cuda.kernels.embed import embed_position
 from headrace.backend.cuda.kernels.head_linear import head_linear
 from headrace.backend.cuda.kernels.linear import linear
 from headrace.backend.cuda.kernels.quantise_rows import quantise_rows
@@ -17,11 +18,11 @@ from headrace.backend.cuda.packing import pack
 from headrace.backend.reference_activations import activated, gated
 from headrace.quant.kv import round_bf16
 from tests.backend.cuda.examples import examples
-from tests.backend.cuda.matrices import FORMAT_NAMES, random_matrix
+from tests.backend.cuda.matrices import FORMAT_NAMES, SUPER_BLOCKS, any_bytes, random_matrix
 from tests.backend.stored import random_stored
 
 Array = NDArray[Any]
-ONE_OF_EACH = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_K", "Q6_K", "MXFP4", "int4-point", "e4m3"]
+ONE_OF_EACH = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "int4-point", "e4m3"]
 ACTIVATIONS = ["", "silu", "gelu", "gelu_tanh", "relu"]
 
 
@@ -48,6 +49,30 @@ def test_products_are_those_of_the_values(name: str, num_rows: int, rows: int, b
         weight = weight if name in ("F32", "F16") else round_bf16(weight)
     error, size = np.abs(out.cpu().numpy() - seen @ weight.T), np.abs(seen) @ np.abs(weight).T
     assert np.all(error <= 1e-6 * size + 1e-9)
+
+
+@pytest.mark.parametrize("name", SUPER_BLOCKS)
+@pytest.mark.parametrize("num_rows", [32, 128])
+def test_scales_of_super_blocks_are_exact(name: str, num_rows: int) -> None:
+    """Products with rows of an identity are the values, to the bit, in kernels for few rows and for many."""
+    stored = random_matrix(name, 20, 3, 5)
+    weight, out = pack([stored]), torch.empty(num_rows, 20, device=DEVICE)
+    for first in range(0, stored.cols, num_rows):
+        x = np.eye(num_rows, stored.cols, first, dtype=np.float32)
+        linear(out, on_device(x), weight)()
+        assert np.array_equal(out.cpu().numpy().T, stored.dequantise()[:, first : first + num_rows])
+
+
+@pytest.mark.parametrize("name", SUPER_BLOCKS)
+@settings(max_examples=examples(3), deadline=None)
+@given(blocks=st.integers(1, 5), seed=st.integers(0, 2**16))
+def test_scales_may_be_whatever_a_file_holds(name: str, blocks: int, seed: int) -> None:
+    """Units that are subnormal, infinite or no number give the values that they have everywhere."""
+    stored = any_bytes(name, 40, blocks, seed)
+    out = torch.empty(40, stored.cols, device=DEVICE)
+    with np.errstate(invalid="ignore"):
+        embed_position(out, pack([stored]), torch.arange(40, dtype=torch.int32, device=DEVICE))()
+        assert np.array_equal(out.cpu().numpy(), stored.dequantise(), equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)

@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.backend.cuda.kernels.product import halves, meaning, weight_args, weight_constants
+from headrace.backend.cuda.kernels.product import halves, meaning, stepped, unit, unit_word, weight_args, weight_constants
 from headrace.backend.cuda.launch import Launch, blocks, power_of_2
+from headrace.backend.cuda.layout import SUPER_BLOCK
 from headrace.backend.cuda.packing import PackedWeight
 
 
@@ -36,11 +37,18 @@ def _embed(out: torch.Tensor, weight: PackedWeight, index: torch.Tensor, source:
     )
 
 
+_SUPER_BLOCK = tl.constexpr(SUPER_BLOCK)
+
+
 @triton.jit
-def _numbers(table, group, row, num_rows, NUMBER: tl.constexpr):
+def _numbers(table, group, row, num_rows, NUMBER: tl.constexpr, GROUP: tl.constexpr):
     """The numbers of a row for some groups of columns."""
     if NUMBER == "f32":
         numbers = tl.load(table + group * num_rows + row)
+    elif NUMBER == "steps" or NUMBER == "eighths":
+        block = group * GROUP // _SUPER_BLOCK
+        units = unit(tl.load(table + unit_word(block, GROUP) * num_rows + row), block)
+        numbers = stepped(units, tl.load(table + (group // 4 + block // 2 + 1) * num_rows + row), group % 4, NUMBER)
     else:
         low, high = halves(tl.load(table + group // 2 * num_rows + row), NUMBER)
         numbers = tl.where(group % 2 == 0, low, high)
@@ -71,11 +79,11 @@ def embed_kernel(
     if SCALE != "":
         values = meaning(stored, lookup, OFFSET, LOOKUP)
         group = k // GROUP if GROUP else k * 0
-        scale = _numbers(scales, group, number, num_rows, SCALE)
+        scale = _numbers(scales, group, number, num_rows, SCALE, GROUP)
         if ZERO == "point":
-            values = (values - _numbers(zeros, group, number, num_rows, ZERO_STORE)) * scale
+            values = (values - _numbers(zeros, group, number, num_rows, ZERO_STORE, GROUP)) * scale
         elif ZERO == "minimum":
-            values = values * scale + _numbers(zeros, group, number, num_rows, ZERO_STORE)
+            values = values * scale + _numbers(zeros, group, number, num_rows, ZERO_STORE, GROUP)
         else:
             values = values * scale
     else:

@@ -11,8 +11,11 @@ import triton
 import triton.language as tl
 
 from headrace.backend.cuda.kernels.quantise_rows import is_outlier
+from headrace.backend.cuda.layout import SUPER_BLOCK
 from headrace.backend.cuda.packing import PackedWeight
 from headrace.quant.spec import CODEBOOKS
+
+_SUPER_BLOCK = tl.constexpr(SUPER_BLOCK)
 
 
 def weight_args(weight: PackedWeight) -> tuple[Any, ...]:
@@ -54,20 +57,81 @@ def halves(words, NUMBER: tl.constexpr):
 
 
 @triton.jit
-def spread(table, first_column, rows, num_rows, NUMBER: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr):
-    """The numbers of a table for columns from `first_column` on: [rows, PART], or [rows, 1] where one serves all.
+def unit_word(block, GROUP: tl.constexpr):
+    """Which word of a row has the unit of a super-block: the first of those of two."""
+    return block // 2 * (_SUPER_BLOCK // (2 * GROUP) + 1)
 
-    Those of 16 bits are loaded in pairs: only loads of 32 bits can be on their way while others are multiplied.
+
+@triton.jit
+def unit(words, block):
+    """The unit of a super-block, in float32."""
+    low, high = halves(words, "f16")
+    return tl.where(block % 2 == 0, low, high)
+
+
+@triton.jit
+def stepped(units, words, byte, NUMBER: tl.constexpr):
+    """Units times the steps in a byte of each word: float32 has all digits of a product."""
+    steps = (words >> (8 * byte)).to(tl.int8).to(tl.float32)
+    return units * (steps * 0.125 if NUMBER == "eighths" else steps)
+
+
+@triton.jit
+def over_columns(each, PART: tl.constexpr):
+    """Numbers of groups [rows, groups] for each of their columns, in all PART."""
+    repeated = tl.broadcast_to(each[:, :, None], [each.shape[0], each.shape[1], PART // each.shape[1]])
+    return tl.reshape(repeated, [each.shape[0], PART])
+
+
+@triton.jit
+def spread_steps(
+    table, first, rows, num_rows, NUMBER: tl.constexpr, AT: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, FEW: tl.constexpr
+):
+    """The numbers of a table of units and steps, as `spread` has them.
+
+    A tile has whole words, and they are found by its first column: so its halves load but once what they share. With FEW rows of x numbers
+    are put together from words in registers, with no condition on columns: then the compiler has each thread make those that it
+    multiplies, where it would else move all of them through shared memory.
     """
-    group = first_column // GROUP if GROUP else 0
-    if NUMBER == "f32":
+    block = first // _SUPER_BLOCK
+    units = unit(tl.load(table + unit_word(block, GROUP) * num_rows + rows), block)
+    at = first // (4 * GROUP) + AT // (4 * GROUP) + block // 2 + 1
+    words = tl.load(table + at * num_rows + rows)
+    byte: tl.constexpr = AT // GROUP % 4
+    if FEW and PART == 2 * GROUP:
+        numbers = over_columns(tl.join(stepped(units, words, byte, NUMBER), stepped(units, words, byte + 1, NUMBER)), PART)
+    elif FEW and PART == 4 * GROUP and GROUP >= 32:
+        even = tl.join(stepped(units, words, 0, NUMBER), stepped(units, words, 2, NUMBER))
+        odd = tl.join(stepped(units, words, 1, NUMBER), stepped(units, words, 3, NUMBER))
+        numbers = over_columns(tl.reshape(tl.join(even, odd), [rows.shape[0], 4]), PART)
+    else:
+        column = tl.arange(0, PART)[None, :]
+        words = tl.broadcast_to(words[:, None], [rows.shape[0], PART])
+        for more in tl.static_range(1, PART // (4 * GROUP)):
+            words = tl.where(column < 4 * GROUP * more, words, tl.load(table + (at + more) * num_rows + rows)[:, None])
+        numbers = stepped(tl.broadcast_to(units[:, None], [rows.shape[0], PART]), words, (AT + column) // GROUP % 4, NUMBER)
+    return numbers
+
+
+@triton.jit
+def spread(
+    table, first, rows, num_rows, NUMBER: tl.constexpr, AT: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, FEW: tl.constexpr
+):
+    """The numbers of a table for the columns of a tile from AT on, where `first` is its first column: [rows, PART], or [rows, 1] where one
+    serves all.
+
+    Those of 8 and 16 bits are loaded in words: only loads of 32 bits can be on their way while others are multiplied.
+    """
+    group = (first + AT) // GROUP if GROUP else 0
+    if NUMBER == "steps" or NUMBER == "eighths":
+        numbers = spread_steps(table, first, rows, num_rows, NUMBER, AT, GROUP, PART, FEW)
+    elif NUMBER == "f32":
         if GROUP == 0 or GROUP >= PART:
             numbers = tl.load(table + group * num_rows + rows)[:, None]
         else:
             groups = group + tl.arange(0, PART // GROUP)
             each = tl.load(table + groups[None, :] * num_rows + rows[:, None])
-            repeated = tl.broadcast_to(each[:, :, None], [rows.shape[0], PART // GROUP, GROUP])
-            numbers = tl.reshape(repeated, [rows.shape[0], PART])
+            numbers = over_columns(each, PART)
     elif GROUP == 0 or GROUP >= PART:
         low, high = halves(tl.load(table + group // 2 * num_rows + rows), NUMBER)
         numbers = tl.where(group % 2 == 0, low, high)[:, None]
@@ -95,20 +159,20 @@ def meaning(codes, lookup, OFFSET: tl.constexpr, LOOKUP: tl.constexpr):
 
 @triton.jit
 def dequantised(
-    codes, scales, zeros, lookup, first_column, rows, num_rows,
+    codes, scales, zeros, lookup, first, rows, num_rows,
     SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
-    GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr,
+    AT: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Codes [rows, PART] as numbers that a product takes."""
+    """Codes [rows, PART] of the columns of a tile from AT on as numbers that a product takes."""
     if SCALE == "":
         values = codes
     else:
         values = meaning(codes, lookup, OFFSET, LOOKUP)
-        scale = spread(scales, first_column, rows, num_rows, SCALE, GROUP, PART)
+        scale = spread(scales, first, rows, num_rows, SCALE, AT, GROUP, PART, FEW)
         if ZERO == "point":
-            values = (values - spread(zeros, first_column, rows, num_rows, ZERO_STORE, GROUP, PART)) * scale
+            values = (values - spread(zeros, first, rows, num_rows, ZERO_STORE, AT, GROUP, PART, FEW)) * scale
         elif ZERO == "minimum":
-            values = values * scale + spread(zeros, first_column, rows, num_rows, ZERO_STORE, GROUP, PART)
+            values = values * scale + spread(zeros, first, rows, num_rows, ZERO_STORE, AT, GROUP, PART, FEW)
         else:
             values = values * scale
     return values.to(COMPUTE)
@@ -131,22 +195,24 @@ def product(
     """Acc + x @ weight.T, for rows of x that lie at `row_offsets` and the given `rows` of the matrix: [rows of x, rows]."""
     part = tl.arange(0, PART)
     tile: tl.constexpr = 2 * PART if STORE == "int4" else PART
+    few: tl.constexpr = row_offsets.shape[0] < 64  # tensor cores then take numbers from registers
     num_tiles = tl.cdiv(columns, tile)
     at = codes + rows.to(tl.int64)[:, None] * (num_tiles * PART) + part[None, :]
     for number in range(0, num_tiles):
         stored = tl.load(at + number * PART)
         first = number * tile
         low = (stored.to(tl.int32) & 15) if STORE == "int4" else stored
-        w = dequantised(low, scales, zeros, lookup, first, rows, num_rows, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, GROUP, PART, COMPUTE)
+        w = dequantised(
+            low, scales, zeros, lookup, first, rows, num_rows, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, 0, GROUP, PART, COMPUTE, few
+        )
         a = activations(x, row_offsets, row_mask, order, first, columns, ORDERED, PART, COMPUTE)
         acc = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)
         if STORE == "int4":
-            first += PART
             high = stored.to(tl.int32) >> 4
             w = dequantised(
-                high, scales, zeros, lookup, first, rows, num_rows, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, GROUP, PART, COMPUTE
+                high, scales, zeros, lookup, first, rows, num_rows, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, PART, GROUP, PART, COMPUTE, few
             )
-            a = activations(x, row_offsets, row_mask, order, first, columns, ORDERED, PART, COMPUTE)
+            a = activations(x, row_offsets, row_mask, order, first + PART, columns, ORDERED, PART, COMPUTE)
             acc = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)
     return acc
 
