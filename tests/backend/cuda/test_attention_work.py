@@ -1,5 +1,6 @@
 """The work lists of attention: every row sees what it should, once, and all fits where it should."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,3 +145,29 @@ def test_arrays_of_another_kind_are_refused() -> None:
     for shape in ((0, 1, 1, 16), (1, 1, 1, 0), (1, 1, 1, 16, 0, 4), (1, 1, 1, 16, -1)):
         with pytest.raises(ValueError):
             GpuWork(*shape)
+
+
+@settings(max_examples=150, deadline=None)
+@given(shape=SHAPES, seed=st.integers(0, 2**32 - 1))
+def test_whatever_it_is_given_it_writes_to_its_arrays_alone(shape: GpuWork, seed: int) -> None:
+    """Batches that are nearly right, with any bits for ancestors, and arrays that may be too small."""
+    rng = np.random.default_rng(seed)
+    rows_of = rng.integers(1, 9, rng.integers(1, 5))
+    row_start = np.concatenate([[0], rows_of.cumsum()]) + (rng.random(len(rows_of) + 1) < 0.03)
+    words, num_rows = int(rng.integers(1, 3)), int(row_start[-1])
+    bits = rng.integers(0, 2**64, (num_rows, words), np.uint64) & rng.integers(0, 2**64, (num_rows, words), np.uint64)
+    batch = decoding([1])._replace(
+        row_start=row_start.astype(np.int32),
+        context_len=rng.choice([0, 1, 40, 2**20, 2**30 - 1], len(rows_of)).astype(np.int32),
+        scheduled_len=np.array([rng.integers(0 if rng.random() < 0.03 else 1, n + 1) for n in rows_of], np.int32),
+        ancestors=(bits * (rng.random((num_rows, 1)) < 0.7)).astype(np.uint64) if rng.random() < 0.7 else None,
+    )
+    sizes = {"items": int(rng.choice([1, 20, 400])) * FIELDS, "num_items": 1, "rows": (num_rows + 2) * ROW_FIELDS, "paths": 50 * num_rows}
+    whole = {name: np.full(size + 2 * FIELDS, -7, np.int32) for name, size in sizes.items()}
+    inner = {name: array[FIELDS:-FIELDS] for name, array in whole.items()}
+    out = WorkArrays(inner["items"].reshape(-1, FIELDS), inner["num_items"], inner["rows"].reshape(-1, ROW_FIELDS), inner["paths"])
+    with suppress(ValueError):
+        size = build_work(batch, shape, 0, 4, out)
+        assert 0 < size.items <= size.partials <= len(out.items)
+    for array in whole.values():
+        assert (array[:FIELDS] == -7).all() and (array[-FIELDS:] == -7).all()
