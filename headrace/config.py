@@ -69,14 +69,15 @@ class EngineConfig:
     """First tokens that all rows see beside an `attention_window`: without them a model falls apart (Xiao et al. 2023)."""
     batching: Literal["inflight", "static"] = "inflight"
     """`inflight`: requests join and leave at every step. `static`: a batch starts and ends together, the baseline to compare with."""
-    max_num_seqs: int = 64
-    """Most sequences in one step."""
-    max_num_batched_tokens: int = 512
-    """Row budget of a step: decode rows first, then prompt chunks."""
-    chunked_prefill_size: int = 16
+    max_num_seqs: int | None = None
+    """Most sequences in one step. None: 64, and 256 on a GPU (`max_seqs`)."""
+    max_num_batched_tokens: int | None = None
+    """Row budget of a step: decode rows first, then prompt chunks. None: 512, and 2,048 on a GPU (`max_rows`)."""
+    chunked_prefill_size: int | None = None
     """Prompt rows in a step that also decodes, beside one row for each decoding sequence; deep in a context fewer, as attention costs
-    more there. 16 lets a long prompt stretch the time between tokens of other requests to about three times; large values favour
-    throughput. 0: as many as `max_num_batched_tokens`, which then stands here."""
+    more there. Large values favour throughput. 0: as many as `max_num_batched_tokens`. None: 16, and 512 on a GPU, which has arithmetic
+    for as many while it reads the weights (`max_chunk_rows`). So a long prompt stretches the time between tokens of others to about
+    three times."""
     max_logit_rows: int = 0
     """Most rows with logits in one step, beyond one for each sequence, for prompt log-probabilities and drafts, which all sequences of a
     step share: it bounds the memory that logits take. 0: as many as fit in 64 MiB, and 64 at least."""
@@ -114,9 +115,29 @@ class EngineConfig:
     seed: int = 0
     """Seed of the requests that bring none of their own."""
 
-    def __post_init__(self) -> None:
-        if not self.chunked_prefill_size:
-            object.__setattr__(self, "chunked_prefill_size", self.max_num_batched_tokens)
+    @property
+    def max_seqs(self) -> int:
+        """Sequences in one step at most."""
+        return self.max_num_seqs or (256 if self.backend == "cuda" else 64)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of a step at most."""
+        return self.max_num_batched_tokens or (2048 if self.backend == "cuda" else 512)
+
+    @property
+    def max_chunk_rows(self) -> int:
+        """Prompt rows in a step that also decodes, beside one row for each decoding sequence, at most."""
+        if self.chunked_prefill_size is None:
+            return min(self.max_rows, 512 if self.backend == "cuda" else 16)
+        return self.chunked_prefill_size or self.max_rows
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """What `headrace top` shows of it, fit for JSON."""
+        names = ("backend", "threads", "kv_dtype", "batching", "proposer")
+        most = {"max_num_seqs": self.max_seqs, "max_num_batched_tokens": self.max_rows}
+        return {name: getattr(self, name) for name in names} | most
 
     @property
     def lossy(self) -> str:

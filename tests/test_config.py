@@ -26,13 +26,20 @@ def documented() -> dict[str, dict[str, str]]:
 
 
 def value(text: str) -> Any:
-    if text == "max_num_batched_tokens":
-        return EngineConfig.max_num_batched_tokens
     return None if text == "none" else float(text.replace(",", "")) if text[0].isdigit() else text
 
 
 def defaults_of(face: FaceDefaults) -> Mapping[str, Any]:
     return vars(engine_config({}, face)) | vars(SamplingParams(**face.sampling))
+
+
+def test_rows_are_those_of_the_backend() -> None:
+    """What docs/scheduling.md says of chunks."""
+    for face, backend, most in ((SERVING, "cpu", (64, 512, 16)), (SERVING, "cuda", (256, 2048, 512)), (OFFLINE, "cuda", (256, 2048, 2048))):
+        config = engine_config({"backend": backend}, face)
+        assert (config.max_seqs, config.max_rows, config.max_chunk_rows) == most
+    small = engine_config({"backend": "cuda", "max_num_batched_tokens": 100})
+    assert (small.max_rows, small.max_chunk_rows) == (100, 100)
 
 
 @pytest.mark.parametrize("face", FACES)

@@ -51,7 +51,7 @@ def size_kv(
         pairs = zip((group for model in models for group in model.groups), chain.from_iterable(num_blocks(blocks, seqs)), strict=True)
         return sum(count * group.block_bytes(config.kv_dtype, block_size) for group, count in pairs)
 
-    blocks, seqs, left = config.kv_blocks, config.max_num_seqs, memory.available - weights - memory.to_run
+    blocks, seqs, left = config.kv_blocks, config.max_seqs, memory.available - weights - memory.to_run
     if not blocks:
         in_half = bisect_right(range(1, MOST_BLOCKS), left // 2, key=lambda n: num_bytes(n, seqs))
         blocks = max(widest, min(seqs * widest, in_half))

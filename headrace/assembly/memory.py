@@ -30,13 +30,13 @@ def most_logit_rows(vocab_size: int) -> int:
 
 def step_rows(config: EngineConfig, vocab_size: int) -> MostRows:
     """Most rows of a step, and most of them with logits: one for each sequence, and those of drafts and of prompts."""
-    logit_rows = config.max_num_seqs + (config.max_logit_rows or most_logit_rows(vocab_size))
-    return MostRows(config.max_num_batched_tokens, min(config.max_num_batched_tokens, logit_rows))
+    logit_rows = config.max_seqs + (config.max_logit_rows or most_logit_rows(vocab_size))
+    return MostRows(config.max_rows, min(config.max_rows, logit_rows))
 
 
 def draft_rows(config: EngineConfig, rows: MostRows) -> MostRows:
     """The same of a model that drafts for it: at each depth it has the likeliest tokens of each sequence, all of them with logits."""
-    of_drafts = min(rows.rows, config.max_num_seqs * config.draft_width)
+    of_drafts = min(rows.rows, config.max_seqs * config.draft_width)
     return MostRows(of_drafts, of_drafts)
 
 
@@ -69,7 +69,7 @@ def fit_memory(
     shares = [own.weight_bytes for own in programs]
     weights = (max(shares) if spread else sum(shares)) + draft_checkpoints.weight_bytes(config.backend, checkpoint.spec)
     block_size = KV_BLOCK_SIZES[config.backend]
-    uses = [KvUse(own.kv_groups, config.max_num_batched_tokens) for own in programs]
+    uses = [KvUse(own.kv_groups, config.max_rows) for own in programs]
     if spread:
         uses = [max(uses, key=lambda use: sum(group.block_bytes(config.kv_dtype, block_size) for group in use.groups))]
     if draft := draft_checkpoints.draft:

@@ -30,6 +30,8 @@ _INTEGERS = {  # option: least, most
     "draft_width": (1, 16),
     "seed": (0, 2**64 - 1),
 }
+_BY_BACKEND = ("max_num_seqs", "max_num_batched_tokens", "chunked_prefill_size")
+"""Numbers that may be None: what is best on the backend."""
 _TIMES = {"target_token_ms": 1e6, "multi_step_ms": 1e6, "queue_timeout": 1e8}
 """Numbers from 0 on, with their most."""
 _CHOICES = {
@@ -57,6 +59,8 @@ def engine_config(options: Mapping[str, Any], defaults: FaceDefaults = SERVING) 
 
 
 def _checked(name: str, value: Any) -> Any:
+    if name in _BY_BACKEND and value is None:
+        return None
     if name in _INTEGERS:
         return integer(name, value, *_INTEGERS[name])
     if name in _TIMES:

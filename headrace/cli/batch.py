@@ -29,7 +29,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-model-len", type=int, default=0, metavar="N", help="longest sequence, in tokens; 0: the model's whole context"
     )
-    parser.add_argument("--max-num-seqs", type=int, default=EngineConfig.max_num_seqs, metavar="N", help="most sequences in one step")
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=EngineConfig.max_num_seqs, metavar="N", help="most sequences in one step (64; 256 on a GPU)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

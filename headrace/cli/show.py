@@ -161,7 +161,7 @@ def _sequence_bytes(groups: "Sequence[KvGroup]", dtype: KvDtype, context: int, b
     """Bytes of KV that a sequence of full length holds at once."""
     from headrace.backend import KV_BLOCK_SIZES
 
-    rows, size = EngineConfig.max_num_batched_tokens, KV_BLOCK_SIZES[backend]
+    rows, size = EngineConfig(backend=backend).max_rows, KV_BLOCK_SIZES[backend]
     return sum(group.num_blocks(context, rows, size) * group.block_bytes(dtype, size) for group in groups)
 
 

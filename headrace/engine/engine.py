@@ -45,7 +45,6 @@ from headrace.structured.constraint import Constraints
 
 SCHEDULERS: dict[str, type[Scheduler]] = {"inflight": Scheduler, "static": StaticScheduler}
 """By the name of `EngineConfig.batching`."""
-_SHOWN = ("backend", "threads", "kv_dtype", "batching", "proposer", "max_num_seqs", "max_num_batched_tokens")
 
 _log = logging.getLogger("headrace.engine")
 
@@ -88,7 +87,7 @@ class Engine:
         self._clock = clock
         host_blocks = executable.host_blocks(config.kv_offload_bytes) if config.kv_offload_bytes and config.prefix_cache else None
         host = HostTier(host_blocks, limits.kv.block_size)
-        self._kv = KvManager(limits.kv_groups, limits.kv, config.max_num_batched_tokens, host)
+        self._kv = KvManager(limits.kv_groups, limits.kv, config.max_rows, host)
         self._speculation = Speculation(proposers, config, limits.vocab_size, clock)
         self._scheduler = SCHEDULERS[config.batching](self._kv, config, limits.attention_crossover)
         multi_step = MultiStep(self._scheduler, executable, limits.kv.block_size, config, clock)
@@ -338,8 +337,7 @@ class Engine:
     def _check_size(self, prompt_len: int, params: SamplingParams, pooling: PoolingParams | None) -> None:
         """Sequences that draw together must fit in a step and in the pool together; of others any one, by itself."""
         width, size = params.beam_width or 1, self._kv.block_size
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            most = getattr(self.config, name)
+        for name, most in (("max_num_seqs", self.config.max_seqs), ("max_num_batched_tokens", self.config.max_rows)):
             if width > most:
                 raise RequestError(f"beam_width is {width}, and {name} is {most}: search with fewer beams, or raise it")
         whole = Demand(self._limit(prompt_len, params, pooling) - 1, 0, width, prompt_len)
@@ -366,7 +364,7 @@ class Engine:
             "version": VERSION,
             "pid": os.getpid(),
             "model": self.name,
-            "config": {name: getattr(self.config, name) for name in _SHOWN} | {"max_model_len": self.limits.max_model_len},
+            "config": self.config.shown | {"max_model_len": self.limits.max_model_len},
             "started": self._started,
             "time": time.time(),
             "stats": self.stats()._asdict(),

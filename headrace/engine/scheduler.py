@@ -168,7 +168,7 @@ class Scheduler:
         to give way, since what it holds is in use. A running sequence takes two blocks at most in a step without chunks: one for the
         next token, and one for a copy of a block that it shares.
         """
-        if self.suspects or len(self.running) > self._config.max_num_seqs:
+        if self.suspects or len(self.running) > self._config.max_seqs:
             return False
         if any(seq.request.acceptor.is_group or seq.has_changing_mask for seq in self.running):
             return False
@@ -181,7 +181,7 @@ class Scheduler:
         self._num_steps += 1
         for seq in self.running:
             self._remember(seq)
-        while len(self.running) > self._config.max_num_seqs:  # siblings were born
+        while len(self.running) > self._config.max_seqs:  # siblings were born
             self._preempt(self.running[-1])
         while self._kv.is_overdrawn:  # for the same reason
             self._preempt(self._victim(self.running[0]))
@@ -254,7 +254,7 @@ class Scheduler:
         for group in groups:
             (chunked if max(map(_NUM_UNCOMPUTED, group)) > 1 else decoding).append(group)
         kept_free = 1 if chunked and chunked[0] is groups[0] else 0
-        left = config.max_num_batched_tokens
+        left = config.max_rows
         for group in decoding[: ceil(len(self.running) / stages)]:
             if len(group) <= left - kept_free:
                 group.update(dict.fromkeys(group, 1))
@@ -262,7 +262,7 @@ class Scheduler:
         budget = RowBudget(left, left, config.max_logit_rows or left, inf)
         if decoding:
             budget.chunk_work, budget.attention_crossover = (
-                config.chunked_prefill_size + config.max_num_batched_tokens - left,
+                config.max_chunk_rows + config.max_rows - left,
                 self._attention_crossover,
             )
         for group in chunked:
@@ -340,7 +340,7 @@ class Scheduler:
     def _may_run(self, seq: Sequence) -> bool:
         """Whether steps are fast enough for another sequence, and few enough run. A sequence alone has one always."""
         num_running = sum(b.width for b in (*self.running, seq))
-        return not self.running or (self.step_timer.allows and num_running <= self._config.max_num_seqs)
+        return not self.running or (self.step_timer.allows and num_running <= self._config.max_seqs)
 
     def _fits(self, seq: Sequence, hit: Hit) -> bool:
         """Whether there are blocks for all its tokens beside one more for every running sequence. A sequence alone fits always.

@@ -23,7 +23,7 @@ class StaticScheduler(Scheduler):
 
     def __init__(self, kv: KvManager, config: EngineConfig, attention_crossover: float = inf) -> None:
         # A batch begins as one, and its prompts are not slowed for the sake of its other members: that would burden the baseline.
-        super().__init__(kv, replace(config, chunked_prefill_size=config.max_num_batched_tokens, target_token_ms=0))
+        super().__init__(kv, replace(config, chunked_prefill_size=0, target_token_ms=0))
         self._batch: set[Sequence] = set()
         self._padded = 0
         """Slots of each member."""
@@ -38,7 +38,7 @@ class StaticScheduler(Scheduler):
     def drop(self, seq: Sequence) -> None:
         """Forget a sequence; one that is done drawing stays as padding until all are done, as long as nothing is taken from the others."""
         done = [member for member in self.running if member.output.finish_reason]
-        crowded = len(done) + self._widest > self._config.max_num_batched_tokens  # padding would leave too few rows to the others
+        crowded = len(done) + self._widest > self._config.max_rows  # padding would leave too few rows to the others
         full = seq.computed >= self._padded  # padding writes one more slot, and none is reserved
         ended = seq.request.pooling or seq.output.finish_reason in ("abort", "error", "timeout")
         if seq not in done or crowded or full or ended:
@@ -76,7 +76,7 @@ class StaticScheduler(Scheduler):
                 break  # after a step that failed, batches of one
             num_running += seq.width
             padded = max(self._padded, seq.request.limit - 1)  # the last token never has KV
-            fits = num_running <= self._config.max_num_seqs and self._kv.fits(Demand(padded, 0, num_running), [[] for _ in self._kv.pools])
+            fits = num_running <= self._config.max_seqs and self._kv.fits(Demand(padded, 0, num_running), [[] for _ in self._kv.pools])
             if self._batch and not fits:
                 break
             self._batch.add(seq)

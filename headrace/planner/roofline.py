@@ -9,7 +9,7 @@ from headrace.program.ops import Attention
 from headrace.program.trace import Program
 
 PREFILL_CHUNK = 512
-"""Rows of a prompt in one step, as in `EngineConfig.max_num_batched_tokens`."""
+"""Rows of a prompt in one step, as in `EngineConfig.max_rows` on a CPU."""
 
 
 def op_kind(op: Op, load: Load) -> Kind:

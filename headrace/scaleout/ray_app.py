@@ -75,7 +75,7 @@ def build(args: dict[str, Any]) -> Application:
 
 def replicas(setup: frames.Setup, settings: Settings, scale: Scale) -> Application:
     """The replicas of a model. Each of their ranks has as many cores as threads, which the configuration says."""
-    running = setup.config.max_num_seqs
+    running = setup.config.max_seqs
     scaling: dict[str, Any] = {"num_replicas": scale.replicas}
     if scale.max_replicas > scale.replicas:
         config = AutoscalingConfig(

@@ -108,7 +108,7 @@ class Replica:
         """What routers are told of the replica, once it is ready."""
         engine = self._host.engine
         kv = engine.limits.kv
-        return metadata_of(ReplicaFacts(self._boot, kv.block_size, max(kv.num_blocks), engine.config.max_num_seqs))
+        return metadata_of(ReplicaFacts(self._boot, kv.block_size, max(kv.num_blocks), engine.config.max_seqs))
 
     def check_health(self) -> None:
         """Raise UnhealthyError where Ray is to replace the replica."""

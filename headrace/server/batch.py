@@ -119,7 +119,7 @@ async def _run(
 
             try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(min(len(left), _AHEAD * config.max_num_seqs)):
+                    for _ in range(min(len(left), _AHEAD * config.max_seqs)):
                         group.create_task(lane())
             except* EngineDeadError as errors:
                 raise errors.exceptions[0] from None

@@ -188,7 +188,7 @@ def hello(engine: Engine, spec: ModelSpec) -> frames.Hello:
         vocab_size=limits.vocab_size,
         dim=spec.dim,
         max_model_len=limits.max_model_len,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.max_seqs,
         kv_tokens=max(limits.kv.num_blocks) * limits.kv.block_size,
         kv_bytes=stats.kv_bytes,
         weight_bytes=engine.weight_bytes,

@@ -49,11 +49,11 @@ def test_what_is_asked_for_goes_before_the_defaults_of_a_face() -> None:
     assert engine_config({}) == EngineConfig()
     assert engine_config({"seed": 3}) == EngineConfig(seed=3)
     config = engine_config({"multi_step_ms": 0, "threads": 1}, OFFLINE)
-    assert (config.multi_step_ms, config.threads, config.chunked_prefill_size) == (0, 1, EngineConfig.max_num_batched_tokens)
+    assert (config.multi_step_ms, config.threads, config.chunked_prefill_size) == (0, 1, 0)
     assert engine_config({"proposer": "off"}, INTERACTIVE) == EngineConfig(max_num_seqs=1)
 
 
 def test_chunks_as_large_as_steps() -> None:
     for options, expected in (({}, 512), ({"max_num_batched_tokens": 64}, 64), ({"chunked_prefill_size": 7}, 7)):
-        assert engine_config(options, OFFLINE).chunked_prefill_size == expected
-    assert engine_config({}).chunked_prefill_size == 16
+        assert engine_config(options, OFFLINE).max_chunk_rows == expected
+    assert engine_config({}).max_chunk_rows == 16

@@ -152,7 +152,7 @@ def status_of(replica: Replica) -> ReplicaStatus:
         vocab_size=limits.vocab_size,
         dim=32,
         max_model_len=limits.max_model_len,
-        max_num_seqs=replica.engine.config.max_num_seqs,
+        max_num_seqs=replica.engine.config.max_seqs,
         kv_tokens=max(limits.kv.num_blocks) * limits.kv.block_size,
         kv_bytes=1000,
         weight_bytes=2000,

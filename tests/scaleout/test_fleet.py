@@ -287,7 +287,7 @@ def test_what_the_replicas_are_together() -> None:
         params = SamplingParams(seed=3, max_tokens=6, ignore_eos=True)
         for _ in range(4):
             await hear(await fleet.submit([1, 2], params))
-        assert fleet.hello is not None and fleet.hello.max_num_seqs == 3 * replicas.alive[0].engine.config.max_num_seqs
+        assert fleet.hello is not None and fleet.hello.max_num_seqs == 3 * replicas.alive[0].engine.config.max_seqs
         figures = fleet.report.figures
         assert figures["tokens"] == 24 and figures["finished"] == 4 and figures["prompt_tokens"] == 8
         assert figures["occupancy"] == 0
