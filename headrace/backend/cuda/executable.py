@@ -39,6 +39,11 @@ from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.sampling import host as sampling
 
+_RUNS_BEFORE_GRAPH = 8
+"""Steps of a shape after which it gets a graph, where it has none from the start: to launch its kernels one by one takes the host longer
+than a small model takes for a chunk of a prompt."""
+_MOST_LATE_GRAPHS = 64
+"""Of these; a graph takes a megabyte or two."""
 _LEAST_INTS = 1 << 20
 """That there is room for in a step: with 64 sequences, tables of 16,000 blocks each, so that graphs are hardly ever made anew."""
 
@@ -70,6 +75,7 @@ class Plan:
     draws: dict[DrawLayout, Draws]
     graph: Callable[[], None] | None = None
     """What launches them all at once; None: they are launched one by one."""
+    num_runs: int = 0
 
 
 class CudaExecutable:
@@ -105,7 +111,8 @@ class CudaExecutable:
         self._ints = torch.zeros(0, dtype=torch.int32, device=DEVICE)
         self._plans: dict[StepShape, Plan] = {}
         self._captured: set[StepShape] = set()
-        """Shapes whose plans are graphs."""
+        """Shapes whose plans are graphs from the start."""
+        self._num_late_graphs = 0
         self._bound = (0, 0)
         """What the tensors that plans are bound to depend on: how often the workspace grew, and adapters changed."""
         self._in_flight: deque[CudaTicket] = deque()
@@ -203,6 +210,11 @@ class CudaExecutable:
             plan.graph = self._stream.capture(plan.launches)
 
     def _run(self, plan: Plan) -> None:
+        plan.num_runs += 1
+        is_frequent = plan.num_runs > _RUNS_BEFORE_GRAPH and self._stream.has_graphs
+        if is_frequent and plan.graph is None and self._num_late_graphs < _MOST_LATE_GRAPHS:
+            plan.graph = self._stream.capture(plan.launches)
+            self._num_late_graphs += 1
         if plan.graph:
             plan.graph()
         else:

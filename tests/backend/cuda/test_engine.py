@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.backend.cuda import CudaExecutable, compile, ticket
+from headrace.backend.cuda import CudaExecutable, compile, executable, ticket
 from headrace.config import KvConfig
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
@@ -16,7 +16,7 @@ from headrace.model import trace_model
 from headrace.request import RequestOutput, SamplingParams
 from tests.backend.cuda.examples import examples
 from tests.backend.cuda.late import LateStream
-from tests.engine.test_promise import Ask, keeps_the_promise, model, truth
+from tests.engine.test_promise import Ask, keeps_the_promise, model, same, truth
 from tests.random_trees import RandomTrees
 from tests.tiny import run_all, tiny_engine
 
@@ -120,19 +120,30 @@ def test_more_launches_in_a_row_than_the_host_has_memory_for(monkeypatch: pytest
     expected = run_all(tiny_engine(model(LLAMA), "cuda", eos_ids=EOS, kv_dtype="bf16"), ask)
     engine, _ = late_engine(LLAMA, prepared=False, multi_step_ms=1e6)
     assert run_all(engine, ask)[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
-    executable = engine._loop.executable
-    assert isinstance(executable, CudaExecutable)
-    assert executable._slots._number == len(executable._slots._free) == 3
+    launched = engine._loop.executable
+    assert isinstance(launched, CudaExecutable)
+    assert launched._slots._number == len(launched._slots._free) == 3
+
+
+def test_frequent_chunks_of_prompts_become_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executable, "_RUNS_BEFORE_GRAPH", 2)
+    monkeypatch.setattr(executable, "_MOST_LATE_GRAPHS", 1)
+    asks = [([1, 2, 3, 4, i], SamplingParams(temperature=0.0, max_tokens=2, logprobs=1)) for i in range(5)]
+    engine, stream = late_engine(LLAMA, prepared=False, prefix_cache=False, max_num_batched_tokens=5)
+    expected = run_all(tiny_engine(model(LLAMA), "cuda", eos_ids=EOS, kv_dtype="bf16"), asks)
+    for ask, one in zip(asks, expected, strict=True):
+        same(run_all(engine, [ask])[0], one, exact=True)
+    assert stream.captured == 2 and stream.replayed >= 3  # of one shape, and of its draws
 
 
 def test_steps_of_a_shape_allocate_nothing() -> None:
     """What a graph launches again are the same tensors."""
     engine, _ = late_engine(LLAMA, prepared=True)
-    executable = engine._loop.executable
-    assert isinstance(executable, CudaExecutable)
-    before = {shape: id(plan) for shape, plan in executable._plans.items()}, executable._workspace.nbytes
+    launched = engine._loop.executable
+    assert isinstance(launched, CudaExecutable)
+    before = {shape: id(plan) for shape, plan in launched._plans.items()}, launched._workspace.nbytes
     run_all(engine, [REQUESTS[0], REQUESTS[1]])
-    after = {shape: id(plan) for shape, plan in executable._plans.items() if shape in before[0]}, executable._workspace.nbytes
+    after = {shape: id(plan) for shape, plan in launched._plans.items() if shape in before[0]}, launched._workspace.nbytes
     assert before == after
 
 
