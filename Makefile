@@ -79,10 +79,11 @@ test-ray: .venv/.ray
 	$(BIN)/python -m pytest tests/scaleout/check_deploy.py tests/scaleout/check_ray.py
 
 soak: export SOAK_ROUNDS ?= 2000
-# Each new thread may begin an area of its own in glibc's heap: what is resident would be a matter of chance.
+# Each new thread may begin an area of its own in glibc's heap: what is resident would be a matter of chance. And pytest would keep what is
+# logged of steps that fail, with the engines that they belonged to.
 soak: export MALLOC_ARENA_MAX = 1
 soak: .venv/.test
-	$(BIN)/python -m pytest tests/soak
+	$(BIN)/python -m pytest -p no:logging tests/soak
 
 soak-server: .venv/.test
 	$(BIN)/python benchmarks/soak
