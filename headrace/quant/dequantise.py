@@ -99,8 +99,9 @@ class BlockScales(NamedTuple):
 
     @property
     def numbers(self) -> Floats:  # [blocks, scales of a block]
-        """The scales themselves: float32 has all digits of a product."""
-        return self.units * self.steps.astype(np.float32) * np.float32(self.fraction)
+        """The scales themselves: float32 has all digits of a product. Units that are infinite give what they give in every format."""
+        with np.errstate(invalid="ignore"):
+            return self.units * self.steps.astype(np.float32) * np.float32(self.fraction)
 
 
 class BlockCodes(NamedTuple):
@@ -116,8 +117,9 @@ def values_of(split: Callable[[Bytes], BlockCodes]) -> Callable[[Bytes], Floats]
 
     def values(blocks: Bytes) -> Floats:
         codes, scales, minima = split(blocks)
-        scaled: Floats = scales.numbers[:, :, None] * codes.astype(np.float32)
-        return scaled if minima is None else scaled + minima.numbers[:, :, None]
+        with np.errstate(invalid="ignore"):
+            scaled: Floats = scales.numbers[:, :, None] * codes.astype(np.float32)
+            return scaled if minima is None else scaled + minima.numbers[:, :, None]
 
     return values
 
