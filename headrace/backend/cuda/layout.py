@@ -26,8 +26,8 @@ _IN_EIGHTHS = ("iq1", "iq2", "iq3_xxs")
 class WeightLayout:
     """How a matrix lies in the memory of a GPU.
 
-    Rows lie one after the other, each in whole tiles of `tile` columns. A byte of `int4` has a code of the first half of its tile in its
-    low half, and one of the second half in its high half: a kernel makes two products of them, and never has to interleave.
+    Rows lie one after the other, each in whole tiles of `tile` columns. A word of 16 bits of `int4` has a code of each quarter of its tile,
+    that of the first in its lowest bits: a kernel makes four products of them, and never has to interleave.
     Scales are [groups, rows], so that neighbouring rows are read together; packing.py says how those of 8 and 16 bits lie.
     """
 
@@ -35,7 +35,7 @@ class WeightLayout:
     tile: int = 64
     """Columns of a row that a kernel reads at a time."""
     group: int = 0
-    """Columns that share a scale, a divisor or a multiple of the tile's halves; 0: all of a row."""
+    """Columns that share a scale, a divisor or a multiple of the tile; 0: all of a row."""
     scale: ScaleStore | None = None
     zero: Literal["none", "point", "minimum"] = "none"
     """A value is scale * (code - zero point), scale * code + minimum, or scale * code."""
@@ -57,7 +57,7 @@ class WeightLayout:
     @property
     def part(self) -> int:
         """Columns that a kernel makes a product of at a time."""
-        return self.tile // 2 if self.store == "int4" else self.tile
+        return self.tile // 4 if self.store == "int4" else self.tile
 
     def padded_cols(self, cols: int) -> int:
         """Columns of a row in whole tiles."""
@@ -121,7 +121,7 @@ def _scale_store(spec: QuantSpec, number: str | None) -> ScaleStore:
 
 
 def _grouped(layout: WeightLayout) -> WeightLayout:
-    """The same with scales that are repeated where groups do not end with parts of tiles."""
-    if not layout.group or layout.group % layout.part == 0:
+    """The same with scales that are repeated where groups do not end with tiles."""
+    if not layout.group or layout.group % layout.tile == 0:
         return layout
-    return replace(layout, group=gcd(layout.group, layout.part))
+    return replace(layout, group=gcd(layout.group, layout.tile))

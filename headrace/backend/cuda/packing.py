@@ -9,16 +9,19 @@ from numpy.typing import NDArray
 
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.layout import ScaleStore, WeightLayout, layout_of
+from headrace.errors import UnsupportedModelError
 from headrace.quant.dequantise import BlockScales
 from headrace.quant.formats import StoredTensor
 from headrace.quant.spec import CODEBOOKS, POWERS, Codebook, QuantSpec, floats
 
 _CHUNK_CODES = 1 << 24
 """Codes of a matrix that the host takes apart at a time."""
+_MOST_POINT = 128
+"""Largest zero point of codes of 4 bits: the numbers that bf16 has behind 128 are all whole numbers up to 256."""
 
 _TYPES: dict[str, torch.dtype] = {
     **{"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16},
-    **{"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8, "int4": torch.uint8},
+    **{"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8, "int4": torch.int16},
     **{"steps": torch.int32, "eighths": torch.int32},
 }
 
@@ -52,7 +55,8 @@ class PackedWeight(NamedTuple):
 def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) -> PackedWeight:
     """Matrices of one order of columns as one, the rows of the first on top; the pages of their files go back.
 
-    Their layout is the one that they have in common, or one of plain numbers that is given.
+    Their layout is the one that they have in common, or one of plain numbers that is given. Raises UnsupportedModelError for zero points
+    far beyond the codes.
     """
     layout, cols = layout or layout_of(tensors[0]), tensors[0].cols
     rows, groups = sum(tensor.rows for tensor in tensors), layout.num_groups(cols)
@@ -69,6 +73,8 @@ def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) ->
             else:
                 found = code_rows(tensor, part)
                 codes[first:last] = _stored_codes(found.codes, layout)
+                if layout.store == "int4" and layout.zero == "point":
+                    _check_points(tensor, found.zeros)
                 for table, numbers in ((scales, found.scales), (zeros, found.zeros)):
                     if table is not None:
                         assert numbers is not None
@@ -79,6 +85,11 @@ def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) ->
     order = tensors[0].column_order if layout.scale else None  # plain numbers are in the order of the matrix
     columns = None if order is None else torch.from_numpy(order.astype(np.int32)).to(DEVICE)
     return PackedWeight(layout, rows, cols, codes, in_pairs(scales), in_pairs(zeros), lookup, columns)
+
+
+def _check_points(tensor: StoredTensor, points: Any) -> None:
+    if points.max(initial=0) > _MOST_POINT:
+        raise UnsupportedModelError(f"tensor {tensor.name}: codes of 4 bits have zero points above {_MOST_POINT}")
 
 
 def pack_vector(tensor: StoredTensor) -> torch.Tensor:  # [cols]
@@ -189,8 +200,8 @@ def _stored_codes(codes: NDArray[Any], layout: WeightLayout) -> torch.Tensor:
     """Codes [rows, cols] as the layout has them, with columns that make the last tile whole."""
     padded = _padded(codes.astype(np.int16) if layout.store.startswith("int") else codes, layout.padded_cols(codes.shape[1]))
     if layout.store == "int4":
-        tiles = (padded - layout.offset).to(torch.uint8).reshape(len(codes), -1, 2, layout.part)
-        return (tiles[:, :, 0] | tiles[:, :, 1] << 4).reshape(len(codes), -1)
+        tiles = (padded - layout.offset).reshape(len(codes), -1, 4, layout.part)
+        return (tiles[:, :, 0] | tiles[:, :, 1] << 4 | tiles[:, :, 2] << 8 | tiles[:, :, 3] << 12).reshape(len(codes), -1)
     if layout.store == "int8":
         return (padded - layout.offset).to(torch.int8)
     return padded.view(_TYPES[layout.store])

@@ -16,6 +16,7 @@ from headrace.backend.cuda.kernels.linear import linear
 from headrace.backend.cuda.kernels.quantise_rows import quantise_rows
 from headrace.backend.cuda.packing import pack
 from headrace.backend.reference_activations import activated, gated
+from headrace.errors import UnsupportedModelError
 from headrace.quant.kv import round_bf16
 from tests.backend.cuda.examples import examples
 from tests.backend.cuda.matrices import FORMAT_NAMES, SUPER_BLOCKS, any_bytes, random_matrix
@@ -166,3 +167,24 @@ def test_heads_with_matrices_of_their_own(shared: bool, num_rows: int, name: str
     parts = [x if shared else x[:, i * cols : (i + 1) * cols] for i in range(3)]
     want = np.concatenate([part @ head.dequantise().T for part, head in zip(parts, heads, strict=True)], axis=1)
     assert np.allclose(out.cpu().numpy(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_scales_of_16_bits_are_two_numbers_in_bf16() -> None:
+    """What kernels of a GPU rely on: codes times scales have the same bits when they are multiplied in two parts, each in bf16."""
+    scales = torch.arange(1 << 16).to(torch.int16).view(torch.float16).float()
+    scales = scales[scales.isfinite()]
+    high = scales.bfloat16().float()
+    low = scales - high
+    assert torch.equal(low, low.bfloat16().float())
+    for code in range(-16, 16):
+        rest = (code * low).bfloat16().float()
+        assert torch.equal(rest, code * low)
+        assert torch.equal((code * high + rest).bfloat16(), (code * scales).bfloat16())  # float32 has the sums without rounding
+
+
+def test_zero_points_far_beyond_the_codes_are_refused() -> None:
+    stored = random_matrix("int4-point", 8, 4, 0)
+    assert pack([stored]).zeros is not None
+    stored.parts["zeros"][0, 0] = 129
+    with pytest.raises(UnsupportedModelError, match="zero points above 128"):
+        pack([stored])

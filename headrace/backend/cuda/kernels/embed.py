@@ -71,9 +71,9 @@ def embed_kernel(
     inside = columns_of < columns
     k = tl.where(inside, columns_of, 0)
     if STORE == "int4":
-        at = k // (2 * PART) * PART + k % PART
-        stored = tl.load(codes + number * (padded // 2) + at)
-        stored = (stored.to(tl.int32) >> (k // PART % 2 * 4)) & 15
+        at = k // (4 * PART) * PART + k % PART
+        stored = tl.load(codes + number * (padded // 4) + at)
+        stored = (stored.to(tl.int32) >> (k // PART % 4 * 4)) & 15
     else:
         stored = tl.load(codes + number * padded + k)
     if SCALE != "":

@@ -57,7 +57,8 @@ def expert_linear_kernel(
     out, x, codes, scales, zeros, lookup, order, bias, pairs, experts, num_tiles,
     N, num_rows, K, num_experts, out_stride, x_stride,
     STORE: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
-    ORDERED: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    ORDERED: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr, IN_PAIRS: tl.constexpr,
+    PRECISION: tl.constexpr,
     ROWS_PER_X: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program has some columns of a tile of pairs."""
@@ -75,7 +76,7 @@ def expert_linear_kernel(
             rows = (expert + half * num_experts) * N + row
             part = product(
                 tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x, offsets, pair >= 0, K, codes, scales, zeros, lookup, order, rows, num_rows,
-                STORE, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, ORDERED, GROUP, PART, COMPUTE, PRECISION,
+                STORE, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, ORDERED, GROUP, PART, COMPUTE, IN_PAIRS, PRECISION,
             )  # fmt: skip
             if BIAS:
                 part += tl.load(bias + rows)[None, :]

@@ -28,7 +28,8 @@ def head_linear(out: torch.Tensor, x: torch.Tensor, heads: PackedWeight, num_hea
 def head_linear_kernel(
     out, x, codes, scales, zeros, lookup, order, M, N, num_rows, K, out_stride, x_stride, head_stride,
     STORE: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
-    ORDERED: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    ORDERED: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr, IN_PAIRS: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program has a tile of one head."""
@@ -40,6 +41,6 @@ def head_linear_kernel(
     offsets = m.to(tl.int64) * x_stride + head * head_stride
     y = product(
         tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x, offsets, m < M, K, codes, scales, zeros, lookup, order, rows, num_rows,
-        STORE, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, ORDERED, GROUP, PART, COMPUTE, PRECISION,
+        STORE, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, ORDERED, GROUP, PART, COMPUTE, IN_PAIRS, PRECISION,
     )  # fmt: skip
     tl.store(out + m.to(tl.int64)[:, None] * out_stride + head * N + n[None, :], y.to(out.dtype.element_ty), mask=inside)

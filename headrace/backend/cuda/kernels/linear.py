@@ -59,7 +59,8 @@ def linear_kernel(
     out, x, codes, scales, zeros, lookup, order, bias, residual, delta, x_codes, x_scales,
     M, N, num_rows, K, out_stride, x_stride, residual_stride, delta_stride, codes_stride,
     STORE: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
-    ORDERED: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    ORDERED: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr, IN_PAIRS: tl.constexpr,
+    PRECISION: tl.constexpr,
     ACTIVATION: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, DELTA: tl.constexpr,
     INT8: tl.constexpr, OUTLIERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +82,7 @@ def linear_kernel(
         else:
             part = product(
                 tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x, m * x_stride, in_m, K, codes, scales, zeros, lookup, order, rows, num_rows,
-                STORE, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, ORDERED, GROUP, PART, COMPUTE, PRECISION,
+                STORE, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, ORDERED, GROUP, PART, COMPUTE, IN_PAIRS, PRECISION,
             )  # fmt: skip
         if DELTA:
             part += tl.load(delta + m[:, None] * delta_stride + (half * N + n)[None, :], mask=inside, other=0.0)

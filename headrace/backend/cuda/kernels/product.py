@@ -10,12 +10,21 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.backend.cuda.interpreter import is_interpreting
+from headrace.backend.cuda.kernels.code_pairs import less, scaled, scaled_widely, small_floats
 from headrace.backend.cuda.kernels.quantise_rows import is_outlier
-from headrace.backend.cuda.layout import SUPER_BLOCK
+from headrace.backend.cuda.layout import SUPER_BLOCK, WeightLayout
 from headrace.backend.cuda.packing import PackedWeight
 from headrace.quant.spec import CODEBOOKS
 
 _SUPER_BLOCK = tl.constexpr(SUPER_BLOCK)
+_IS_INTERPRETED = tl.constexpr(is_interpreting())
+
+
+def multiplies_in_pairs(layout: WeightLayout) -> bool:
+    """Whether codes are scaled two at a time, in bf16: whole numbers of at most 5 bits, or halves, with scales of at most 11."""
+    is_short = layout.store == "int4" and layout.scale in ("f16", "bf16") and layout.lookup in ((), CODEBOOKS["e2m1"])
+    return is_short and layout.zero != "minimum" and (not layout.group or layout.group >= layout.part)
 
 
 def weight_args(weight: PackedWeight) -> tuple[Any, ...]:
@@ -40,6 +49,7 @@ def weight_constants(weight: PackedWeight, activations: torch.dtype) -> dict[str
         "PART": layout.part,
         "COMPUTE": tl.float32 if is_wide else tl.bfloat16,
         # float16 has no more digits than TF32: tensor cores multiply it without loss.
+        "IN_PAIRS": multiplies_in_pairs(layout) and not is_wide and not is_interpreting(),
         "PRECISION": "tf32" if layout.store == "f16" and activations != torch.float32 else "ieee",
     }
 
@@ -98,7 +108,9 @@ def spread_steps(
     at = first // (4 * GROUP) + AT // (4 * GROUP) + block // 2 + 1
     words = tl.load(table + at * num_rows + rows)
     byte: tl.constexpr = AT // GROUP % 4
-    if FEW and PART == 2 * GROUP:
+    if PART <= GROUP:
+        numbers = stepped(units, words, byte, NUMBER)[:, None]
+    elif FEW and PART == 2 * GROUP:
         numbers = over_columns(tl.join(stepped(units, words, byte, NUMBER), stepped(units, words, byte + 1, NUMBER)), PART)
     elif FEW and PART == 4 * GROUP and GROUP >= 32:
         even = tl.join(stepped(units, words, 0, NUMBER), stepped(units, words, 2, NUMBER))
@@ -153,7 +165,7 @@ def meaning(codes, lookup, OFFSET: tl.constexpr, LOOKUP: tl.constexpr):
     elif LOOKUP == "e2m1":  # as the lowest numbers of float32, which have the same exponents and fractions but for a factor
         values = ((codes & 7) << 22 | (codes & 8) << 28).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
     else:
-        values = codes.to(tl.float32) + OFFSET
+        values = codes.to(tl.float32) if OFFSET == 0 else codes.to(tl.float32) + OFFSET
     return values
 
 
@@ -187,32 +199,94 @@ def activations(x, row_offsets, row_mask, order, first, columns, ORDERED: tl.con
 
 
 @triton.jit
+def group_numbers(table, number, rows, num_rows, NUMBER: tl.constexpr, AT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """The numbers of a table for the columns of a tile from AT on, where one serves all: [rows, 1], in float32."""
+    if NUMBER == "steps" or NUMBER == "eighths":
+        block = number // (_SUPER_BLOCK // TILE)
+        units = unit(tl.load(table + unit_word(block, GROUP) * num_rows + rows), block)
+        at = number * (TILE // (4 * GROUP)) + AT // (4 * GROUP) + block // 2 + 1
+        numbers = stepped(units, tl.load(table + at * num_rows + rows), AT // GROUP % 4, NUMBER)
+    elif GROUP != 0 and 2 * GROUP <= TILE and NUMBER != "f32":  # which half of a word is known when this is compiled
+        pair = number * (TILE // (2 * GROUP)) + AT // (2 * GROUP)
+        numbers = halves(tl.load(table + pair * num_rows + rows), NUMBER)[AT // GROUP % 2]
+    else:
+        if GROUP == 0:
+            group = 0
+        elif GROUP > TILE:
+            group = number // (GROUP // TILE)
+        else:
+            group = number * (TILE // GROUP) + AT // GROUP
+        if NUMBER == "f32":
+            numbers = tl.load(table + group * num_rows + rows)
+        else:
+            numbers = halves(tl.load(table + group // 2 * num_rows + rows) >> (group % 2 * 16), NUMBER)[0]
+    return numbers[:, None]
+
+
+@triton.jit
+def addend(
+    zeros, number, rows, num_rows,
+    ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, AT: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """What `less` adds to the codes of the columns of a tile from AT on, and 128: [rows, PART]."""
+    if ZERO == "point":
+        added = -128.0 - group_numbers(zeros, number, rows, num_rows, ZERO_STORE, AT, GROUP, 4 * PART)
+    else:
+        added = tl.full([1, 1], OFFSET - 128, tl.float32)
+    return tl.broadcast_to(added.to(tl.bfloat16), [rows.shape[0], PART])
+
+
+@triton.jit
 def product(
     acc, x, row_offsets, row_mask, columns, codes, scales, zeros, lookup, order, rows, num_rows,
     STORE: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
-    ORDERED: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    ORDERED: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr, IN_PAIRS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Acc + x @ weight.T, for rows of x that lie at `row_offsets` and the given `rows` of the matrix: [rows of x, rows]."""
-    part = tl.arange(0, PART)
-    tile: tl.constexpr = 2 * PART if STORE == "int4" else PART
     few: tl.constexpr = row_offsets.shape[0] < 64  # tensor cores then take numbers from registers
+    tile: tl.constexpr = 4 * PART if STORE == "int4" else PART
     num_tiles = tl.cdiv(columns, tile)
-    at = codes + rows.to(tl.int64)[:, None] * (num_tiles * PART) + part[None, :]
+    at = codes + rows.to(tl.int64)[:, None] * (num_tiles * PART) + tl.arange(0, PART)[None, :]
     for number in range(0, num_tiles):
         stored = tl.load(at + number * PART)
         first = number * tile
-        low = (stored.to(tl.int32) & 15) if STORE == "int4" else stored
-        w = dequantised(
-            low, scales, zeros, lookup, first, rows, num_rows, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, 0, GROUP, PART, COMPUTE, few
-        )
-        a = activations(x, row_offsets, row_mask, order, first, columns, ORDERED, PART, COMPUTE)
-        acc = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)
-        if STORE == "int4":
-            high = stored.to(tl.int32) >> 4
-            w = dequantised(
-                high, scales, zeros, lookup, first, rows, num_rows, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, PART, GROUP, PART, COMPUTE, few
+        is_whole: tl.constexpr = STORE == "int4" and LOOKUP == "" and not _IS_INTERPRETED
+        is_bf16: tl.constexpr = tl.bfloat16 == COMPUTE
+        point: tl.constexpr = ZERO if IN_PAIRS else ""  # else zero points are subtracted where numbers are scaled
+        if is_whole:
+            four = less(
+                stored,
+                addend(zeros, number, rows, num_rows, point, ZERO_STORE, OFFSET, 0, GROUP, PART),
+                addend(zeros, number, rows, num_rows, point, ZERO_STORE, OFFSET, PART, GROUP, PART),
+                addend(zeros, number, rows, num_rows, point, ZERO_STORE, OFFSET, 2 * PART, GROUP, PART),
+                addend(zeros, number, rows, num_rows, point, ZERO_STORE, OFFSET, 3 * PART, GROUP, PART),
             )
-            a = activations(x, row_offsets, row_mask, order, first + PART, columns, ORDERED, PART, COMPUTE)
+        elif IN_PAIRS:
+            four = small_floats(stored)
+        for part in tl.static_range(tile // PART):
+            if IN_PAIRS:
+                scale = group_numbers(scales, number, rows, num_rows, SCALE, part * PART, GROUP, tile)
+                w = scaled(four[part], scale)
+            elif is_whole and ZERO != "point" and is_bf16:
+                if GROUP == 0 or GROUP >= PART:
+                    scale = group_numbers(scales, number, rows, num_rows, SCALE, part * PART, GROUP, tile)
+                else:
+                    scale = spread(scales, first, rows, num_rows, SCALE, part * PART, GROUP, PART, few)
+                if ZERO == "none":
+                    minimum = scale
+                elif GROUP == 0 or GROUP >= PART:
+                    minimum = group_numbers(zeros, number, rows, num_rows, ZERO_STORE, part * PART, GROUP, tile)
+                else:
+                    minimum = spread(zeros, first, rows, num_rows, ZERO_STORE, part * PART, GROUP, PART, few)
+                w = scaled_widely(four[part], scale, minimum, ZERO == "minimum")
+            else:
+                its = four[part] if is_whole else stored.to(tl.int32) >> (4 * part) & 15 if STORE == "int4" else stored
+                w = dequantised(
+                    its, scales, zeros, lookup, first, rows, num_rows,
+                    SCALE, ZERO, ZERO_STORE, 0 if is_whole else OFFSET, LOOKUP, part * PART, GROUP, PART, COMPUTE, few,
+                )  # fmt: skip
+            a = activations(x, row_offsets, row_mask, order, first + part * PART, columns, ORDERED, PART, COMPUTE)
             acc = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)
     return acc
 

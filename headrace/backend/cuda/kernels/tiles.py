@@ -61,7 +61,7 @@ def _narrow(num_rows: int, num_outputs: int, cols: int, layout: WeightLayout) ->
     while block_n < 64 and blocks(num_outputs, 2 * block_n) >= 2 * _MULTIPROCESSORS:
         block_n *= 2
     part = 128 if layout.scale is None and cols % 128 == 0 else layout.part
-    columns = 2 * part if layout.store == "int4" else part
+    columns = 4 * part if layout.store == "int4" else part
     stage_bytes = block_n * layout.row_bytes(columns) + 2 * block_m * columns
     programs = min(4, blocks(blocks(num_outputs, block_n), _MULTIPROCESSORS))
     stages = min(_MOST_STAGES, max(3, _SHARED_BYTES // (programs * stage_bytes)))

@@ -1,0 +1,122 @@
+"""The instructions that make numbers of codes two at a time, carried out as PTX defines them: they give what plain operations give."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headrace.backend.cuda.kernels import code_pairs
+from headrace.quant.kv import round_bf16
+from headrace.quant.spec import CODEBOOKS
+
+Words = NDArray[np.uint32]
+CODES = np.arange(16)
+
+
+def bf16(numbers: Any) -> NDArray[np.uint32]:
+    """The bits of numbers in bf16, rounded to nearest, ties to even."""
+    return np.asarray(round_bf16(np.asarray(numbers, np.float32)), np.float32).view(np.uint32) >> np.uint32(16)
+
+
+def pair(low: NDArray[np.uint32], high: NDArray[np.uint32]) -> Words:
+    return low | high << np.uint32(16)
+
+
+def parts(words: Words) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Both numbers of a register, in float32: the lower first."""
+    return (words << np.uint32(16)).view(np.float32), (words & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def fused(a: Words, b: Words, c: Words) -> Words:
+    """a * b + c of both numbers, rounded once: float64 has all digits of the product, and of the sum of numbers as they are here."""
+    sums = [x.astype(np.float64) * y + z for x, y, z in zip(parts(a), parts(b), parts(c), strict=True)]
+    assert all(np.array_equal(s, s.astype(np.float32).astype(np.float64), equal_nan=True) for s in sums)  # so it is rounded once
+    return pair(*map(bf16, sums))
+
+
+def plain(operation: Callable[..., Any]) -> Callable[..., Words]:
+    return lambda *args: operation(*(arg.view(np.float32) for arg in args)).astype(np.float32).view(np.uint32)
+
+
+INSTRUCTIONS: dict[str, Callable[..., Words]] = {
+    "mov.b32": lambda a: a,
+    "shl.b32": lambda a, n: a << n,
+    "shr.u32": lambda a, n: a >> n,
+    "and.b32": lambda a, b: a & b,
+    "lop3.b32": lambda a, b, c, table: a & b | c,
+    "fma.rn.bf16x2": fused,
+    "mul.rn.f32": plain(np.multiply),
+    "add.rn.f32": plain(np.add),
+    "cvt.rn.bf16x2.f32": lambda high, low: pair(bf16(low.view(np.float32)), bf16(high.view(np.float32))),
+}
+
+
+def carried_out(assembly: Any, num_outputs: int, *inputs: Words) -> list[Words]:
+    """The outputs of instructions, which are numbered before the inputs."""
+    registers = {f"${num_outputs + i}": words for i, words in enumerate(inputs)}
+    for line in assembly.value.strip("{} \n").splitlines():
+        name, *operands = re.split(r"[\s,;]+", line.strip(" ;"))
+        if name == ".reg":
+            continue
+        assert name != "lop3.b32" or operands[-1] == "0xEA"  # a & b | c: of all a, b and c the bits 1110 1010
+        values = [registers[word] if word in registers else np.uint32(int(word, 0)) for word in operands[1:]]
+        registers[operands[0]] = np.asarray(INSTRUCTIONS[name](*values), np.uint32)
+    return [registers[f"${i}"] for i in range(num_outputs)]
+
+
+def registers_of(words: NDArray[Any]) -> Words:
+    """Words of 16 bits, each beside another."""
+    own = words.astype(np.uint32)
+    return pair(own, np.roll(own, 1))
+
+
+ALL_WORDS = np.arange(1 << 16, dtype=np.uint32)
+
+
+@pytest.mark.parametrize("zero", range(17))
+def test_codes_less_zero_points(zero: int) -> None:
+    words, added = registers_of(ALL_WORDS), np.broadcast_to(pair(*2 * [bf16(-128.0 - zero)]), ALL_WORDS.shape)
+    found = carried_out(code_pairs.LESS, 4, words, *4 * [added])
+    for place, numbers in enumerate(found):
+        expected = (ALL_WORDS >> np.uint32(4 * place) & np.uint32(15)).astype(np.float32) - zero
+        low, high = parts(numbers)
+        assert np.array_equal(low, expected) and np.array_equal(high, np.roll(expected, 1))
+
+
+def test_small_floats() -> None:
+    values = np.array(CODEBOOKS["e2m1"], np.float32)
+    for place, numbers in enumerate(carried_out(code_pairs.SMALL_FLOATS, 4, registers_of(ALL_WORDS))):
+        expected = values[ALL_WORDS >> np.uint32(4 * place) & np.uint32(15)]
+        low, high = parts(numbers)
+        assert np.array_equal(low, expected) and np.array_equal(high, np.roll(expected, 1))
+        assert np.array_equal(np.signbit(low), np.signbit(expected))
+
+
+@pytest.mark.parametrize("codes", [CODES - 8, CODES - 16, CODES, np.array(CODEBOOKS["e2m1"])], ids=["signed", "less 16", "whole", "e2m1"])
+def test_scaled_by_all_short_floats(codes: NDArray[Any]) -> None:
+    """Of float16 all that are finite, rounded once: the bits of a product in float32 that is rounded to bf16."""
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    halves = halves[np.isfinite(halves)]
+    high = bf16(halves)
+    low = bf16(halves - (high << np.uint32(16)).view(np.float32))
+    for code in codes.astype(np.float32):
+        pairs = [pair(x, x) for x in (np.broadcast_to(bf16(code), high.shape), high, low)]
+        (found,) = carried_out(code_pairs.SCALED, 1, *pairs)
+        expected = bf16(code * halves)
+        zero = (code == 0) | (halves == 0)  # whose sign says nothing
+        assert np.array_equal(found[~zero], pair(expected, expected)[~zero]) and not (found[zero] & np.uint32(0x7FFF7FFF)).any()
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_scaled_in_float32(adds: bool) -> None:
+    rng = np.random.default_rng(0)
+    codes = rng.integers(-16, 16, (2, 100_000)).astype(np.float32)
+    scales, minima = rng.standard_normal((2, 2, 100_000)).astype(np.float32)
+    assembly = code_pairs.SCALED_WITH_MINIMA if adds else code_pairs.SCALED_WIDELY
+    words = [x.view(np.uint32) for x in (*scales, *(minima if adds else ()))]
+    (found,) = carried_out(assembly, 1, pair(*bf16(codes)), *words)
+    expected = bf16(codes * scales + minima if adds else codes * scales)
+    assert np.array_equal(found, pair(*expected))
