@@ -176,7 +176,26 @@ def compile_launch(launch: Launch) -> dict[str, Any]:
         code = _output("nvdisasm", "-c", file.name)
     found = {name.lower(): int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     counts = {name: len(re.findall(pattern, code)) for name, pattern in INSTRUCTIONS.items()}
-    return {"shared": kernel.metadata.shared, **found, "instructions": {name: n for name, n in counts.items() if n}}
+    return {"shared": kernel.metadata.shared, **found, "instructions": {name: n for name, n in counts.items() if n}, "loop": _loop(code)}
+
+
+def _loop(code: str) -> dict[str, int]:
+    """Instructions of the longest loop that multiplies on tensor cores and has no such loop in it, and how many move spilled registers."""
+    instructions, labels, loops = list[str](), dict[str, int](), list[tuple[int, int]]()
+    for line in code.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label[1]] = len(instructions)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            instructions.append(instruction[1])
+    multiplies = re.compile(f"{INSTRUCTIONS['mma']}|{INSTRUCTIONS['wgmma']}").search
+    for last, instruction in enumerate(instructions):
+        target = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", instruction)
+        first = labels.get(target[1], last + 1) if target else last + 1
+        if any(map(multiplies, instructions[first : last + 1])) and not any(first <= inner for inner, _ in loops):
+            loops.append((first, last))
+    first, last = max(loops, key=lambda loop: loop[1] - loop[0], default=(0, -1))
+    body = instructions[first : last + 1]
+    return {"instructions": len(body), "local": sum(bool(re.search(INSTRUCTIONS["local"], one)) for one in body)}
 
 
 def _output(tool: str, *words: str) -> str:

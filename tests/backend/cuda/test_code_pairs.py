@@ -1,4 +1,4 @@
-"""The instructions that make numbers of codes two at a time, carried out as PTX defines them: they give what plain operations give."""
+"""The instructions that make numbers of codes two at a time, carried out as PTX defines them, and what products make of them."""
 
 import re
 from collections.abc import Callable
@@ -6,11 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import triton
+import triton.language as tl
 from numpy.typing import NDArray
 
-from headrace.backend.cuda.kernels import code_pairs
+from headrace.backend.cuda.kernels import code_pairs, product
+from headrace.backend.cuda.kernels.linear import linear
+from headrace.backend.cuda.layout import layout_of
+from headrace.backend.cuda.packing import pack
 from headrace.quant.kv import round_bf16
 from headrace.quant.spec import CODEBOOKS
+from tests.backend.cuda.matrices import FORMAT_NAMES, random_matrix
 
 Words = NDArray[np.uint32]
 CODES = np.arange(16)
@@ -120,3 +127,65 @@ def test_scaled_in_float32(adds: bool) -> None:
     (found,) = carried_out(assembly, 1, pair(*bf16(codes)), *words)
     expected = bf16(codes * scales + minima if adds else codes * scales)
     assert np.array_equal(found, pair(*expected))
+
+
+@triton.jit
+def plain_less(words, first, second, third, fourth):
+    low, second_code = words.to(tl.int32) & 15, words.to(tl.int32) >> 4 & 15
+    third_code, high = words.to(tl.int32) >> 8 & 15, words.to(tl.int32) >> 12 & 15
+    return (
+        (128.0 + low.to(tl.float32) + first.to(tl.float32)).to(tl.bfloat16),
+        (128.0 + second_code.to(tl.float32) + second.to(tl.float32)).to(tl.bfloat16),
+        (128.0 + third_code.to(tl.float32) + third.to(tl.float32)).to(tl.bfloat16),
+        (128.0 + high.to(tl.float32) + fourth.to(tl.float32)).to(tl.bfloat16),
+    )
+
+
+@triton.jit
+def plain_small_float(code):
+    return (((code & 7) << 22 | (code & 8) << 28).to(tl.float32, bitcast=True) * 8.507059173023462e37).to(tl.bfloat16)
+
+
+@triton.jit
+def plain_small_floats(words):
+    codes = words.to(tl.int32)
+    return (
+        plain_small_float(codes & 15),
+        plain_small_float(codes >> 4 & 15),
+        plain_small_float(codes >> 8 & 15),
+        plain_small_float(codes >> 12 & 15),
+    )
+
+
+@triton.jit
+def plain_scaled(codes, scale):
+    return (codes.to(tl.float32) * scale).to(tl.bfloat16)
+
+
+@triton.jit
+def plain_scaled_widely(codes, scale, minimum, ADDS: tl.constexpr):
+    numbers = codes.to(tl.float32) * scale
+    if ADDS:
+        numbers += minimum
+    return numbers.to(tl.bfloat16)
+
+
+TWINS = {"less": plain_less, "small_floats": plain_small_floats, "scaled": plain_scaled, "scaled_widely": plain_scaled_widely}
+
+
+@pytest.mark.parametrize("num_rows", [5, 70])
+@pytest.mark.parametrize("name", [name for name in FORMAT_NAMES if layout_of(random_matrix(name, 4, 1, 1)).store == "int4"])
+def test_a_gpu_multiplies_what_the_interpreter_does(name: str, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of product.py that only GPUs go, to the bit, with plain operations for the instructions."""
+    stored = random_matrix(name, 40, 3, 1)
+    weight, x = pack([stored]), torch.randn(num_rows, stored.cols, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    usual, own = torch.empty(num_rows, 40), torch.empty(num_rows, 40)
+    linear(usual, x, weight)()
+    for twin, function in TWINS.items():
+        monkeypatch.setattr(product, twin, function)
+    monkeypatch.setattr(product, "_IS_INTERPRETED", tl.constexpr(False))
+    monkeypatch.setattr(product, "is_interpreting", lambda: False)
+    launch = linear(own, x, weight)
+    assert launch.constants["IN_PAIRS"] == product.multiplies_in_pairs(weight.layout)
+    launch()
+    assert torch.equal(usual, own)

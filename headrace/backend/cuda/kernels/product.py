@@ -108,9 +108,7 @@ def spread_steps(
     at = first // (4 * GROUP) + AT // (4 * GROUP) + block // 2 + 1
     words = tl.load(table + at * num_rows + rows)
     byte: tl.constexpr = AT // GROUP % 4
-    if PART <= GROUP:
-        numbers = stepped(units, words, byte, NUMBER)[:, None]
-    elif FEW and PART == 2 * GROUP:
+    if FEW and PART == 2 * GROUP:
         numbers = over_columns(tl.join(stepped(units, words, byte, NUMBER), stepped(units, words, byte + 1, NUMBER)), PART)
     elif FEW and PART == 4 * GROUP and GROUP >= 32:
         even = tl.join(stepped(units, words, 0, NUMBER), stepped(units, words, 2, NUMBER))
@@ -129,24 +127,13 @@ def spread_steps(
 def spread(
     table, first, rows, num_rows, NUMBER: tl.constexpr, AT: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, FEW: tl.constexpr
 ):
-    """The numbers of a table for the columns of a tile from AT on, where `first` is its first column: [rows, PART], or [rows, 1] where one
-    serves all.
-
-    Those of 8 and 16 bits are loaded in words: only loads of 32 bits can be on their way while others are multiplied.
-    """
-    group = (first + AT) // GROUP if GROUP else 0
+    """The numbers of a table for the columns of a tile from AT on, where `first` is its first column: [rows, PART], of several groups."""
+    group = (first + AT) // GROUP
     if NUMBER == "steps" or NUMBER == "eighths":
         numbers = spread_steps(table, first, rows, num_rows, NUMBER, AT, GROUP, PART, FEW)
     elif NUMBER == "f32":
-        if GROUP == 0 or GROUP >= PART:
-            numbers = tl.load(table + group * num_rows + rows)[:, None]
-        else:
-            groups = group + tl.arange(0, PART // GROUP)
-            each = tl.load(table + groups[None, :] * num_rows + rows[:, None])
-            numbers = over_columns(each, PART)
-    elif GROUP == 0 or GROUP >= PART:
-        low, high = halves(tl.load(table + group // 2 * num_rows + rows), NUMBER)
-        numbers = tl.where(group % 2 == 0, low, high)[:, None]
+        groups = group + tl.arange(0, PART // GROUP)
+        numbers = over_columns(tl.load(table + groups[None, :] * num_rows + rows[:, None]), PART)
     else:
         column = tl.arange(0, PART)[None, :]
         numbers = tl.zeros([rows.shape[0], PART], tl.float32)
@@ -155,47 +142,6 @@ def spread(
             its = tl.where(column < (2 * pair + 1) * GROUP, low[:, None], high[:, None])
             numbers = tl.where(column < 2 * pair * GROUP, numbers, its)
     return numbers
-
-
-@triton.jit
-def meaning(codes, lookup, OFFSET: tl.constexpr, LOOKUP: tl.constexpr):
-    """What codes stand for before they are scaled, in float32."""
-    if LOOKUP == "table":
-        values = tl.load(lookup + codes.to(tl.int32))
-    elif LOOKUP == "e2m1":  # as the lowest numbers of float32, which have the same exponents and fractions but for a factor
-        values = ((codes & 7) << 22 | (codes & 8) << 28).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
-    else:
-        values = codes.to(tl.float32) if OFFSET == 0 else codes.to(tl.float32) + OFFSET
-    return values
-
-
-@triton.jit
-def dequantised(
-    codes, scales, zeros, lookup, first, rows, num_rows,
-    SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
-    AT: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr, FEW: tl.constexpr,
-):  # fmt: skip
-    """Codes [rows, PART] of the columns of a tile from AT on as numbers that a product takes."""
-    if SCALE == "":
-        values = codes
-    else:
-        values = meaning(codes, lookup, OFFSET, LOOKUP)
-        scale = spread(scales, first, rows, num_rows, SCALE, AT, GROUP, PART, FEW)
-        if ZERO == "point":
-            values = (values - spread(zeros, first, rows, num_rows, ZERO_STORE, AT, GROUP, PART, FEW)) * scale
-        elif ZERO == "minimum":
-            values = values * scale + spread(zeros, first, rows, num_rows, ZERO_STORE, AT, GROUP, PART, FEW)
-        else:
-            values = values * scale
-    return values.to(COMPUTE)
-
-
-@triton.jit
-def activations(x, row_offsets, row_mask, order, first, columns, ORDERED: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr):
-    """PART columns of rows from `first` on, in the order of the matrix; 0 behind the last of `columns`."""
-    k = first + tl.arange(0, PART)
-    at = tl.load(order + k, mask=k < columns, other=0) if ORDERED else k
-    return tl.load(x + row_offsets[:, None] + at[None, :], mask=row_mask[:, None] & (k < columns)[None, :], other=0).to(COMPUTE)
 
 
 @triton.jit
@@ -221,6 +167,62 @@ def group_numbers(table, number, rows, num_rows, NUMBER: tl.constexpr, AT: tl.co
         else:
             numbers = halves(tl.load(table + group // 2 * num_rows + rows) >> (group % 2 * 16), NUMBER)[0]
     return numbers[:, None]
+
+
+@triton.jit
+def numbers_of(
+    table, number, rows, num_rows,
+    NUMBER: tl.constexpr, AT: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """The numbers of a table for PART columns of a tile from AT on, in float32: [rows, PART], or [rows, 1] where one serves all.
+
+    Those of 8 and 16 bits are loaded in words: only loads of 32 bits can be on their way while others are multiplied.
+    """
+    if GROUP == 0 or GROUP >= PART:
+        return group_numbers(table, number, rows, num_rows, NUMBER, AT, GROUP, TILE)
+    else:
+        return spread(table, number * TILE, rows, num_rows, NUMBER, AT, GROUP, PART, FEW)
+
+
+@triton.jit
+def meaning(codes, lookup, OFFSET: tl.constexpr, LOOKUP: tl.constexpr):
+    """What codes stand for before they are scaled, in float32."""
+    if LOOKUP == "table":
+        values = tl.load(lookup + codes.to(tl.int32))
+    elif LOOKUP == "e2m1":  # as the lowest numbers of float32, which have the same exponents and fractions but for a factor
+        values = ((codes & 7) << 22 | (codes & 8) << 28).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
+    else:
+        values = codes.to(tl.float32) if OFFSET == 0 else codes.to(tl.float32) + OFFSET
+    return values
+
+
+@triton.jit
+def dequantised(
+    codes, scales, zeros, lookup, number, rows, num_rows,
+    SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
+    AT: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr, COMPUTE: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """Codes [rows, PART] of the columns of a tile from AT on as numbers that a product takes."""
+    if SCALE == "":
+        values = codes
+    else:
+        values = meaning(codes, lookup, OFFSET, LOOKUP)
+        scale = numbers_of(scales, number, rows, num_rows, SCALE, AT, GROUP, PART, TILE, FEW)
+        if ZERO == "point":
+            values = (values - numbers_of(zeros, number, rows, num_rows, ZERO_STORE, AT, GROUP, PART, TILE, FEW)) * scale
+        elif ZERO == "minimum":
+            values = values * scale + numbers_of(zeros, number, rows, num_rows, ZERO_STORE, AT, GROUP, PART, TILE, FEW)
+        else:
+            values = values * scale
+    return values.to(COMPUTE)
+
+
+@triton.jit
+def activations(x, row_offsets, row_mask, order, first, columns, ORDERED: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr):
+    """PART columns of rows from `first` on, in the order of the matrix; 0 behind the last of `columns`."""
+    k = first + tl.arange(0, PART)
+    at = tl.load(order + k, mask=k < columns, other=0) if ORDERED else k
+    return tl.load(x + row_offsets[:, None] + at[None, :], mask=row_mask[:, None] & (k < columns)[None, :], other=0).to(COMPUTE)
 
 
 @triton.jit
@@ -250,7 +252,6 @@ def product(
     at = codes + rows.to(tl.int64)[:, None] * (num_tiles * PART) + tl.arange(0, PART)[None, :]
     for number in range(0, num_tiles):
         stored = tl.load(at + number * PART)
-        first = number * tile
         is_whole: tl.constexpr = STORE == "int4" and LOOKUP == "" and not _IS_INTERPRETED
         is_bf16: tl.constexpr = tl.bfloat16 == COMPUTE
         point: tl.constexpr = ZERO if IN_PAIRS else ""  # else zero points are subtracted where numbers are scaled
@@ -266,27 +267,20 @@ def product(
             four = small_floats(stored)
         for part in tl.static_range(tile // PART):
             if IN_PAIRS:
-                scale = group_numbers(scales, number, rows, num_rows, SCALE, part * PART, GROUP, tile)
-                w = scaled(four[part], scale)
+                w = scaled(four[part], numbers_of(scales, number, rows, num_rows, SCALE, part * PART, GROUP, PART, tile, few))
             elif is_whole and ZERO != "point" and is_bf16:
-                if GROUP == 0 or GROUP >= PART:
-                    scale = group_numbers(scales, number, rows, num_rows, SCALE, part * PART, GROUP, tile)
-                else:
-                    scale = spread(scales, first, rows, num_rows, SCALE, part * PART, GROUP, PART, few)
-                if ZERO == "none":
-                    minimum = scale
-                elif GROUP == 0 or GROUP >= PART:
-                    minimum = group_numbers(zeros, number, rows, num_rows, ZERO_STORE, part * PART, GROUP, tile)
-                else:
-                    minimum = spread(zeros, first, rows, num_rows, ZERO_STORE, part * PART, GROUP, PART, few)
+                scale = numbers_of(scales, number, rows, num_rows, SCALE, part * PART, GROUP, PART, tile, few)
+                minimum = scale
+                if ZERO == "minimum":
+                    minimum = numbers_of(zeros, number, rows, num_rows, ZERO_STORE, part * PART, GROUP, PART, tile, few)
                 w = scaled_widely(four[part], scale, minimum, ZERO == "minimum")
             else:
                 its = four[part] if is_whole else stored.to(tl.int32) >> (4 * part) & 15 if STORE == "int4" else stored
                 w = dequantised(
-                    its, scales, zeros, lookup, first, rows, num_rows,
-                    SCALE, ZERO, ZERO_STORE, 0 if is_whole else OFFSET, LOOKUP, part * PART, GROUP, PART, COMPUTE, few,
+                    its, scales, zeros, lookup, number, rows, num_rows,
+                    SCALE, ZERO, ZERO_STORE, 0 if is_whole else OFFSET, LOOKUP, part * PART, GROUP, PART, tile, COMPUTE, few,
                 )  # fmt: skip
-            a = activations(x, row_offsets, row_mask, order, first + part * PART, columns, ORDERED, PART, COMPUTE)
+            a = activations(x, row_offsets, row_mask, order, number * tile + part * PART, columns, ORDERED, PART, COMPUTE)
             acc = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)
     return acc
 
