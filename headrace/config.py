@@ -75,9 +75,8 @@ class EngineConfig:
     """Row budget of a step: decode rows first, then prompt chunks. None: 512, and 2,048 on a GPU (`max_rows`)."""
     chunked_prefill_size: int | None = None
     """Prompt rows in a step that also decodes, beside one row for each decoding sequence; deep in a context fewer, as attention costs
-    more there. Large values favour throughput. 0: as many as `max_num_batched_tokens`. None: 16, and 512 on a GPU, which has arithmetic
-    for as many while it reads the weights (`max_chunk_rows`). So a long prompt stretches the time between tokens of others to about
-    three times."""
+    more there. 16, on a CPU, lets a long prompt stretch the time between tokens of other requests to about three times; large values
+    favour throughput. 0: as many as `max_num_batched_tokens`. None: 16, and 256 on a GPU (`max_chunk_rows`)."""
     max_logit_rows: int = 0
     """Most rows with logits in one step, beyond one for each sequence, for prompt log-probabilities and drafts, which all sequences of a
     step share: it bounds the memory that logits take. 0: as many as fit in 64 MiB, and 64 at least."""
@@ -129,7 +128,7 @@ class EngineConfig:
     def max_chunk_rows(self) -> int:
         """Prompt rows in a step that also decodes, beside one row for each decoding sequence, at most."""
         if self.chunked_prefill_size is None:
-            return min(self.max_rows, 512 if self.backend == "cuda" else 16)
+            return min(self.max_rows, 256 if self.backend == "cuda" else 16)
         return self.chunked_prefill_size or self.max_rows
 
     @property

@@ -5,6 +5,7 @@ where its logits are, and start the next step (`RaggedBatch.token_source`) befor
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -47,15 +48,19 @@ class LaterDraws(Sequence[Draw]):
         self.draws = draws
         self.later = later
 
+    @cached_property
+    def _made(self) -> list[Draw]:
+        later = self.later  # `_replace` takes three times as long
+        return [Draw(d.row, d.position + later, d.sampler, d.draft, d.num_logprobs, d.method, d.masks) for d in self.draws]
+
     def __len__(self) -> int:
         return len(self.draws)
 
     def __getitem__(self, at: Any) -> Any:
-        return list(self)[at]
+        return self._made[at]
 
     def __iter__(self) -> Iterator[Draw]:
-        later = self.later  # `_replace` takes three times as long
-        return iter([Draw(d.row, d.position + later, d.sampler, d.draft, d.num_logprobs, d.method, d.masks) for d in self.draws])
+        return iter(self._made)
 
 
 class Drawn(NamedTuple):

@@ -35,7 +35,7 @@ def defaults_of(face: FaceDefaults) -> Mapping[str, Any]:
 
 def test_rows_are_those_of_the_backend() -> None:
     """What docs/scheduling.md says of chunks."""
-    for face, backend, most in ((SERVING, "cpu", (64, 512, 16)), (SERVING, "cuda", (256, 2048, 512)), (OFFLINE, "cuda", (256, 2048, 2048))):
+    for face, backend, most in ((SERVING, "cpu", (64, 512, 16)), (SERVING, "cuda", (256, 2048, 256)), (OFFLINE, "cuda", (256, 2048, 2048))):
         config = engine_config({"backend": backend}, face)
         assert (config.max_seqs, config.max_rows, config.max_chunk_rows) == most
     small = engine_config({"backend": "cuda", "max_num_batched_tokens": 100})

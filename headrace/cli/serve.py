@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add(engine, "max_num_seqs", "most sequences in one step (64; 256 on a GPU)", int)
     _add(engine, "kv_blocks", "blocks of KV; 0: what these need, within half of the memory", int)
     _add(engine, "kv_offload_bytes", "bytes of the host's memory for KV that a GPU has no blocks for; 0: none", int)
-    _add(engine, "chunked_prefill_size", "prompt tokens in a step that also decodes (16; 512 on a GPU)", int)
+    _add(engine, "chunked_prefill_size", "prompt tokens in a step that also decodes (16; 256 on a GPU)", int)
     _add(engine, "proposer", "what drafts: off, auto, ngram, ...; never changes a token", str)
     _add(engine, "draft_model", "for draft_model: a smaller model with the same vocabulary", str)
     add_parallel(parser)

@@ -93,7 +93,7 @@ class MultiStep:
     def _launches(
         self, scheduled: list[ScheduledSequence], batch: RaggedBatch, ops: list[LogitOp], most: int
     ) -> list[tuple[RaggedBatch, Sequence[LogitOp]]]:
-        """The batches of all launches and their ops. They are made before the first, which displaces everything from the caches."""
+        """The batches of all launches and their ops. Batches are made before any launch, which displaces all from the caches."""
         launches: list[tuple[RaggedBatch, Sequence[LogitOp]]] = [(batch, ops)]
         if most == 1:
             return launches

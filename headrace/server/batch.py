@@ -105,7 +105,8 @@ async def _run(
     count = failed = 0
     with _opened(source) as lines, target.open("ab", buffering=0) as answers:
         async with served_model(model, config, settings, EngineClient(model, config, {}, settings.stall_seconds)) as served:
-            app, places = make_app(served), iter(left)
+            app, places, hello = make_app(served), iter(left), served.engine.hello
+            assert hello, "the engine has started"
 
             async def lane() -> None:
                 nonlocal count, failed
@@ -119,7 +120,7 @@ async def _run(
 
             try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(min(len(left), _AHEAD * config.max_seqs)):
+                    for _ in range(min(len(left), _AHEAD * hello.max_num_seqs)):
                         group.create_task(lane())
             except* EngineDeadError as errors:
                 raise errors.exceptions[0] from None

@@ -163,6 +163,7 @@ class CudaExecutable:
         """The launches of steps of a shape; made anew where the memory that they are bound to has moved."""
         if (bound := (self._workspace.grown, self._adapters.changed)) != self._bound:
             self._plans.clear()
+            self._num_late_graphs = 0
             self._bound = bound
         if shape not in self._plans:
             plan = self._plans[shape] = self._lowered(shape)
